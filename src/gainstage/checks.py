@@ -1,0 +1,70 @@
+"""Checks of arguments where they enter: "Expected <what>; got <value>."."""
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def real(
+    name: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    low: float = -math.inf,
+    high: float = math.inf,
+    below: float = math.inf,
+) -> float:
+    """`value` as a float, if it is a finite real number inside the bounds and no bool.
+
+    Args:
+        name: the argument's name, for the error.
+        value: a Python, numpy or jax scalar.
+        above, below: exclusive bounds.
+        low, high: inclusive bounds.
+
+    Raises:
+        TypeError: no real number, or a bool.
+        ValueError: not finite, or out of bounds.
+    """
+    expected = _expected("a finite number", above, low, high, below)
+    if isinstance(value, (jax.Array, np.ndarray)) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"Expected {expected} for {name}; got {value!r}.")
+    number = float(value)
+    if not (math.isfinite(number) and above < number < below and low <= number <= high):
+        raise ValueError(f"Expected {expected} for {name}; got {value!r}.")
+    return number
+
+
+def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:
+    """`value` as an int, if it is an integer in [low, high] and no bool.
+
+    Raises:
+        TypeError: no number, or a bool.
+        ValueError: a number with a fraction, or out of bounds.
+    """
+    number = real(name, value)
+    if number != int(number) or not low <= number <= high:
+        expected = _expected("an integer", -math.inf, low, high, math.inf)
+        raise ValueError(f"Expected {expected} for {name}; got {value!r}.")
+    return int(number)
+
+
+def flag(name: str, value: Any) -> bool:
+    """`value`, if it is a bool.
+
+    Raises:
+        TypeError: anything else.
+    """
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"Expected a bool for {name}; got {value!r}.")
+    return bool(value)
+
+
+def _expected(what: str, above: float, low: float, high: float, below: float) -> str:
+    bounds = [(">", above), (">=", low), ("<=", high), ("<", below)]
+    return " and ".join([what, *(f"{sign} {b:g}" for sign, b in bounds if math.isfinite(b))])

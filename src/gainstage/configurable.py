@@ -1,0 +1,115 @@
+"""Objects that can be described by their constructor's arguments, and made again from them."""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+# How a step runs, not what it computes: not part of a configuration.
+_LEFT_OUT = ("jit_compile", "mesh")
+
+
+class Configurable:
+    """A base whose subclasses keep each constructor argument in an attribute of the same name.
+
+    A subclass that hands on what it does not know, as `*args, **kwargs`, gets the full signature
+    of its constructor all the same, and one `get_config` serves all of them.
+    """
+
+    __signature__: ClassVar[inspect.Signature]
+    _given: set[str]  # what the caller passed, None not counted: None says "as usual"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = _full_signature(cls)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        try:
+            passed = cls.__signature__.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            passed = {}  # the constructor itself says better what is wrong
+        object.__setattr__(self, "_given", {k for k, v in passed.items() if v is not None})
+        return self
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, JSON-serializable but for callables."""
+        names = [name for name in type(self).__signature__.parameters if name not in _LEFT_OUT]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Self:
+        """The object that `get_config` (or Keras) describes; `config` is not changed.
+
+        Args:
+            config: the constructor's arguments.
+            custom_objects: classes by name, for objects inside the configuration.
+        """
+        parameters = cls.__signature__.parameters
+        defaults = {name: parameter.default for name, parameter in parameters.items()}
+        return cls(**{k: v for k, v in config.items() if k not in defaults or v != defaults[k]})
+
+
+def _full_signature(cls: type) -> inspect.Signature:
+    """The signature of `cls.__init__`, with the parent's parameters in the place of `*args`."""
+    own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    parent = getattr(cls.__mro__[1], "__signature__", inspect.Signature())
+    kinds = {parameter.kind for parameter in own}
+    named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    handed_on = []
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        names = {parameter.name for parameter in named}
+        handed_on = [p for p in parent.parameters.values() if p.name not in names]
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            handed_on = [p.replace(kind=p.KEYWORD_ONLY) for p in handed_on]
+    return inspect.Signature(sorted(named + handed_on, key=lambda parameter: parameter.kind))
+
+
+def serialize(obj: Any) -> dict[str, Any]:
+    """The description of an object that has `get_config`, in the form that Keras uses."""
+    cls = type(obj)
+    return {
+        "module": cls.__module__,
+        "class_name": cls.__name__,
+        "config": obj.get_config(),
+        "registered_name": None,
+    }
+
+
+def deserialize(
+    description: Mapping[str, Any], base: type, custom_objects: Mapping[str, type] | None = None
+) -> Any:
+    """The object that a description stands for.
+
+    A class is searched among the subclasses of what is expected in that place: a configuration can
+    make Python import or call nothing else.
+
+    Args:
+        description: what `serialize` or Keras wrote; it is not changed.
+        base: the expected class. Among several subclasses of one name the one of the same module
+            wins, then the one defined last.
+        custom_objects: classes by name, to search first.
+
+    Raises:
+        ValueError: no such class.
+    """
+    if not isinstance(description, Mapping) or "class_name" not in description:
+        raise ValueError(
+            f"Expected a dictionary with class_name and config for a {base.__name__}; "
+            f"got {description!r}."
+        )
+    name, module = description["class_name"], description.get("module")
+    found = [cls for cls in _family(base) if cls.__name__ == name]
+    found.sort(key=lambda cls: cls.__module__ == module)
+    cls = (custom_objects or {}).get(name) or (found[-1] if found else None)
+    if cls is None:
+        known = sorted({cls.__name__ for cls in _family(base)})
+        raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")
+    return cls.from_config(dict(description.get("config", {})))
+
+
+def _family(base: type) -> Iterator[type]:
+    for subclass in base.__subclasses__():
+        yield subclass
+        yield from _family(subclass)

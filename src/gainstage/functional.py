@@ -1,0 +1,135 @@
+"""Loss scaling for optax loops: the same rules, check and decision, without variables."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gainstage import gradients
+from gainstage.loss_scale import DynamicLossScale, LossScale
+from gainstage.variable import keep_or_skip
+
+
+class LossScaledState(NamedTuple):
+    """The state of `loss_scaled`."""
+
+    loss_scale: Any  # the rule's, with at least `scale`
+    inner: Any  # the wrapped transformation's
+
+
+def loss_scaled(
+    tx: optax.GradientTransformation, rule: LossScale | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transformation that skips steps that are not finite, and adapts the loss scale.
+
+    It takes the true gradients that `gainstage.value_and_grad` returns. On a step with one that is
+    not finite the updates are -0.0, which leave every weight bit for bit as it is, and the state of
+    `tx` does not change. `tx` sees gradients and parameters, and keeps its state, in float32 where
+    they are half precision. Wrap all that has state: `loss_scaled(optax.chain(...))`.
+
+    Args:
+        tx: the transformation that makes updates out of gradients.
+        rule: a `LossScale`, by default `DynamicLossScale()`.
+
+    Returns:
+        A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
+        true loss as `value=`, for rules and transformations that want it.
+
+    Raises:
+        TypeError: `tx` is no transformation, `rule` no rule.
+
+    Example:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> params = jnp.float32(1.0)
+        >>> tx = gs.loss_scaled(optax.sgd(0.5))
+        >>> opt_state = tx.init(params)
+        >>> loss, grads = gs.value_and_grad(lambda w: w**2, opt_state)(params)
+        >>> updates, opt_state = tx.update(grads, opt_state, params)
+        >>> print(loss, grads, optax.apply_updates(params, updates))
+        1.0 2.0 0.0
+
+    Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740.
+    """
+    rule = DynamicLossScale() if rule is None else rule
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
+    if not isinstance(rule, LossScale):
+        raise TypeError(f"Expected a gainstage.LossScale for rule; got {rule!r}.")
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> LossScaledState:
+        return LossScaledState(rule.init(), tx.init(gradients.widen(params)))
+
+    def update(
+        updates: Any, state: LossScaledState, params: Any = None, **extra: Any
+    ) -> tuple[Any, LossScaledState]:
+        grads, params = gradients.widen(updates), gradients.widen(params)
+        finite = gradients.all_finite(grads)
+        measured = gradients.measure(rule.measures, grads, extra.get("value"))
+
+        def take(old: Any) -> Any:
+            updates, inner = tx.update(grads, old[1], params, **extra)
+            return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), inner, old[1])
+
+        shapes = jax.eval_shape(lambda: tx.update(grads, state.inner, params, **extra)[0])
+        nothing = jax.tree.map(lambda s: jnp.full(s.shape, -0.0, s.dtype), shapes)
+        updates, inner = keep_or_skip(finite, take, (nothing, state.inner))
+        return updates, LossScaledState(rule.update(state.loss_scale, finite, **measured), inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` with the loss scaled on the way: true loss and gradients come back.
+
+    Args:
+        fun: a function that returns a scalar loss, or (loss, aux).
+        opt_state: a state of `loss_scaled`, or a pytree with exactly one anywhere inside.
+        argnums: the arguments to differentiate by.
+        has_aux: whether `fun` returns (loss, aux).
+
+    Returns:
+        A function of the arguments of `fun` that returns `(loss, grads)`, or
+        `((loss, aux), grads)`. Loss and gradients are true, in float32 or wider; a gradient that
+        overflowed is not finite.
+
+    Raises:
+        ValueError: no loss-scale state, or several, in `opt_state`.
+
+    Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
+    """
+    scale = _loss_scaled_state(opt_state).loss_scale.scale
+
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        loss = gradients.widen(loss)
+        return loss * scale.astype(loss.dtype), (loss, aux)
+
+    def true(*args: Any, **kwargs: Any) -> Any:
+        (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
+
+    return true
+
+
+def _loss_scaled_state(opt_state: Any) -> LossScaledState:
+    def is_state(node: Any) -> bool:
+        return isinstance(node, LossScaledState)
+
+    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    if len(found) != 1:
+        raise ValueError(
+            f"Expected exactly one state of gainstage.loss_scaled in opt_state; "
+            f"got {len(found)} in a {type(opt_state).__name__} of "
+            f"{jax.tree.structure(opt_state, is_leaf=is_state)}."
+        )
+    return found[0]

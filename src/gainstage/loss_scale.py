@@ -1,0 +1,203 @@
+"""Loss-scale rules: immutable configurations that move a tiny state of device scalars.
+
+A rule never sees the gradients, only whether they were finite (and what it asks to be measured),
+so it is a pure function of a few scalars, the same on every device.
+"""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+
+# XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
+# these bounds either the scale or its reciprocal would be 0 in float32.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+class ScaleState(NamedTuple):
+    """The state of a rule. What a rule does not count is None, and takes no space in a pytree."""
+
+    scale: jax.Array  # float32: what the next loss is multiplied by
+    good_steps: jax.Array | None = None  # int32: finite steps since the scale last moved
+    bad_steps: jax.Array | None = None  # int32: non-finite steps in a row, where it counts them
+
+
+class LossScale(abc.ABC):
+    """The interface of a rule; subclass it, as a frozen dataclass, to write your own.
+
+    `measures` names what `update` wants to know of a step beside its finiteness: any of `max_abs`
+    (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss; nan where the
+    caller did not pass it). A rule that names nothing pays nothing.
+
+    Example:
+        >>> import dataclasses, gainstage as gs
+        >>> import jax.numpy as jnp
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Halving(gs.LossScale):
+        ...     start: float = 8.0
+        ...     def init(self):
+        ...         return gs.ScaleState(jnp.float32(self.start))
+        ...     def update(self, state, finite):
+        ...         return state._replace(scale=jnp.where(finite, state.scale, state.scale / 2))
+        >>> rule = Halving()
+        >>> print(rule.update(rule.init(), finite=False).scale)
+        4.0
+
+    Source: `tf.mixed_precision.experimental.LossScale`, split into configuration and state.
+    """
+
+    measures: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def init(self) -> Any:
+        """The state before the first step: a NamedTuple of device scalars with at least `scale`."""
+
+    @abc.abstractmethod
+    def update(self, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
+        """The state after a step.
+
+        Args:
+            state: what `init` or the last `update` returned.
+            finite: bool scalar, whether every gradient of the step was finite.
+            measured: the scalars named in `measures`.
+        """
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, for a rule that is a dataclass."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The rule that `get_config` describes."""
+        return cls(**config)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+    """The same scale for ever; a non-finite step is still skipped.
+
+    Args:
+        loss_scale_value: the scale, a number from 2**-126 to 2**126.
+
+    Raises:
+        TypeError: no number, or a bool.
+        ValueError: out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> print(gs.FixedLossScale(128).init().scale)
+        128.0
+
+    Source: `tf.mixed_precision.experimental.FixedLossScale`.
+    """
+
+    loss_scale_value: float
+
+    def __post_init__(self) -> None:
+        _set(self, "loss_scale_value", checks.real, low=SMALLEST, high=LARGEST)
+
+    def init(self) -> ScaleState:
+        return ScaleState(jnp.float32(self.loss_scale_value))
+
+    def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """Raises the scale after a run of finite steps, lowers it after a non-finite one.
+
+    The rule, as code (`multiplier` >= 1)::
+
+        if finite:
+            good_steps += 1
+            if good_steps >= increment_period:
+                scale, good_steps = min(scale * multiplier, max_scale), 0
+        else:
+            scale, good_steps = max(scale * backoff_factor, min_scale), 0
+
+    Args:
+        initial_loss_scale: the first scale, > 0 and at most `max_scale`. Below `min_scale` it
+            stays until the first decrease, which lifts it to the floor.
+        increment_period: finite steps in a row before the scale is raised, an integer >= 1.
+        multiplier: what the scale is then multiplied by, > 0. Below 1, growth lowers the scale
+            and overflow raises it.
+        backoff_factor: what it is multiplied by to be lowered, between 0 and 1; None for
+            1 / `multiplier`.
+        min_scale, max_scale: the bounds, within 2**-126 and 2**126.
+        hysteresis: the scale is lowered on this many non-finite steps in a row, an integer >= 1;
+            a finite step or a decrease resets the count.
+
+    Raises:
+        TypeError: an argument is no number, or a bool.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> rule = gs.DynamicLossScale(initial_loss_scale=8.0, increment_period=2)
+        >>> state = rule.init()
+        >>> for finite in (True, True, False):
+        ...     state = rule.update(state, finite)
+        ...     print(state.scale, state.good_steps)
+        8.0 1
+        16.0 0
+        8.0 0
+
+    Source: Micikevicius et al., 2018, arXiv:1710.03740;
+    `tf.mixed_precision.experimental.DynamicLossScale`; bounds and hysteresis as in Megatron-LM.
+    """
+
+    initial_loss_scale: float = 2.0**15
+    increment_period: int = 2000
+    multiplier: float = 2.0
+    _: dataclasses.KW_ONLY
+    backoff_factor: float | None = None
+    min_scale: float = 2.0**-24
+    max_scale: float = LARGEST
+    hysteresis: int = 1
+
+    def __post_init__(self) -> None:
+        _set(self, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
+        _set(self, "min_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        _set(self, "initial_loss_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        _set(self, "multiplier", checks.real, above=0.0)
+        _set(self, "increment_period", checks.integer, low=1)
+        _set(self, "hysteresis", checks.integer, low=1)
+        if self.backoff_factor is not None:
+            _set(self, "backoff_factor", checks.real, above=0.0, below=1.0)
+
+    def init(self) -> ScaleState:
+        return ScaleState(
+            scale=jnp.float32(self.initial_loss_scale),
+            good_steps=jnp.int32(0),
+            bad_steps=jnp.int32(0) if self.hysteresis > 1 else None,
+        )
+
+    def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
+        finite = jnp.asarray(finite)
+        good_steps = jnp.where(finite, state.good_steps + 1, 0)
+        bad_steps = None if state.bad_steps is None else jnp.where(finite, 0, state.bad_steps + 1)
+        grow = good_steps >= self.increment_period
+        lower = ~finite if bad_steps is None else bad_steps >= self.hysteresis
+
+        backoff = 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
+        grown = jnp.where(grow, self._moved(state.scale, self.multiplier), state.scale)
+        return ScaleState(
+            scale=jnp.where(lower, self._moved(state.scale, backoff), grown),
+            good_steps=jnp.where(grow, 0, good_steps),
+            bad_steps=None if bad_steps is None else jnp.where(lower, 0, bad_steps),
+        )
+
+    def _moved(self, scale: jax.Array, factor: float) -> jax.Array:
+        """The scale times `factor`, held at the bound it moves towards."""
+        if factor < 1:
+            return jnp.maximum(scale * factor, self.min_scale)
+        return jnp.minimum(scale * factor, self.max_scale)
+
+
+def _set(rule: LossScale, name: str, check: Any, **bounds: float) -> None:
+    object.__setattr__(rule, name, check(name, getattr(rule, name), **bounds))

@@ -1,0 +1,291 @@
+"""Loss scaling around any optimizer: scale the loss, skip what overflowed, adapt the scale."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks, gradients
+from gainstage.configurable import deserialize, serialize
+from gainstage.loss_scale import LARGEST, SMALLEST, DynamicLossScale, FixedLossScale, LossScale
+from gainstage.optimizer import Optimizer
+from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, OptimizerOptions, check_option
+from gainstage.variable import Variable, read
+
+
+class LossScaleOptimizer(Optimizer):
+    """An optimizer for float16: it scales the loss so that small gradients survive.
+
+    `minimize` multiplies the loss by the scale and divides the gradients by it again, in float32.
+    A step with a gradient that is not finite changes nothing but the scale, which is lowered;
+    after `dynamic_growth_steps` finite steps it is doubled. The scale is finite and positive
+    whatever happens. In a loop of your own differentiate `scale_loss(loss)` and hand the scaled
+    gradients to `apply`.
+
+    Args:
+        inner_optimizer: the optimizer that takes the steps. It belongs to one wrapper; the
+            options given here act exactly as if they had been given there.
+        initial_scale: the first scale, > 0 and at most 2**126.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
+        dynamic: False for a fixed scale, which `initial_scale` must then give.
+        rule: a `LossScale` in the place of the three arguments before.
+        name: the prefix of the names of the wrapper's own variables.
+        **options: those of every `Optimizer`. `loss_scale_factor` multiplies the scale.
+
+    Raises:
+        TypeError: `inner_optimizer` is no optimizer, or is a `LossScaleOptimizer`.
+        ValueError: an inner optimizer that another wrapper has; an option given to both; `rule`
+            together with another scale argument; an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(1.0)
+        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0**15)
+        >>> opt.minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(var.value(), opt.loss_scale)
+        0.5 32768.0
+        >>> opt.apply([float("inf")], [var])
+        >>> print(var.value(), opt.loss_scale)
+        0.5 16384.0
+
+    Source: `keras.mixed_precision.LossScaleOptimizer`; Micikevicius et al., 2018,
+    arXiv:1710.03740.
+    """
+
+    inner_optimizer: Optimizer
+
+    def __init__(
+        self,
+        inner_optimizer: Optimizer,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        *,
+        dynamic: bool = True,
+        rule: LossScale | None = None,
+        name: str | None = None,
+        **options: Unpack[OptimizerOptions],
+    ):
+        _check_inner(inner_optimizer, self._given)
+        rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
+        jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
+        self._start(name, inner_optimizer.jit_compile if jit_compile is None else jit_compile)
+        self.mesh = mesh or inner_optimizer.mesh
+        self.inner_optimizer, self.rule = inner_optimizer, rule
+        self._scale_state = _variables_of(rule, self.name)
+        self.initial_scale = float(str(self.dynamic_scale.numpy()))
+        # An option is an attribute of the wrapper only if it was given to it.
+        for option, value in options.items():
+            if value is not None:
+                vars(self)[option] = check_option(option, value, vars(self))
+        inner_optimizer._wrapper = self
+
+    def _chosen_rule(
+        self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None
+    ) -> LossScale:
+        given = self._given & {"initial_scale", "dynamic_growth_steps", "dynamic"}
+        dynamic = checks.flag("dynamic", dynamic)
+        if rule is not None:
+            if given:
+                raise ValueError(f"Expected rule alone; got rule and {', '.join(sorted(given))}.")
+            if not isinstance(rule, LossScale):
+                raise TypeError(f"Expected a gainstage.LossScale for rule; got {rule!r}.")
+            return rule
+        if dynamic:
+            return DynamicLossScale(initial_scale, growth_steps)
+        if "initial_scale" not in given:
+            raise ValueError("Expected initial_scale for dynamic=False; got none.")
+        if "dynamic_growth_steps" in given:
+            raise ValueError(
+                f"Expected no dynamic_growth_steps for dynamic=False; got {growth_steps!r}."
+            )
+        return FixedLossScale(initial_scale)
+
+    # ── the scale ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def dynamic_scale(self) -> Variable:
+        """The rule's scale, a float32 variable."""
+        return self._scale_state.scale
+
+    @property
+    def step_counter(self) -> Variable | None:
+        """Finite steps since the scale last moved, an int32 variable; None where none counts."""
+        return getattr(self._scale_state, "good_steps", None)
+
+    dynamic_counter = step_counter
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """What the loss is multiplied by: the rule's scale times `loss_scale_factor`."""
+        return self._loss_scale()
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale can change."""
+        return not isinstance(self.rule, FixedLossScale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The rule's `increment_period`; None for a rule without one."""
+        return getattr(self.rule, "increment_period", None)
+
+    def check_finite(self, grads: Iterable[Any]) -> jax.Array:
+        """Whether all gradients are finite, as a bool scalar; None counts as finite."""
+        return gradients.all_finite(gradients.widen(list(grads)))
+
+    def _loss_scale(self) -> jax.Array:
+        factor = self._option("loss_scale_factor")
+        scale = self.dynamic_scale.value()
+        return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
+
+    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+        scale = self._loss_scale()
+        finite = self.inner_optimizer._update_if_finite(grads, scale, rate)
+        measured = {}
+        if self.rule.measures:
+            true = gradients.unscale(grads, scale)
+            measured = gradients.measure(self.rule.measures, true)
+        new = self.rule.update(read(self._scale_state), finite, **measured)
+        jax.tree.map(Variable.assign, self._scale_state, new)
+
+    # ── the inner optimizer ──────────────────────────────────────────────────────────────────
+
+    @property
+    def variables(self) -> list[Variable]:
+        """All state: step counter, scale (and what else the rule keeps), then the inner's."""
+        state = self._scale_state
+        first = [v for v in (self.step_counter, state.scale) if v is not None]
+        rest = [v for v in jax.tree.leaves(state) if v not in first]
+        return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
+
+    @property
+    def iterations(self) -> Any:
+        """The inner optimizer's: a skipped step does not count."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's; assign a number to change it."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def _index(self) -> dict[Variable, int]:
+        return self.inner_optimizer._index
+
+    def _rate_now(self) -> jax.Array | None:
+        return self.inner_optimizer._rate_now()
+
+    def _option(self, name: str) -> Any:
+        return self.inner_optimizer._option(name)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for options that were not given here: in force is then the inner's own.
+        if name in OPTIONS:
+            return getattr(self.inner_optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        """Builds the inner optimizer for these variables."""
+        self.inner_optimizer.build(var_list)
+        self._replicate([*jax.tree.leaves(self._scale_state), *self._slots], var_list)
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        """The inner optimizer's rule for one variable, on a true gradient."""
+        self.inner_optimizer.update_step(gradient, variable, learning_rate)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Iterable[Variable] | None = None,
+        var_names: Iterable[str] | None = None,
+    ) -> None:
+        """Names the variables that the inner optimizer does not decay."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
+        """Gives the variables the inner optimizer's moving averages."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    # ── configuration ────────────────────────────────────────────────────────────────────────
+
+    def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
+        value = super()._checked_weight(variable, weight)
+        if variable is self.dynamic_scale:
+            checks.real(f"the value of {variable.name!r}", value, low=SMALLEST, high=LARGEST)
+        return value
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments; an option is reported once, on the object it was given to."""
+        options = {name: value for name, value in vars(self).items() if name in OPTIONS}
+        inner = serialize(self.inner_optimizer)
+        inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
+        config = {"name": self.name, "inner_optimizer": inner, **options}
+        if isinstance(self.rule, FixedLossScale):
+            return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
+        if isinstance(self.rule, DynamicLossScale):
+            scale, growth_steps = self.rule.initial_loss_scale, self.rule.increment_period
+            if self.rule == DynamicLossScale(scale, growth_steps):
+                return {**config, "initial_scale": scale, "dynamic_growth_steps": growth_steps}
+        return {**config, "rule": serialize(self.rule)}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Self:
+        """The optimizer that `get_config` (or Keras) describes; `config` is not changed.
+
+        Args:
+            config: the constructor's arguments.
+            custom_objects: classes by name for the inner optimizer, its schedule and the rule.
+        """
+        config = dict(config)
+        config["inner_optimizer"] = deserialize(
+            config["inner_optimizer"], Optimizer, custom_objects
+        )
+        if isinstance(config.get("rule"), Mapping):
+            config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
+        defaults = {name: p.default for name, p in cls.__signature__.parameters.items()}
+        kept = {k: v for k, v in config.items() if k not in OPTIONS or v != defaults[k]}
+        return cls(**kept)
+
+
+def _variables_of(rule: LossScale, owner: str) -> Any:
+    """The rule's state, a NamedTuple, with a variable in the place of each array."""
+    state = rule.init()
+    if not hasattr(state, "_fields") or not hasattr(state, "scale"):
+        raise TypeError(f"Expected a NamedTuple with `scale` from {rule!r}.init(); got {state!r}.")
+    names = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+    named = [(f"{owner}/{names.get(f, f)}", getattr(state, f)) for f in state._fields]
+    return type(state)(
+        *(v if v is None else Variable(v, name=n, trainable=False) for n, v in named)
+    )
+
+
+def _check_inner(inner: Any, given: set[str]) -> None:
+    if not isinstance(inner, Optimizer) or isinstance(inner, LossScaleOptimizer):
+        raise TypeError(
+            f"Expected an optimizer that is not wrapped for inner_optimizer; got {inner!r}."
+        )
+    if inner._wrapper is not None:
+        raise ValueError(
+            f"Expected an inner_optimizer of its own for each LossScaleOptimizer; "
+            f"got {inner.name!r}, which {inner._wrapper.name!r} has."
+        )
+    for option in sorted(given & OPTIONS):
+        both = inner._given & (CLIPS if option in CLIPS else {option})
+        if both:
+            raise ValueError(
+                f"Expected {option} on the LossScaleOptimizer or on the inner optimizer; got "
+                f"{option} here and {', '.join(sorted(both))} on {inner.name!r}."
+            )
+    if inner.built and given & BEFORE_BUILD:
+        raise ValueError(
+            f"Expected {', '.join(sorted(given & BEFORE_BUILD))} before the inner optimizer is "
+            f"built; {inner.name!r} is built."
+        )

@@ -1,0 +1,295 @@
+"""The verbs of every optimizer: how a step is called, whatever it does.
+
+All of them run one piece of imperative code, `_apply`: under the bridge by itself it is
+`stateless_apply`, compiled it is `apply`.
+"""
+
+import abc
+import warnings
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from gainstage.configurable import Configurable
+from gainstage.variable import Variable, functional, jit, read, run, variables_in
+
+VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
+
+
+class Minimizer(Configurable, abc.ABC):
+    """Something with variables and a step; `Optimizer` says what the step does."""
+
+    name: str
+    jit_compile: bool
+    _program: jit | None
+
+    @property
+    @abc.abstractmethod
+    def variables(self) -> list[Variable]:
+        """All state, as a flat list."""
+
+    @property
+    @abc.abstractmethod
+    def built(self) -> bool:
+        """Whether the trainable variables are known."""
+
+    @abc.abstractmethod
+    def build(self, var_list: Sequence[Variable]) -> None:
+        """Creates the state for these variables."""
+
+    @abc.abstractmethod
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss to differentiate."""
+
+    @property
+    @abc.abstractmethod
+    def iterations(self) -> Any:
+        """Updates so far."""
+
+    @property
+    @abc.abstractmethod
+    def _index(self) -> dict[Variable, int]:
+        """The trainable variables, with their places."""
+
+    @abc.abstractmethod
+    def _rate_now(self) -> jax.Array | None:
+        """A learning rate that Python has to compute for each step; else None."""
+
+    @abc.abstractmethod
+    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+        """One step, as imperative code on variables; gradients in the trainable ones' order."""
+
+    # ── the step ─────────────────────────────────────────────────────────────────────────────
+
+    def minimize(self, loss: Callable[[], Any], var_list: VarList) -> None:
+        """Differentiates `loss` and takes a step.
+
+        Args:
+            loss: a function of no argument that reads the variables and returns a scalar.
+            var_list: the variables to change, or a callable that returns them.
+        """
+        self.apply_gradients(self.compute_gradients(loss, var_list))
+
+    def compute_gradients(
+        self, loss: Callable[[], Any], var_list: VarList
+    ) -> list[tuple[jax.Array | None, Variable]]:
+        """The (gradient, variable) pairs of a loss, in order, scaled as `apply` expects them.
+
+        The gradient is None for a variable on which the loss does not depend. `loss` runs
+        uncompiled; for speed call this inside `gainstage.jit`.
+
+        Raises:
+            TypeError: `loss` is not callable, or returns no floating number.
+            ValueError: `loss` returns something else than a scalar.
+        """
+        variables = variables_in(list(var_list() if callable(var_list) else var_list))
+        if not callable(loss):
+            raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
+        if not self.built:
+            self.build(variables)
+
+        def scaled_loss() -> jax.Array:
+            value = loss()
+            value = jnp.asarray(value.value() if isinstance(value, Variable) else value)
+            if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+                kind = TypeError if not value.shape else ValueError
+                raise kind(f"Expected loss() to be a floating scalar; got {value!r}.")
+            return self.scale_loss(value)
+
+        pure, values = functional(scaled_loss, variables), read(variables)
+        value, linear = jax.linearize(lambda values: pure(values)[0], values)
+        jaxpr = jax.make_jaxpr(linear)(values).jaxpr
+        _, depends = dce_jaxpr(jaxpr, [True])
+        (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(value))
+        return [
+            (gradient if used else None, variable)
+            for gradient, used, variable in zip(grads, depends, variables, strict=True)
+        ]
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Any:
+        """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
+        pairs = [tuple(pair) for pair in grads_and_vars]
+        self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
+        return self.iterations
+
+    def apply(self, grads: Sequence[Any], trainable_variables: VarList | None = None) -> None:
+        """Takes a step: one compiled program, in which nothing is read back by Python.
+
+        Args:
+            grads: gradients of `scale_loss(loss)`, each of its variable's shape, of any floating
+                dtype and placement; None leaves a variable, its slots and its decay alone. An
+                empty list changes nothing.
+            trainable_variables: their variables, all or some of those that the optimizer was built
+                with, in any order; by default all. The first call builds the optimizer.
+
+        Raises:
+            TypeError: a gradient of an integer, boolean or complex dtype.
+            ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
+                None, not built and no variables given.
+        """
+        grads = list(grads)
+        if not grads and not trainable_variables:
+            return
+        if trainable_variables is None:
+            variables = self._built_variables("apply without trainable_variables")
+        else:
+            named = trainable_variables() if callable(trainable_variables) else trainable_variables
+            variables = variables_in(list(named))
+        _check_count("gradients", grads, variables)
+        grads = [_placed(g, v) for g, v in zip(grads, variables, strict=True)]
+        _check_gradients(grads, variables)
+        if not self.built:
+            self.build(variables)
+        grads = self._in_order(grads, variables)
+
+        state = (self.variables, list(self._index))
+        if any(variable._is_lent for variable in self.variables):
+            self._apply(grads, None)  # already inside of a traced function
+        elif not self.jit_compile:
+            run(self._apply, state, grads, self._rate_now())
+        else:
+            self._program = self._program or jit(self._apply, state, donate=self.variables)
+            self._program(grads, self._rate_now())
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The step as a pure function of lists of arrays, which changes no variable.
+
+        Args:
+            optimizer_variables: values for `variables`, in that order.
+            grads: as for `apply`, one per trainable variable.
+            trainable_variables: values for the variables that the optimizer was built with.
+
+        Returns:
+            The new values `(trainable_variables, optimizer_variables)`.
+
+        Raises:
+            TypeError: as `apply`.
+            ValueError: as `apply`, a list of the wrong length, or a value of the wrong shape.
+
+        To donate old values under `jax.jit`, give the arguments in the order of the results:
+        `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`.
+        """
+        trainable, variables = self._built_variables("stateless_apply"), self.variables
+        _check_count("optimizer_variables", optimizer_variables, variables)
+        _check_count("gradients", grads, trainable)
+        _check_count("trainable_variables", trainable_variables, trainable)
+        state = (trainable, variables)
+        values = (list(trainable_variables), list(optimizer_variables))
+        grads = [_array(gradient) for gradient in grads]
+        _check_gradients(grads, trainable)
+        return functional(self._apply, state)(values, grads, self._rate_now())[1]
+
+    def _built_variables(self, caller: str) -> list[Variable]:
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built before {caller}; call `build`.")
+        return list(self._index)
+
+    def _in_order(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
+        """One gradient or None for each variable that the optimizer was built with."""
+        if all(gradient is None for gradient in grads):
+            raise ValueError(
+                f"Expected a gradient for at least one variable; got None for all of "
+                f"{[variable.name for variable in variables]}."
+            )
+        ordered: list[Any] = [None] * len(self._index)
+        for gradient, variable in zip(grads, variables, strict=True):
+            ordered[self._get_variable_index(variable)] = gradient
+        missing = [v.name for g, v in zip(grads, variables, strict=True) if g is None]
+        if missing:
+            warnings.warn(f"No gradient for {missing}: left as they are.", stacklevel=4)
+        return ordered
+
+    def _get_variable_index(self, variable: Variable) -> int:
+        """The place of a variable among those that the optimizer was built with."""
+        if variable not in self._index:
+            raise ValueError(
+                f"Expected variables that {self.name!r} was built with, "
+                f"{[v.name for v in self._index]}; got {getattr(variable, 'name', variable)!r}."
+            )
+        return self._index[variable]
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────────
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all of `variables`, in that order, or, if one does not fit, none.
+
+        Raises:
+            ValueError: not built, a wrong number of arrays, or an array that does not fit.
+        """
+        self._built_variables("set_weights")
+        variables = self.variables
+        _check_count("weights", weights, variables)
+        fitted = [self._checked_weight(v, w) for v, w in zip(variables, weights, strict=True)]
+        for variable, value in zip(variables, fitted, strict=True):
+            variable.assign(value)
+
+    def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
+        try:
+            return variable._fitted(weight)
+        except TypeError as error:
+            raise ValueError(f"Expected an array for {variable.name!r}; got {weight!r}.") from error
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ..."""
+        for i, variable in enumerate(self.variables):
+            store[str(i)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Sets all of `variables` from what `save_own_variables` stored, or none.
+
+        Raises:
+            ValueError: not built, a key missing, or an array that does not fit.
+        """
+        keys = [str(i) for i in range(max(len(self.variables), len(store.keys())))]
+        missing = [key for key in keys if key not in store]
+        if missing:
+            raise ValueError(
+                f"Expected the keys '0' to '{len(self.variables) - 1}' in the store; "
+                f"got {sorted(store.keys())}."
+            )
+        self.set_weights([store[key] for key in keys])
+
+
+def _check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:
+    if len(values) != len(variables):
+        names = [variable.name for variable in variables]
+        raise ValueError(
+            f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
+        )
+
+
+def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> None:
+    for gradient, variable in zip(grads, variables, strict=True):
+        if gradient is None:
+            continue
+        if gradient.shape != variable.shape:
+            raise ValueError(
+                f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "
+                f"got shape {gradient.shape}."
+            )
+        if not jnp.issubdtype(gradient.dtype, jnp.floating):
+            raise TypeError(
+                f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
+                f"got dtype {gradient.dtype}."
+            )
+
+
+def _array(gradient: Any) -> Any:
+    if gradient is None or isinstance(gradient, jax.Array):
+        return gradient
+    return jnp.asarray(gradient.value() if isinstance(gradient, Variable) else gradient)
+
+
+def _placed(gradient: Any, variable: Variable) -> Any:
+    """The gradient as an array on its variable's devices."""
+    gradient = _array(gradient)
+    if gradient is None or isinstance(gradient, jax.core.Tracer) or variable._is_lent:
+        return gradient
+    if gradient.sharding.device_set == variable.sharding.device_set:
+        return gradient
+    return jax.device_put(gradient, variable.sharding)

@@ -1,0 +1,82 @@
+"""Adam."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+from gainstage.optimizer import Optimizer
+from gainstage.options import OptimizerOptions
+from gainstage.variable import Variable
+
+
+class Adam(Optimizer):
+    """Adam, with the bias correction in the rate::
+
+        alpha = learning_rate * sqrt(1 - beta_2**t) / (1 - beta_1**t)
+        m += (1 - beta_1) * (g - m)
+        v += (1 - beta_2) * (g**2 - v)
+        w -= alpha * m / (sqrt(v) + epsilon)            # amsgrad: the largest v so far
+
+    Args:
+        learning_rate: a number, schedule or callable.
+        beta_1, beta_2: how slowly the two moments move, in [0, 1).
+        epsilon: >= 0, added in float32, where it cannot vanish.
+        amsgrad: whether to divide by the largest second moment so far.
+        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(1.0)
+        >>> gs.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        0.9
+
+    Source: `keras.optimizers.Adam`; Kingma and Ba, 2014, arXiv:1412.6980; Reddi et al., 2018.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        *options: Any,
+        **named_options: Unpack[OptimizerOptions],
+    ):
+        super().__init__(learning_rate, *options, **named_options)
+        self.beta_1 = checks.real("beta_1", beta_1, low=0, below=1)
+        self.beta_2 = checks.real("beta_2", beta_2, low=0, below=1)
+        self.epsilon = checks.real("epsilon", epsilon, low=0)
+        self.amsgrad = checks.flag("amsgrad", amsgrad)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        moments = [self.add_optimizer_variables([v], ("momentum", "velocity")) for v in var_list]
+        self.momentums = [m for (m,), _ in moments]
+        self.velocities = [v for _, (v,) in moments]
+        if self.amsgrad:
+            self.velocity_hats = self.add_optimizer_variables(var_list, "velocity_hat")
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        i = self._get_variable_index(variable)
+        m, v = self.momentums[i], self.velocities[i]
+        t = jnp.asarray(self.iterations, jnp.float32) + 1
+        alpha = learning_rate * jnp.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t)
+
+        self.assign_add(m, (gradient - m) * (1 - self.beta_1))
+        self.assign_add(v, (jnp.square(gradient) - v) * (1 - self.beta_2))
+        if self.amsgrad:
+            v_hat = self.velocity_hats[i]
+            self.assign(v_hat, jnp.maximum(v_hat.value(), v.value()))
+            v = v_hat
+        self.assign_sub(variable, alpha * m / (jnp.sqrt(v.value()) + self.epsilon))

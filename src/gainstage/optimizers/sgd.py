@@ -1,0 +1,68 @@
+"""Gradient descent, with momentum."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+
+from gainstage import checks
+from gainstage.optimizer import Optimizer
+from gainstage.options import OptimizerOptions
+from gainstage.variable import Variable
+
+
+class SGD(Optimizer):
+    """Gradient descent::
+
+        w -= learning_rate * g                          # momentum == 0: no slot
+        m = momentum * m - learning_rate * g            # momentum > 0:
+        w += m                                          #   plain
+        w += momentum * m - learning_rate * g           #   nesterov
+
+    Args:
+        learning_rate: a number, schedule or callable.
+        momentum: in [0, 1].
+        nesterov: whether to look ahead.
+        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(1.0)
+        >>> opt = gs.SGD(learning_rate=0.1)
+        >>> opt.minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(var.value())
+        0.9
+
+    Source: `keras.optimizers.SGD`; Sutskever et al., 2013.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        *options: Any,
+        **named_options: Unpack[OptimizerOptions],
+    ):
+        super().__init__(learning_rate, *options, **named_options)
+        self.momentum = checks.real("momentum", momentum, low=0, high=1)
+        self.nesterov = checks.flag("nesterov", nesterov)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        if self.momentum:
+            self.momentums = self.add_optimizer_variables(var_list, "momentum")
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        step = -learning_rate * gradient
+        if self.momentum:
+            m = self.momentums[self._get_variable_index(variable)]
+            self.assign(m, self.momentum * m + step)
+            step = self.momentum * m + step if self.nesterov else m
+        self.assign_add(variable, step)

@@ -1,0 +1,78 @@
+"""The options that every optimizer takes: their names, and what they may be."""
+
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+from gainstage import checks
+
+
+class Options(TypedDict, total=False):
+    """The options of a step, as keywords of every optimizer's constructor."""
+
+    weight_decay: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    global_clipnorm: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+
+
+class OptimizerOptions(Options, total=False):
+    """All keywords that a subclass of `Optimizer` hands on to it."""
+
+    name: str | None
+    jit_compile: bool
+    mesh: Any
+
+
+CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
+# They decide which state there is, so they are settled when the optimizer is built.
+BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps"])
+
+
+def _accumulation_steps(name: str, value: Any) -> int:
+    if checks.integer(name, value, low=0) == 1:
+        raise ValueError(f"Expected None or an integer >= 2 for {name}; got {value!r}.")
+    return int(value)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "weight_decay": lambda name, value: checks.real(name, value, low=0),
+    "clipnorm": lambda name, value: checks.real(name, value, above=0),
+    "clipvalue": lambda name, value: checks.real(name, value, above=0),
+    "global_clipnorm": lambda name, value: checks.real(name, value, above=0),
+    "use_ema": checks.flag,
+    "ema_momentum": lambda name, value: checks.real(name, value, low=0, high=1),
+    "ema_overwrite_frequency": lambda name, value: checks.integer(name, value, low=1),
+    "loss_scale_factor": lambda name, value: checks.real(name, value, low=2.0**-126, high=2.0**126),
+    "gradient_accumulation_steps": _accumulation_steps,
+}
+OPTIONS = frozenset(_CHECKS)
+
+
+def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
+    """The value of an option as it is kept.
+
+    Args:
+        name: one of `OPTIONS`.
+        value: what the caller gave; None is "off" for all but `use_ema` and `ema_momentum`.
+        others: options already set, by name.
+
+    Raises:
+        TypeError: the wrong kind of thing.
+        ValueError: out of range, or a second clip option.
+    """
+    if value is None:
+        if name in ("use_ema", "ema_momentum"):
+            raise TypeError(f"Expected a value for {name}; got None.")
+        return None
+    clash = [other for other in CLIPS - {name} if others.get(other) is not None]
+    if name in CLIPS and clash:
+        raise ValueError(
+            f"Expected at most one of clipnorm, clipvalue and global_clipnorm; "
+            f"got {clash[0]}={others[clash[0]]!r} and {name}={value!r}."
+        )
+    return _CHECKS[name](name, value)

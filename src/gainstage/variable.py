@@ -1,0 +1,404 @@
+"""A mutable box for one array, and the one bridge from imperative code to pure functions.
+
+An update rule is imperative code that assigns to variables. It becomes a pure function, and so a
+compiled program, by lending values to the variables, running the code, and reading them back:
+`functional` does that, `jit` compiles it, `keep_if` makes it a transaction. A *state* is any pytree
+whose leaves are variables; a variable is a leaf of every pytree.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import get_opaque_trace_state
+from jax.sharding import AxisType, NamedSharding
+from jax.typing import DTypeLike
+
+
+class Variable:
+    """A named box for one `jax.Array` whose shape, dtype and sharding never change.
+
+    Operators, indexing, `float()`, `int()` and `np.asarray()` work on the box itself; functions of
+    `jax.numpy` take what is in it, `variable.value()`.
+
+    Args:
+        value: the initial value, anything `jnp.array` takes, of any shape. It is copied; an array
+            that is spread over a mesh keeps its sharding.
+        dtype: the dtype to hold, by default that of `value`.
+        name: any string; names need not be unique, a variable's identity is the object.
+        trainable: whether an optimizer may change it.
+        constraint: a function of the value, applied by the optimizer after each step.
+
+    Raises:
+        ValueError: created inside a traced function, where its value would outlive the trace.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable([1.0, 2.0], name="w")
+        >>> var.assign_add([0.5, 0.5])
+        >>> print(var * 2)
+        [3. 5.]
+
+    Source: `tf.Variable` and `keras.Variable`, as the optimizers' documents use them.
+    """
+
+    __array_priority__ = 100  # numpy leaves `array * variable` to us
+
+    def __init__(
+        self,
+        value: Any,
+        dtype: DTypeLike | None = None,
+        name: str = "variable",
+        trainable: bool = True,
+        constraint: Callable[[jax.Array], jax.Array] | None = None,
+    ):
+        if not isinstance(name, str):
+            raise TypeError(f"Expected a string for name; got {name!r}.")
+        value = value.value() if isinstance(value, Variable) else value
+        self.name, self.trainable, self.constraint = name, trainable, constraint
+        self._traces: list[Any] = []  # where it is lent, innermost last
+        self._shared = False  # whether somebody outside may hold the array
+        # The dtype is explicit so that no weak type enters: it would cost a second compilation.
+        dtype = jnp.result_type(value) if dtype is None else dtype
+        self._set(jnp.array(value, dtype=dtype))
+        sharding = getattr(self._value, "sharding", None)
+        self._layout = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
+
+    def value(self) -> jax.Array:
+        """The array in the box. It stays readable whatever happens to the variable later."""
+        if not self._traces:
+            if _compiling():
+                raise ValueError(
+                    f"Expected every variable used inside a compiled function to be in its state; "
+                    f"got {self.name!r}, whose value would be frozen into the program. Add it to "
+                    f"`state` (inside an optimizer: make it with `add_variable`)."
+                )
+            self._shared = True
+        return self._value
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the value in numpy."""
+        return np.array(self.value())
+
+    def assign(self, value: Any) -> None:
+        """Puts `value`, cast to the variable's dtype, into the box.
+
+        Raises:
+            ValueError: another shape, or a traced value that would outlive its trace.
+        """
+        value = _placed(self._fitted(value), self._layout)
+        self._set(value)
+        self._shared = True  # the caller may hold the same array
+
+    def assign_add(self, value: Any) -> None:
+        """Adds `value`, in the wider of the two dtypes."""
+        self.assign(self + _unboxed(value))
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtracts `value`, in the wider of the two dtypes."""
+        self.assign(self - _unboxed(value))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._value.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._value.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._value.ndim
+
+    @property
+    def size(self) -> int:
+        return self._value.size
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        return self._layout or self._value.sharding
+
+    def _fitted(self, value: Any) -> jax.Array:
+        value = _unboxed(value)
+        if not isinstance(value, jax.Array) or value.dtype != self.dtype or value.weak_type:
+            value = jnp.asarray(value, self.dtype)
+        if value.shape != self.shape:
+            raise ValueError(
+                f"Expected a value of shape {self.shape} for variable {self.name!r}; "
+                f"got shape {value.shape}."
+            )
+        return value
+
+    def _set(self, value: jax.Array) -> None:
+        if isinstance(value, jax.core.Tracer) and not self._may_hold_tracers():
+            raise ValueError(
+                f"Expected variable {self.name!r} to be in the state of the function being traced; "
+                f"got a traced value, which would leak out of it. Create variables (and call "
+                f"`optimizer.build`) outside of the traced function, and name those that it "
+                f"assigns in the `state` of `gainstage.jit` or `gainstage.functional`."
+            )
+        self._value = value
+
+    def _place(self, layout: jax.sharding.Sharding) -> None:
+        """Moves the value to `layout`, for good."""
+        self._layout = layout
+        self._set(jax.device_put(self._value, layout))
+
+    @property
+    def _is_lent(self) -> bool:
+        return bool(self._traces)
+
+    def _may_hold_tracers(self) -> bool:
+        return bool(self._traces) and self._traces[-1] == get_opaque_trace_state()
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value(), dtype=dtype)
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __index__(self) -> int:
+        return self.value().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __len__(self) -> int:
+        return len(self.value())
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.value())
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.value()[index]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value(), spec) if spec else repr(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Variable(name={self.name!r}, shape={self.shape}, dtype={self.dtype}, "
+            f"value={self._value})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_traces": [], "_shared": True}
+
+
+def _operator(name: str) -> Callable[..., jax.Array]:
+    def apply(self: Variable, *others: Any) -> jax.Array:
+        return getattr(self.value(), name)(*map(_unboxed, others))
+
+    apply.__name__ = name
+    return apply
+
+
+for _name in (
+    "neg pos abs add sub mul truediv floordiv mod pow matmul "
+    "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul lt le gt ge"
+).split():
+    setattr(Variable, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def variables_in(state: Any) -> list[Variable]:
+    """The variables of a state, in order.
+
+    Raises:
+        TypeError: a leaf that is no variable.
+        ValueError: the same variable twice.
+    """
+    variables = jax.tree.leaves(state)
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"Expected a state made of Variables; got the leaf {variable!r}.")
+    if len(set(variables)) < len(variables):
+        twice = next(v for v in variables if variables.count(v) > 1)
+        raise ValueError(f"Expected each variable once in the state; got {twice.name!r} twice.")
+    return variables
+
+
+def read(state: Any) -> Any:
+    """The values of a state, in the same structure."""
+    return jax.tree.map(lambda variable: variable._value, state)
+
+
+def write(state: Any, values: Any) -> None:
+    """Puts `values`, which nobody else holds, into the variables of `state`."""
+
+    def put(variable: Variable, value: jax.Array) -> None:
+        shared = variable._shared and value is variable._value
+        variable._set(value)
+        variable._shared = shared
+
+    jax.tree.map(put, state, values)
+
+
+@contextlib.contextmanager
+def lent(variables: Sequence[Variable], values: Sequence[jax.Array]) -> Iterator[None]:
+    """Lends `values` to the variables, which hold their own again on exit.
+
+    While lent a variable has the dtype of what it holds, and may hold traced values. It is the box
+    itself that changes: no other thread should read it meanwhile.
+    """
+    own, shared = read(variables), [variable._shared for variable in variables]
+    trace = get_opaque_trace_state()
+    for variable, value in zip(variables, values, strict=True):
+        variable._traces.append(trace)
+        variable._value = value
+    try:
+        yield
+    finally:
+        for variable, value, held in zip(variables, own, shared, strict=True):
+            variable._traces.pop()
+            variable._value, variable._shared = value, held
+
+
+def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
+    """The pure function behind an `fn` that reads and assigns the variables of `state`.
+
+    Args:
+        fn: any function; its assignments to variables of `state` become results.
+        state: a pytree of variables.
+
+    Returns:
+        `pure(values, *args, **kwargs) -> (result, new_values)`, where `values` and `new_values`
+        have the structure of `state`. It changes no variable, so `jax.jit`, `jax.vmap`, `jax.grad`
+        and `lax.scan` take it.
+
+    Raises:
+        TypeError: a leaf of `state` that is no variable.
+        ValueError: the same variable twice; at the call, values that do not fit.
+
+    Example:
+        >>> import gainstage as gs
+        >>> count = gs.Variable(0)
+        >>> pure = gs.functional(lambda step: count.assign_add(step), [count])
+        >>> result, (new_count,) = pure([10], 5)
+        >>> print(new_count, int(count))
+        15 0
+    """
+    variables, structure = variables_in(state), jax.tree.structure(state)
+
+    @functools.wraps(fn)
+    def pure(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        values = structure.flatten_up_to(values)
+        values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
+        with lent(variables, values):
+            result = fn(*args, **kwargs)
+            return result, structure.unflatten(read(variables))
+
+    return pure
+
+
+class jit:  # noqa: N801 - reads as the function it stands for
+    """Compiles `fn`, its assignments to the variables of `state` included, into one XLA program.
+
+    Args:
+        fn: a function of arrays (pytrees of them), to be called as often as you like.
+        state: a pytree of variables: all that `fn` reads or assigns.
+        donate: whether the old values' memory is reused for the new ones. An array that `value()`
+            has handed out is copied first, so it stays readable.
+
+    Raises:
+        TypeError: a leaf of `state` that is no variable.
+        ValueError: the same variable twice; at the call, a variable that is used but not in `state`.
+
+    Example:
+        >>> import gainstage as gs
+        >>> total = gs.Variable(0.0)
+        >>> add = gs.jit(lambda x: total.assign_add(x), [total], donate=True)
+        >>> add(2.0); add(3.0)
+        >>> float(total)
+        5.0
+    """
+
+    def __init__(self, fn: Callable[..., Any], state: Any, donate: Any = False):
+        everything = variables_in(state)
+        # Privately, `donate` may also be the part of the state to donate.
+        donated = set(variables_in(donate) if not isinstance(donate, bool) else everything * donate)
+        self._donated = [v for v in everything if v in donated]
+        self._kept = [v for v in everything if v not in donated]
+        self._pure = functional(fn, (self._donated, self._kept))
+        self._compiled = jax.jit(self._program, donate_argnums=0)
+        functools.update_wrapper(self, fn)
+
+    def _program(self, donated: Any, kept: Any, args: Any, kwargs: Any) -> Any:
+        # XLA gives a donated buffer to the first result of its shape: donated values go first,
+        # in the order of the arguments, so that each new value takes the place of its old one.
+        with _while_compiling():
+            result, (donated, kept) = self._pure((donated, kept), *args, **kwargs)
+        return donated, kept, result
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        donated = [jnp.copy(v._value) if v._shared else v._value for v in self._donated]
+        return donated, read(self._kept), args, kwargs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        donated, kept, result = self._compiled(*self._arguments(args, kwargs))
+        write((self._donated, self._kept), (donated, kept))
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The lowered program for these arguments, as `jax.jit(f).lower` gives it."""
+        return self._compiled.lower(*self._arguments(args, kwargs))
+
+
+def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+    """Runs `fn` uncompiled; its assignments to `state` happen when it has ended well, or never."""
+    result, values = functional(fn, state)(read(state), *args)
+    jax.tree.map(Variable.assign, state, values)
+    return result
+
+
+def keep_or_skip(keep: jax.Array, take: Callable[[Any], Any], old: Any) -> Any:
+    """`take(old)` if `keep` holds, else `old`, bit for bit: the one place where a step is decided."""
+    # A `cond` updates in place; a `where` over the results copies every slot on CPU.
+    return lax.cond(keep, take, lambda old: old, old)
+
+
+def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
+    """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none."""
+    variables = variables_in(state)
+    pure = functional(fn, variables)
+    write(variables, keep_or_skip(keep, lambda values: pure(values)[1], read(variables)))
+
+
+def _unboxed(value: Any) -> Any:
+    return value.value() if isinstance(value, Variable) else value
+
+
+def _placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
+    """`value` with the layout that its variable has had from the start."""
+    if layout is None or not isinstance(value, jax.core.Tracer):
+        return value if layout is None else jax.device_put(value, layout)
+    if isinstance(layout, NamedSharding) and AxisType.Explicit in layout.mesh.axis_types:
+        return jax.sharding.reshard(value, layout)
+    return lax.with_sharding_constraint(value, layout)
+
+
+_thread = threading.local()
+
+
+def _compiling() -> bool:
+    return getattr(_thread, "programs", 0) > 0
+
+
+@contextlib.contextmanager
+def _while_compiling() -> Iterator[None]:
+    _thread.programs = getattr(_thread, "programs", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.programs -= 1
