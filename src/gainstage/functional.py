@@ -64,7 +64,7 @@ def loss_scaled(
         return LossScaledState(rule.init(), tx.init(gradients.widen(params)))
 
     def update(
-        updates: Any, state: LossScaledState, params: Any = None, **extra: Any
+        updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         grads, params = gradients.widen(updates), gradients.widen(params)
         finite = gradients.all_finite(grads)

@@ -30,8 +30,8 @@ class LossScale(abc.ABC):
     """The interface of a rule; subclass it, as a frozen dataclass, to write your own.
 
     `measures` names what `update` wants to know of a step beside its finiteness: any of `max_abs`
-    (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss; nan where the
-    caller did not pass it). A rule that names nothing pays nothing.
+    (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss; nan where
+    the caller did not pass it). A rule that names nothing pays nothing.
 
     Example:
         >>> import dataclasses, gainstage as gs
@@ -179,7 +179,7 @@ class DynamicLossScale(LossScale):
 
     def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
         finite = jnp.asarray(finite)
-        good_steps = jnp.where(finite, state.good_steps + 1, 0)
+        good_steps = jnp.where(finite, 1 + jnp.asarray(state.good_steps), 0)
         bad_steps = None if state.bad_steps is None else jnp.where(finite, 0, state.bad_steps + 1)
         grow = good_steps >= self.increment_period
         lower = ~finite if bad_steps is None else bad_steps >= self.hysteresis

@@ -10,7 +10,7 @@ from gainstage import checks, gradients
 from gainstage.configurable import deserialize, serialize
 from gainstage.loss_scale import LARGEST, SMALLEST, DynamicLossScale, FixedLossScale, LossScale
 from gainstage.optimizer import Optimizer
-from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, OptimizerOptions, check_option
+from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.variable import Variable, read
 
 
@@ -64,7 +64,7 @@ class LossScaleOptimizer(Optimizer):
         dynamic: bool = True,
         rule: LossScale | None = None,
         name: str | None = None,
-        **options: Unpack[OptimizerOptions],
+        **options: Unpack[WrapperOptions],
     ):
         _check_inner(inner_optimizer, self._given)
         rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
@@ -221,7 +221,7 @@ class LossScaleOptimizer(Optimizer):
         return value
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; an option is reported once, on the object it was given to."""
+        """The constructor's arguments; an option is reported once, by the object that got it."""
         options = {name: value for name, value in vars(self).items() if name in OPTIONS}
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}

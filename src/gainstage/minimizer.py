@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from gainstage.configurable import Configurable
@@ -288,7 +289,7 @@ def _array(gradient: Any) -> Any:
 def _placed(gradient: Any, variable: Variable) -> Any:
     """The gradient as an array on its variable's devices."""
     gradient = _array(gradient)
-    if gradient is None or isinstance(gradient, jax.core.Tracer) or variable._is_lent:
+    if gradient is None or isinstance(gradient, Tracer) or variable._is_lent:
         return gradient
     if gradient.sharding.device_set == variable.sharding.device_set:
         return gradient

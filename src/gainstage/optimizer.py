@@ -308,9 +308,10 @@ class Optimizer(Minimizer):
     def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
         """Puts scalars on the mesh of the optimizer, or else of the variables."""
         layouts = [v._layout for v in variables if isinstance(v._layout, NamedSharding)]
-        mesh = self.mesh or (layouts[0].mesh if layouts else None)
-        for scalar in scalars if mesh is not None else ():
-            scalar._place(NamedSharding(mesh, PartitionSpec()))
+        mesh = self.mesh or next((layout.mesh for layout in layouts), None)
+        if mesh is not None:
+            for scalar in scalars:
+                scalar._place(NamedSharding(mesh, PartitionSpec()))
 
     def assign(self, variable: Any, value: Any) -> None:
         """Sets a variable: ours, Keras's, or anything else that has `assign`."""
@@ -384,7 +385,7 @@ class Optimizer(Minimizer):
     def _update_if_finite(
         self, grads: list[Any], scale: jax.Array, rate: jax.Array | None
     ) -> jax.Array:
-        """A step on scaled gradients as a transaction: all of it, or nothing if it is not finite."""
+        """A step on scaled gradients: all of it, or nothing if one is not finite."""
         true = gradients.unscale(grads, scale)
         finite = gradients.all_finite(true)
         if self._option("global_clipnorm"):

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypedDict
 
+from jax.sharding import Mesh
+
 from gainstage import checks
 
 
@@ -20,12 +22,17 @@ class Options(TypedDict, total=False):
     gradient_accumulation_steps: int | None
 
 
-class OptimizerOptions(Options, total=False):
+class WrapperOptions(Options, total=False):
+    """All keywords that a wrapper takes beside its own: those, and how the step runs."""
+
+    jit_compile: bool
+    mesh: Mesh | None
+
+
+class OptimizerOptions(WrapperOptions, total=False):
     """All keywords that a subclass of `Optimizer` hands on to it."""
 
     name: str | None
-    jit_compile: bool
-    mesh: Any
 
 
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])

@@ -16,9 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
+
+
+def _operator(name: str) -> Callable[..., jax.Array]:
+    def apply(self: "Variable", *others: Any) -> jax.Array:
+        return getattr(self.value(), name)(*map(_unboxed, others))
+
+    apply.__name__ = name
+    return apply
 
 
 class Variable:
@@ -106,22 +115,27 @@ class Variable:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Its shape, fixed for life."""
         return self._value.shape
 
     @property
     def dtype(self) -> np.dtype:
+        """Its dtype; while an optimizer's step runs, float32 for half precision."""
         return self._value.dtype
 
     @property
     def ndim(self) -> int:
+        """Its number of dimensions."""
         return self._value.ndim
 
     @property
     def size(self) -> int:
+        """Its number of elements."""
         return self._value.size
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
+        """Where it lives, fixed for life."""
         return self._layout or self._value.sharding
 
     def _fitted(self, value: Any) -> jax.Array:
@@ -136,7 +150,7 @@ class Variable:
         return value
 
     def _set(self, value: jax.Array) -> None:
-        if isinstance(value, jax.core.Tracer) and not self._may_hold_tracers():
+        if isinstance(value, Tracer) and not self._may_hold_tracers():
             raise ValueError(
                 f"Expected variable {self.name!r} to be in the state of the function being traced; "
                 f"got a traced value, which would leak out of it. Create variables (and call "
@@ -181,9 +195,6 @@ class Variable:
     def __iter__(self) -> Iterator[jax.Array]:
         return iter(self.value())
 
-    def __getitem__(self, index: Any) -> jax.Array:
-        return self.value()[index]
-
     def __format__(self, spec: str) -> str:
         return format(self.value(), spec) if spec else repr(self)
 
@@ -193,23 +204,33 @@ class Variable:
             f"value={self._value})"
         )
 
+    __neg__ = _operator("__neg__")
+    __pos__ = _operator("__pos__")
+    __abs__ = _operator("__abs__")
+    __add__ = _operator("__add__")
+    __sub__ = _operator("__sub__")
+    __mul__ = _operator("__mul__")
+    __truediv__ = _operator("__truediv__")
+    __floordiv__ = _operator("__floordiv__")
+    __mod__ = _operator("__mod__")
+    __pow__ = _operator("__pow__")
+    __matmul__ = _operator("__matmul__")
+    __radd__ = _operator("__radd__")
+    __rsub__ = _operator("__rsub__")
+    __rmul__ = _operator("__rmul__")
+    __rtruediv__ = _operator("__rtruediv__")
+    __rfloordiv__ = _operator("__rfloordiv__")
+    __rmod__ = _operator("__rmod__")
+    __rpow__ = _operator("__rpow__")
+    __rmatmul__ = _operator("__rmatmul__")
+    __lt__ = _operator("__lt__")
+    __le__ = _operator("__le__")
+    __gt__ = _operator("__gt__")
+    __ge__ = _operator("__ge__")
+    __getitem__ = _operator("__getitem__")
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_traces": [], "_shared": True}
-
-
-def _operator(name: str) -> Callable[..., jax.Array]:
-    def apply(self: Variable, *others: Any) -> jax.Array:
-        return getattr(self.value(), name)(*map(_unboxed, others))
-
-    apply.__name__ = name
-    return apply
-
-
-for _name in (
-    "neg pos abs add sub mul truediv floordiv mod pow matmul "
-    "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul lt le gt ge"
-).split():
-    setattr(Variable, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def variables_in(state: Any) -> list[Variable]:
@@ -313,7 +334,7 @@ class jit:  # noqa: N801 - reads as the function it stands for
 
     Raises:
         TypeError: a leaf of `state` that is no variable.
-        ValueError: the same variable twice; at the call, a variable that is used but not in `state`.
+        ValueError: the same variable twice; at the call, a variable in use but not in `state`.
 
     Example:
         >>> import gainstage as gs
@@ -346,6 +367,7 @@ class jit:  # noqa: N801 - reads as the function it stands for
         return donated, read(self._kept), args, kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program, and puts the new values into the variables."""
         donated, kept, result = self._compiled(*self._arguments(args, kwargs))
         write((self._donated, self._kept), (donated, kept))
         return result
@@ -363,7 +385,7 @@ def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
 
 
 def keep_or_skip(keep: jax.Array, take: Callable[[Any], Any], old: Any) -> Any:
-    """`take(old)` if `keep` holds, else `old`, bit for bit: the one place where a step is decided."""
+    """`take(old)` if `keep` holds, else `old` bit for bit: the one place that decides a step."""
     # A `cond` updates in place; a `where` over the results copies every slot on CPU.
     return lax.cond(keep, take, lambda old: old, old)
 
@@ -381,7 +403,7 @@ def _unboxed(value: Any) -> Any:
 
 def _placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
     """`value` with the layout that its variable has had from the start."""
-    if layout is None or not isinstance(value, jax.core.Tracer):
+    if layout is None or not isinstance(value, Tracer):
         return value if layout is None else jax.device_put(value, layout)
     if isinstance(layout, NamedSharding) and AxisType.Explicit in layout.mesh.axis_types:
         return jax.sharding.reshard(value, layout)

@@ -51,7 +51,7 @@ class Adam(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)
+        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
         self.beta_1 = checks.real("beta_1", beta_1, low=0, below=1)
         self.beta_2 = checks.real("beta_2", beta_2, low=0, below=1)
         self.epsilon = checks.real("epsilon", epsilon, low=0)

@@ -48,7 +48,7 @@ class SGD(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)
+        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
         self.momentum = checks.real("momentum", momentum, low=0, high=1)
         self.nesterov = checks.flag("nesterov", nesterov)
 

@@ -1,0 +1,13 @@
+"""Eight virtual CPU devices for every test, and a record of how often a function was traced."""
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture
+def rng():
+    """Random numbers that are the same in every run."""
+    return np.random.default_rng(0)
