@@ -63,7 +63,7 @@ def measure(names: Sequence[str], grads: Any, loss: Any = None) -> dict[str, jax
 
 def global_norm(grads: Any) -> jax.Array:
     """The Euclidean norm of all gradients together."""
-    return jnp.asarray(optax.global_norm(grads))
+    return jnp.asarray(optax.tree.norm(grads))
 
 
 def clip_by_value(grads: Any, limit: float) -> Any:

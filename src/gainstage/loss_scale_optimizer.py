@@ -5,6 +5,7 @@ from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gainstage import checks, gradients
 from gainstage.configurable import deserialize, serialize
@@ -73,7 +74,7 @@ class LossScaleOptimizer(Optimizer):
         self.mesh = mesh or inner_optimizer.mesh
         self.inner_optimizer, self.rule = inner_optimizer, rule
         self._scale_state = _variables_of(rule, self.name)
-        self.initial_scale = float(str(self.dynamic_scale.numpy()))
+        self.initial_scale = float(str(np.float32(read(self.dynamic_scale))))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
             if value is not None:

@@ -281,9 +281,12 @@ def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> Non
 
 
 def _array(gradient: Any) -> Any:
-    if gradient is None or isinstance(gradient, jax.Array):
+    if isinstance(gradient, Variable):
+        gradient = gradient.value()
+    if gradient is None or (isinstance(gradient, jax.Array) and not gradient.weak_type):
         return gradient
-    return jnp.asarray(gradient.value() if isinstance(gradient, Variable) else gradient)
+    # A weak type, as of `jnp.full(shape, 0.0)`, would cost a compilation of its own.
+    return jnp.asarray(gradient, jnp.result_type(gradient))
 
 
 def _placed(gradient: Any, variable: Variable) -> Any:

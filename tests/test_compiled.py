@@ -1,0 +1,186 @@
+"""What the compiled step promises: one program, no host, memory in place."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+
+
+def model(**options):
+    variables = [gs.Variable(np.ones((256, 128)), name="w"), gs.Variable(np.ones(128), name="b")]
+    optimizer = gs.LossScaleOptimizer(gs.Adam(1e-3, **options), dynamic_growth_steps=2)
+    optimizer.build(variables)
+    return variables, optimizer
+
+
+def gradients(value=1.0):
+    return [jnp.full((256, 128), value), jnp.full((128,), value)]
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """Counts the programs that XLA compiles."""
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+class Counting(gs.SGD):
+    """An SGD that counts how often its rule is traced."""
+
+    traces = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        type(self).traces += 1
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_twenty_steps_compile_once():
+    """Steps with changing learning rates and scales, one of them skipped, trace the rule once."""
+    Counting.traces = 0
+    var = gs.Variable(np.ones(8))
+    optimizer = gs.LossScaleOptimizer(Counting(0.1, momentum=0.9), dynamic_growth_steps=2)
+    grads = [jnp.ones(8), jnp.full(8, jnp.nan, jnp.float32)]
+    optimizer.learning_rate = 0.2
+    optimizer.apply([grads[0]], [var])
+    with count_compilations() as compiled:
+        for step in range(20):
+            optimizer.learning_rate = 0.1 / (step + 1)
+            optimizer.apply([grads[step == 7]], [var])
+    assert Counting.traces == 1
+    assert compiled == []
+    assert float(optimizer.loss_scale) != 2.0**15
+
+
+def test_a_weakly_typed_gradient_is_no_other_program():
+    """Gradients such as `jnp.full(shape, 0.0)`, of a weak type, do not trace the rule again."""
+    Counting.traces = 0
+    var, optimizer = gs.Variable(np.ones(8)), Counting(0.1)
+    for gradient in (jnp.ones(8), jnp.full(8, 0.5), np.ones(8, np.float32)):
+        optimizer.apply([gradient], [var])
+    assert Counting.traces == 1
+
+
+def test_every_attempt_to_change_a_hyperparameter_is_honoured():
+    """A Python hyperparameter changed between steps takes effect, at the price of a compilation."""
+    var = gs.Variable(0.0)
+    optimizer = gs.LossScaleOptimizer(gs.SGD(1.0, momentum=0.5), initial_scale=1.0)
+    optimizer.apply([1.0], [var])
+    optimizer.inner_optimizer.momentum = 0.0
+    optimizer.clipnorm = 0.25
+    optimizer.apply([1.0], [var])
+    assert float(var) == -1.25
+
+
+def test_nothing_is_transferred_after_the_first_step():
+    """A step on device arrays runs while transfers between host and device are forbidden."""
+    variables, optimizer = model(use_ema=True, gradient_accumulation_steps=2, clipnorm=1.0)
+    good, bad = gradients(), gradients(jnp.inf)
+    optimizer.apply(good, variables)
+    with jax.transfer_guard("disallow"):
+        for grads in (good, bad, good):
+            optimizer.apply(grads, variables)
+    assert float(optimizer.loss_scale) == 2.0**15  # doubled once, halved once
+
+
+@pytest.mark.parametrize("rate", [0.1, gs.schedules.ExponentialDecay(0.1, 10, 0.5), lambda: 0.1])
+def test_the_whole_eager_step_traces(rate):
+    """`apply` reads nothing back: all of it traces into a jaxpr, with no callback in it."""
+    var = gs.Variable(np.ones(4))
+    optimizer = gs.LossScaleOptimizer(gs.SGD(rate, momentum=0.9, global_clipnorm=1.0))
+    optimizer.build([var])
+    state = ([var], optimizer.variables)
+    pure = gs.functional(lambda grads: optimizer.apply(grads, [var]), state)
+    values = jax.tree.map(lambda v: v.value(), state)
+    jaxpr = str(jax.make_jaxpr(pure)(values, [jnp.ones(4)]))
+    assert "cond" in jaxpr
+    assert "callback" not in jaxpr
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda: 0.1])
+def test_compiled_step_has_no_host_callback(rate):
+    """The program of a step contains no custom call to the host, no infeed and no outfeed."""
+    var = gs.Variable(np.ones(4))
+    optimizer = gs.LossScaleOptimizer(gs.Adam(rate, clipnorm=1.0, use_ema=True))
+    optimizer.build([var])
+    step = gs.jit(optimizer.apply, ([var], optimizer.variables))
+    program = step.lower([jnp.ones(4)]).compile().as_text()
+    called = re.findall(r'custom_call_target="([^"]*)"', program)
+    assert not [target for target in called if "callback" in target or "host" in target.lower()]
+    assert not re.search(r"= .*(infeed|outfeed|send|recv)\(", program)
+
+
+def aliased(step, *args):
+    """Bytes that a compiled program updates in place, and those that it takes."""
+    memory = step.lower(*args).compile().memory_analysis()
+    return memory.alias_size_in_bytes, memory.argument_size_in_bytes
+
+
+def copies(compiled):
+    """The copies of arrays, scalars left out, that a program makes."""
+    return re.findall(r"= \S+\[\d[^\]]*\]\S* copy\(.*", compiled.as_text())
+
+
+def test_a_donating_loop_updates_in_place():
+    """`jit(..., donate=True)` aliases every byte of the state, each value in its own place."""
+    variables, optimizer = model()
+
+    def train_step(grads):
+        optimizer.apply(grads, variables)
+        return grads[0] * 2  # of the shape of a weight, but none of its memory
+
+    step = gs.jit(train_step, (variables, optimizer.variables), donate=True)
+    state = sum(v.size * v.dtype.itemsize for v in [*variables, *optimizer.variables])
+    grads = gradients()
+    assert aliased(step, grads)[0] == state
+    assert not copies(step.lower(grads).compile())
+    pointers = {v.name: v._value.unsafe_buffer_pointer() for v in optimizer.variables}
+    for _ in range(3):
+        step(grads)
+    assert pointers == {v.name: v._value.unsafe_buffer_pointer() for v in optimizer.variables}
+
+
+def test_slots_are_updated_in_place_by_the_eager_step():
+    """`apply` donates what nobody else holds: every slot stays where it is in memory."""
+    variables, optimizer = model(use_ema=True)
+    optimizer.apply(gradients(), variables)
+    slots = [v for v in optimizer.variables if v.size > 1]
+    pointers = [v._value.unsafe_buffer_pointer() for v in slots]
+    for _ in range(3):
+        optimizer.apply(gradients(), variables)
+    assert pointers == [v._value.unsafe_buffer_pointer() for v in slots]
+
+
+def test_handed_out_arrays_survive_donation():
+    """An array that `value()` handed out stays readable after a donating step."""
+    var = gs.Variable(np.ones(1000))
+    held, assigned = var.value(), jnp.full(1000, 5.0)
+    step = gs.jit(lambda: var.assign(var * 2), [var], donate=True)
+    step()
+    assert (np.asarray(held) == 1).all()
+    var.assign(assigned)
+    step()
+    assert (np.asarray(assigned) == 5).all()
+    assert (var.numpy() == 10).all()
+
+
+def test_stateless_apply_recipe_aliases_weights_and_slots():
+    """The documented recipe for donating through `stateless_apply` updates all in place."""
+    variables, optimizer = model()
+    recipe = jax.jit(lambda w, s, g: optimizer.stateless_apply(s, g, w), donate_argnums=(0, 1))
+    weights, state = [v.value() for v in variables], [v.value() for v in optimizer.variables]
+    compiled = recipe.lower(weights, state, gradients()).compile()
+    size = sum(x.size * x.dtype.itemsize for x in [*weights, *state])
+    assert compiled.memory_analysis().alias_size_in_bytes == size
+    assert not copies(compiled)
