@@ -1,9 +1,12 @@
 """Eight virtual CPU devices for every test, and a record of how often a function was traced."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
 
+os.environ["KERAS_BACKEND"] = "jax"
 jax.config.update("jax_num_cpu_devices", 8)
 
 

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from gainstage.configurable import Configurable
-from gainstage.variable import Variable, functional, jit, read, run, variables_in
+from gainstage.variable import Variable, functional, jit, read, run, strong, variables_in
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 
@@ -192,11 +192,6 @@ class Minimizer(Configurable, abc.ABC):
 
     def _in_order(self, grads: list[Any], variables: list[Variable]) -> list[Any]:
         """One gradient or None for each variable that the optimizer was built with."""
-        if all(gradient is None for gradient in grads):
-            raise ValueError(
-                f"Expected a gradient for at least one variable; got None for all of "
-                f"{[variable.name for variable in variables]}."
-            )
         ordered: list[Any] = [None] * len(self._index)
         for gradient, variable in zip(grads, variables, strict=True):
             ordered[self._get_variable_index(variable)] = gradient
@@ -231,9 +226,10 @@ class Minimizer(Configurable, abc.ABC):
 
     def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
         try:
-            return variable._fitted(weight)
-        except TypeError as error:
+            weight = jnp.asarray(weight, variable.dtype)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"Expected an array for {variable.name!r}; got {weight!r}.") from error
+        return variable._fitted(weight)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ..."""
@@ -265,6 +261,11 @@ def _check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]
 
 
 def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> None:
+    if all(gradient is None for gradient in grads):
+        raise ValueError(
+            f"Expected a gradient for at least one variable; got None for all of "
+            f"{[variable.name for variable in variables]}."
+        )
     for gradient, variable in zip(grads, variables, strict=True):
         if gradient is None:
             continue
@@ -285,8 +286,7 @@ def _array(gradient: Any) -> Any:
         gradient = gradient.value()
     if gradient is None or (isinstance(gradient, jax.Array) and not gradient.weak_type):
         return gradient
-    # A weak type, as of `jnp.full(shape, 0.0)`, would cost a compilation of its own.
-    return jnp.asarray(gradient, jnp.result_type(gradient))
+    return strong(gradient)
 
 
 def _placed(gradient: Any, variable: Variable) -> Any:

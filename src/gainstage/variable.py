@@ -73,9 +73,7 @@ class Variable:
         self.name, self.trainable, self.constraint = name, trainable, constraint
         self._traces: list[Any] = []  # where it is lent, innermost last
         self._shared = False  # whether somebody outside may hold the array
-        # The dtype is explicit so that no weak type enters: it would cost a second compilation.
-        dtype = jnp.result_type(value) if dtype is None else dtype
-        self._set(jnp.array(value, dtype=dtype))
+        self._set(strong(jnp.array(value, dtype=dtype)))
         sharding = getattr(self._value, "sharding", None)
         self._layout = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
 
@@ -395,6 +393,12 @@ def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
     variables = variables_in(state)
     pure = functional(fn, variables)
     write(variables, keep_or_skip(keep, lambda values: pure(values)[1], read(variables)))
+
+
+def strong(value: Any) -> jax.Array:
+    """`value` as an array without a weak type, which would cost a compilation of its own."""
+    value = jnp.asarray(value)
+    return jnp.asarray(value, value.dtype)
 
 
 def _unboxed(value: Any) -> Any:

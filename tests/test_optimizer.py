@@ -1,0 +1,567 @@
+import copy
+import json
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+
+class Momentum(gs.Optimizer):
+    """A user's optimizer, in the style of the documents."""
+
+    def __init__(self, learning_rate=0.1, beta=0.9, name="momentum", **kwargs):
+        super().__init__(learning_rate=learning_rate, name=name, **kwargs)
+        self.beta = beta
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self.velocities = [
+            self.add_variable_from_reference(reference_variable=v, name="velocity")
+            for v in variables
+        ]
+        self.count = self.add_variable(shape=(), initializer="ones", dtype="int32", name="count")
+
+    def update_step(self, gradient, variable, learning_rate):
+        velocity = self.velocities[self._get_variable_index(variable)]
+        self.assign(velocity, self.beta * velocity + gradient)
+        self.assign_sub(variable, learning_rate * velocity)
+        self.assign_add(self.count, 1)
+
+
+def pair():
+    return [gs.Variable([1.0, 2.0], name="w"), gs.Variable(3.0, name="b")]
+
+
+def snapshot(*groups):
+    return [v.numpy().tobytes() for group in groups for v in group]
+
+
+def test_a_users_subclass_is_compiled_without_knowing_it():
+    """An imperative `build` and `update_step` run inside one program, wrapped or not."""
+    reference, scaled = pair(), pair()
+    plain, wrapped = Momentum(), gs.LossScaleOptimizer(Momentum(), initial_scale=4.0)
+    for step in range(3):
+        gradient = np.float32(step + 1)
+        plain.apply([[gradient, 0.0], gradient], reference)
+        wrapped.apply([[4 * gradient, 0.0], 4 * gradient], scaled)
+    v, w = 0.0, 3.0
+    for g in (1, 2, 3):
+        v = 0.9 * v + g
+        w -= 0.1 * v
+    assert float(reference[1]) == pytest.approx(w, rel=1e-6)
+    assert snapshot(reference) == snapshot(scaled)
+    assert int(plain.count) == 7
+    names = ["iteration", "learning_rate", "w_velocity", "b_velocity", "count"]
+    assert [v.name for v in plain.variables] == [f"momentum/{name}" for name in names]
+
+
+def test_a_subclass_without_a_rule_says_what_is_missing():
+    """Forgetting `update_step` is an error that names the class, and changes nothing."""
+
+    class Forgetful(gs.Optimizer):
+        pass
+
+    variables = pair()
+    before = snapshot(variables)
+    with pytest.raises(NotImplementedError, match="Forgetful must define update_step"):
+        Forgetful(0.1).apply([[1.0, 1.0], 1.0], variables)
+    assert snapshot(variables) == before
+
+
+# ── documents ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_document_3_sgd():
+    """The numbers of the DTensor page: 0.9, and with momentum differences of 0.1 and 0.18."""
+    var = gs.Variable(1.0)
+    gs.SGD(learning_rate=0.1).minimize(lambda: (var**2) / 2.0, [var])
+    assert float(var) == pytest.approx(0.9, rel=1e-6)
+
+    var = gs.Variable(1.0)
+    opt = gs.SGD(learning_rate=0.1, momentum=0.9)
+    val0 = var.value()
+    opt.minimize(lambda: (var**2) / 2.0, [var])
+    val1 = var.value()
+    opt.minimize(lambda: (var**2) / 2.0, [var])
+    val2 = var.value()
+    assert float(val0 - val1) == pytest.approx(0.1, rel=1e-5)
+    assert float(val1 - val2) == pytest.approx(0.18, rel=1e-5)
+
+
+def test_slots_exist_only_with_momentum():
+    """SGD without momentum keeps no slot; with it one per variable."""
+    plain, heavy = gs.SGD(), gs.SGD(momentum=0.5)
+    plain.build(pair())
+    heavy.build(pair())
+    assert [v.name for v in plain.variables] == ["SGD/iteration", "SGD/learning_rate"]
+    assert [v.name for v in heavy.variables[2:]] == ["SGD/w_momentum", "SGD/b_momentum"]
+
+
+# ── gradients ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_compute_gradients_knows_what_the_loss_depends_on():
+    """A gradient is None exactly where nothing flows, as through `stop_gradient`; zero stays 0."""
+    used, zero, unused, stopped = (gs.Variable(2.0, name=n) for n in ("a", "b", "c", "d"))
+
+    def loss():
+        return used**2 + 0 * zero + jax.lax.stop_gradient(stopped.value())
+
+    pairs = gs.SGD().compute_gradients(loss, lambda: [used, zero, unused, stopped])
+    assert [v for _, v in pairs] == [used, zero, unused, stopped]
+    assert [None if g is None else float(g) for g, _ in pairs] == [4.0, 0.0, None, None]
+
+
+def test_variables_without_a_gradient_are_left_alone():
+    """None leaves a variable, its slots and its decay alone, with a warning that names it."""
+    w, b = pair()
+    opt = gs.Adam(0.1, weight_decay=0.1)
+    opt.build([w, b])
+    with pytest.warns(UserWarning, match=r"No gradient for \['b'\]"):
+        opt.minimize(lambda: (w**2)[0], [w, b])
+    assert float(b) == 3
+    slots = {v.name: v.numpy() for v in opt.variables}
+    assert slots["adam/b_momentum"] == 0
+    assert (slots["adam/w_momentum"] != [0, 0]).tolist() == [True, False]
+
+
+def test_a_subset_in_any_order():
+    """`apply` takes some of the built variables in any order."""
+    w, b = pair()
+    opt = gs.SGD(1.0)
+    opt.build([w, b])
+    opt.apply([1.0, [1.0, 1.0]], [b, w])
+    assert (w.numpy().tolist(), float(b)) == ([0, 1], 2)
+    with pytest.warns(UserWarning, match="'w'"):
+        opt.apply([None, 1.0], [w, b])
+    assert (w.numpy().tolist(), float(b)) == ([0, 1], 1)
+
+
+def test_an_empty_step_changes_nothing():
+    """An empty list of gradients is no step, for any optimizer."""
+    variables = pair()
+    for opt in (gs.SGD(), gs.LossScaleOptimizer(gs.SGD())):
+        opt.build(variables)
+        before = snapshot(variables, opt.variables)
+        opt.apply([])
+        opt.apply_gradients([])
+        assert snapshot(variables, opt.variables) == before
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
+def test_gradients_of_another_precision_are_welcome(dtype):
+    """A floating gradient need not have its variable's dtype; the variable keeps its own."""
+    var = gs.Variable([1.0, 2.0])
+    gs.SGD(0.5).apply([np.array([1, 2], dtype)], [var])
+    assert var.numpy().tolist() == [0.5, 1.0]
+    assert var.dtype == jnp.float32
+
+
+def test_gradients_of_any_placement_are_welcome():
+    """Gradients on another device than their variable are moved to it."""
+    devices = jax.devices()
+    var = gs.Variable(jax.device_put(jnp.ones(4), devices[0]))
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0, momentum=0.5), initial_scale=2.0)
+    for device in devices[:3]:
+        opt.apply([jax.device_put(jnp.full(4, 2.0), device)], [var])
+    assert var.numpy().tolist() == [1 - 1 - 1.5 - 1.75] * 4
+
+
+BAD_STEPS = [
+    ("too few", lambda o, w, b: o.apply([[1.0, 1.0]], [w, b]), ValueError, "2 gradients"),
+    ("too many", lambda o, w, b: o.apply([[1.0, 1.0], 1.0, 1.0]), ValueError, "got 3"),
+    ("shape", lambda o, w, b: o.apply([[1.0, 1.0], [1.0]], [w, b]), ValueError, "'b'"),
+    ("integer", lambda o, w, b: o.apply([[1.0, 1.0], 1], [w, b]), TypeError, "'b'.*int32"),
+    ("bool", lambda o, w, b: o.apply([[1.0, 1.0], True], [w, b]), TypeError, "bool"),
+    ("complex", lambda o, w, b: o.apply([[1.0, 1.0], 1j], [w, b]), TypeError, "complex64"),
+    ("all None", lambda o, w, b: o.apply([None, None], [w, b]), ValueError, "None for all"),
+    ("unknown", lambda o, w, b: o.apply([1.0], [gs.Variable(1.0, name="x")]), ValueError, "'x'"),
+    ("twice", lambda o, w, b: o.apply([1.0, 1.0], [b, b]), ValueError, "'b' twice"),
+    ("no variable", lambda o, w, b: o.apply([1.0], [1.0]), TypeError, "made of Variables"),
+    ("rebuild", lambda o, w, b: o.build([w]), ValueError, "built with"),
+    ("weights", lambda o, w, b: o.set_weights([1]), ValueError, "weights"),
+    (
+        "weight shape",
+        lambda o, w, b: o.set_weights([*(v.numpy() for v in o.variables[:-1]), np.ones((7, 7))]),
+        ValueError,
+        "b_",
+    ),
+    (
+        "weight kind",
+        lambda o, w, b: o.set_weights(["x", *(v.numpy() for v in o.variables[1:])]),
+        ValueError,
+        "Expected an array",
+    ),
+    ("store", lambda o, w, b: o.load_own_variables({"0": 1}), ValueError, "keys"),
+    ("decay", lambda o, w, b: o.exclude_from_weight_decay([w]), ValueError, "before build"),
+    ("use_ema", lambda o, w, b: setattr(o, "use_ema", True), ValueError, "before the optimizer"),
+    ("clip", lambda o, w, b: setattr(o, "clipnorm", -1.0), ValueError, "clipnorm"),
+    ("no loss", lambda o, w, b: o.minimize(w, [w, b]), TypeError, "callable"),
+    ("vector loss", lambda o, w, b: o.minimize(lambda: w * 2, [w, b]), ValueError, "scalar"),
+    ("integer loss", lambda o, w, b: o.minimize(lambda: jnp.int32(3), [w]), TypeError, "floating"),
+    ("rate", lambda o, w, b: setattr(o, "learning_rate", "fast"), TypeError, "learning_rate"),
+    (
+        "stateless lengths",
+        lambda o, w, b: o.stateless_apply([1], [[1.0, 1.0], 1.0], [w.value(), b.value()]),
+        ValueError,
+        "optimizer_variables",
+    ),
+    (
+        "stateless gradients",
+        lambda o, w, b: o.stateless_apply(
+            [v.value() for v in o.variables], [1.0], [w.value(), b.value()]
+        ),
+        ValueError,
+        "gradients",
+    ),
+    (
+        "stateless weights",
+        lambda o, w, b: o.stateless_apply(
+            [v.value() for v in o.variables], [[1.0, 1.0], 1.0], [w.value()]
+        ),
+        ValueError,
+        "trainable_variables",
+    ),
+    (
+        "stateless shape",
+        lambda o, w, b: o.stateless_apply(
+            [v.value() for v in o.variables], [[1.0, 1.0], 1.0], [b.value(), b.value()]
+        ),
+        ValueError,
+        "'w'",
+    ),
+]
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    ("act", "error", "message"), [case[1:] for case in BAD_STEPS], ids=[c[0] for c in BAD_STEPS]
+)
+def test_bad_input_is_a_clear_error_and_changes_nothing(act, error, message, scaled):
+    """Wrong arguments raise an error that names what is wrong; all state stays as it was."""
+    w, b = pair()
+    opt = gs.Adam(0.1, clipvalue=1e9) if message != "clipnorm" else gs.Adam(0.1)
+    opt = gs.LossScaleOptimizer(opt) if scaled else opt
+    opt.build([w, b])
+    before = snapshot([w, b], opt.variables)
+    with pytest.raises(error, match=message):
+        act(opt, w, b)
+    assert snapshot([w, b], opt.variables) == before
+    assert opt.get_config() == type(opt).from_config(opt.get_config()).get_config()
+
+
+@pytest.mark.parametrize("make", [gs.SGD, lambda: gs.LossScaleOptimizer(gs.SGD())])
+def test_bad_input_before_build_builds_nothing(make):
+    """A first step that fails leaves the optimizer unbuilt, so that a right one can follow."""
+    w, b = pair()
+    opt = make()
+    with pytest.raises(ValueError, match="built before apply"):
+        opt.apply([1.0])
+    with pytest.raises(ValueError, match="built before stateless_apply"):
+        opt.stateless_apply([], [], [])
+    with pytest.raises(ValueError, match="built before set_weights"):
+        opt.set_weights([])
+    for grads in ([1.0], [[1.0], 1.0], [None, None]):
+        with pytest.raises(ValueError, match="Expected"):
+            opt.apply(grads, [w, b])
+        assert not opt.built
+    opt.apply([[1.0, 1.0], 1.0], [w, b])
+
+
+@pytest.mark.parametrize("value", [1, True, 1j])
+def test_only_floating_variables_are_trained(value):
+    """Integer, boolean and complex variables are a TypeError that names them."""
+    with pytest.raises(TypeError, match="floating dtype; got 'n'"):
+        gs.SGD().build([gs.Variable(value, name="n")])
+
+
+# ── options ─────────────────────────────────────────────────────────────────────────────────────
+
+BAD_OPTIONS = [
+    ("clipnorm", 0), ("clipnorm", -1.0), ("clipvalue", float("inf")), ("global_clipnorm", "1"),
+    ("global_clipnorm", True), ("weight_decay", -0.1), ("weight_decay", float("nan")),
+    ("use_ema", 1), ("use_ema", None), ("ema_momentum", 1.5), ("ema_momentum", -0.1),
+    ("ema_overwrite_frequency", 0), ("ema_overwrite_frequency", 2.5),
+    ("loss_scale_factor", 0), ("loss_scale_factor", -2), ("gradient_accumulation_steps", 1),
+    ("gradient_accumulation_steps", -2), ("gradient_accumulation_steps", 2.5),
+    ("learning_rate", None), ("learning_rate", True), ("learning_rate", float("nan")),
+    ("learning_rate", lambda a, b: a), ("name", ""), ("name", 3), ("mesh", "mesh"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
+@pytest.mark.parametrize("cls", [gs.SGD, gs.Adam])
+def test_options_are_checked(cls, option, value):
+    """An option out of range, or of the wrong kind, is an error that names it and the value."""
+    with pytest.raises((ValueError, TypeError), match=rf"Expected .*{option}.*; got "):
+        cls(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: gs.SGD(momentum=1.5), "momentum"),
+        (lambda: gs.SGD(momentum=True), "momentum"),
+        (lambda: gs.SGD(nesterov=1), "nesterov"),
+        (lambda: gs.Adam(beta_1=1.0), "beta_1"),
+        (lambda: gs.Adam(beta_2=-0.1), "beta_2"),
+        (lambda: gs.Adam(epsilon=-1), "epsilon"),
+        (lambda: gs.SGD(clipnorm=1.0, clipvalue=1.0), "clipnorm"),
+        (lambda: gs.Adam(clipvalue=1.0, global_clipnorm=2.0), "global_clipnorm"),
+        (lambda: gs.schedules.ExponentialDecay("0.1", 1, 0.5), "initial_learning_rate"),
+        (lambda: gs.schedules.ExponentialDecay(0.1, 0, 0.5), "decay_steps"),
+    ],
+)
+def test_arguments_of_rules_are_checked(make, name):
+    """A rule's own arguments out of range, and two clip options, are errors that name them."""
+    with pytest.raises((ValueError, TypeError), match=rf"Expected .*{name}"):
+        make()
+
+
+def test_real_numbers_of_any_kind_are_welcome():
+    """Python, numpy and jax scalars are taken wherever a float is documented."""
+    for number in (1, np.float32(1), np.int64(1), jnp.float16(1), jnp.ones(())):
+        opt = gs.SGD(learning_rate=number, momentum=number, clipnorm=number)
+        assert (float(opt.learning_rate), opt.momentum, opt.clipnorm) == (1.0, 1.0, 1.0)
+
+
+def test_arguments_stand_in_the_order_of_keras():
+    """Arguments by position mean what they mean in Keras 3, the common options included."""
+    opt = gs.SGD(0.1, 0.9, True, 0.01, None, 0.5, None, True, 0.8, 3, None, 2, "mine")
+    config = opt.get_config()
+    assert (config["momentum"], config["nesterov"], config["weight_decay"]) == (0.9, True, 0.01)
+    assert (config["clipvalue"], config["ema_momentum"], config["name"]) == (0.5, 0.8, "mine")
+    assert gs.Adam(0.1, 0.8, 0.9, 1e-3, True, 0.01).weight_decay == 0.01
+
+
+def test_weight_decay_exclusions():
+    """Variables are excluded by identity or by a pattern in their name; a new call replaces."""
+    w, b, c = gs.Variable(1.0, name="w"), gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="c")
+    opt = gs.SGD(1.0, weight_decay=0.5)
+    opt.exclude_from_weight_decay(var_list=[c])
+    opt.exclude_from_weight_decay(var_list=[w], var_names=["^b.a"])
+    opt.apply([0.0, 0.0, 0.0], [w, b, c])
+    assert (float(w), float(b), float(c)) == (1.0, 1.0, 0.5)
+    with pytest.raises(ValueError, match="regular expressions"):
+        gs.SGD().exclude_from_weight_decay(var_names=["["])
+
+
+def test_moving_average_follows_keras():
+    """The document's example of `use_ema`: overwriting every third step, and finalizing."""
+    var = gs.Variable(2.0)
+    opt = gs.SGD(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+    seen = []
+    for _ in range(4):
+        opt.apply([1.0], [var])
+        seen.append(float(var))
+    assert seen == [1.0, 0.0, -0.25, -1.25]
+
+    var = gs.Variable(2.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0, use_ema=True, ema_momentum=0.5), initial_scale=1.0)
+    for _ in range(2):
+        opt.apply([1.0], [var])
+    opt.finalize_variable_values([var])
+    assert float(var) == 0.5
+    with pytest.raises(ValueError, match="built with"):
+        opt.finalize_variable_values([gs.Variable(1.0)])
+
+
+def test_constraints_come_last():
+    """A variable's constraint is applied after the update and the average."""
+    var = gs.Variable(1.0, constraint=lambda value: jnp.maximum(value, 0))
+    opt = gs.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    opt.apply([5.0], [var])
+    assert (float(var), float(opt.variables[2])) == (0.0, -4.0)
+
+
+# ── learning rate ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_schedule_sees_the_steps_taken():
+    """A schedule, or any callable of the step, is evaluated at the number of steps before."""
+    for rate in (gs.schedules.ExponentialDecay(0.4, 1, 0.5), lambda step: 0.4 * 0.5**step):
+        var = gs.Variable(0.0)
+        opt = gs.SGD(rate)
+        assert float(opt.learning_rate) == pytest.approx(0.4)
+        for _ in range(3):
+            opt.apply([-1.0], [var])
+        assert float(var) == pytest.approx(0.7)
+        assert float(opt.learning_rate) == pytest.approx(0.05)
+
+
+def test_a_callable_of_nothing_is_called_once_per_step():
+    """Python calls it for each eager step, and its value enters the same compiled program."""
+    calls = []
+
+    def rate():
+        calls.append(len(calls))
+        return float(len(calls))
+
+    var = gs.Variable(0.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(rate), initial_scale=1.0)
+    for _ in range(3):
+        opt.apply([-1.0], [var])
+    assert (float(var), calls) == (6.0, [0, 1, 2])
+
+
+def test_setting_the_learning_rate():
+    """A number replaces a number, a schedule replaces anything, a number no schedule."""
+    var = gs.Variable(0.0)
+    opt = gs.SGD(1.0)
+    opt.apply([-1.0], [var])
+    opt.learning_rate = 0.5
+    opt.apply([-1.0], [var])
+    opt.learning_rate = lambda step: 2.0
+    opt.apply([-1.0], [var])
+    assert float(var) == 3.5
+    assert len(opt.variables) == 1
+    with pytest.raises(TypeError, match="schedule or callable for learning_rate"):
+        opt.learning_rate = 0.1
+
+
+# ── saving ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def trained(steps=3):
+    variables = pair()
+    inner = gs.Adam(gs.schedules.ExponentialDecay(0.1, 5, 0.5), use_ema=True, weight_decay=0.01)
+    opt = gs.LossScaleOptimizer(inner, dynamic_growth_steps=2, gradient_accumulation_steps=2)
+    for step in range(steps):
+        opt.apply([[1.0 * step, 2.0], 3.0], variables)
+    return variables, opt
+
+
+def resume(variables, opt):
+    for step in range(4):
+        opt.apply([[0.5 * step, 1.0], -2.0], variables)
+    return snapshot(variables, opt.variables)
+
+
+def test_a_saved_optimizer_continues_bit_for_bit():
+    """`set_weights`, a stored dictionary, a pickle and a deep copy continue the same run."""
+    variables, opt = trained()
+    store = {}
+    opt.save_own_variables(store)
+    twins = [pickle.loads(pickle.dumps((variables, opt))), copy.deepcopy((variables, opt))]
+    for load in ("set_weights", "load_own_variables"):
+        fresh, twin = trained(1)
+        for v, value in zip(fresh, variables, strict=True):
+            v.assign(value)
+        weights = [store[str(i)] for i in range(len(store))]
+        getattr(twin, load)(weights if load == "set_weights" else store)
+        twins.append((fresh, twin))
+    expected = resume(variables, opt)
+    assert all(resume(*twin) == expected for twin in twins)
+
+
+def test_a_scale_that_is_none_cannot_be_loaded():
+    """A stored scale of 0, inf or nan is a ValueError, and nothing is loaded."""
+    variables, opt = trained()
+    weights = [v.numpy() for v in opt.variables]
+    before = snapshot(variables, opt.variables)
+    for scale in (0.0, np.inf, np.nan, -1.0):
+        with pytest.raises(ValueError, match="dynamic_scale"):
+            opt.set_weights([weights[0] + 5, scale, *weights[2:]])
+        assert snapshot(variables, opt.variables) == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gs.SGD(0.1, momentum=0.9, clipnorm=1.0, name="mine"),
+        lambda: gs.Adam(gs.schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True), use_ema=True),
+        lambda: gs.LossScaleOptimizer(gs.Adam(0.1, epsilon=1e-5), 8.0, 3, clipvalue=0.5),
+        lambda: gs.LossScaleOptimizer(gs.SGD(), dynamic=False, initial_scale=128.0),
+        lambda: gs.LossScaleOptimizer(gs.SGD(), rule=gs.DynamicLossScale(4.0, hysteresis=2)),
+        lambda: gs.LossScaleOptimizer(Momentum(0.1, beta=0.5, clipnorm=2.0), name="outer"),
+    ],
+)
+def test_configurations_round_trip(make):
+    """`from_config(get_config())` has the same configuration, through JSON, and no side effect."""
+    opt = make()
+    config = opt.get_config()
+    kept = json.dumps(config)
+    twin = type(opt).from_config(json.loads(kept))
+    assert json.dumps(config) == kept
+    assert twin.get_config() == config
+    assert type(opt).from_config(config).get_config() == config
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_configurations_of_keras_are_readable():
+    """A configuration written by Keras 3 makes the optimizer it describes here."""
+    keras = pytest.importorskip("keras")
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 100, 0.9)
+    theirs = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(rate, beta_1=0.8, weight_decay=0.01, global_clipnorm=1.0),
+        initial_scale=64.0,
+        dynamic_growth_steps=7,
+    )
+    ours = gs.LossScaleOptimizer.from_config(theirs.get_config())
+    assert (ours.initial_scale, ours.dynamic_growth_steps) == (64.0, 7)
+    inner = ours.inner_optimizer
+    assert (inner.beta_1, inner.weight_decay, inner.global_clipnorm) == (0.8, 0.01, 1.0)
+    assert float(ours.learning_rate) == pytest.approx(0.1)
+    sgd = gs.SGD.from_config(keras.optimizers.SGD(0.5, momentum=0.25, nesterov=True).get_config())
+    assert (sgd.momentum, sgd.nesterov, float(sgd.learning_rate)) == (0.25, True, 0.5)
+
+
+def test_unknown_classes_in_a_configuration():
+    """A class that is not known is a ValueError, unless `custom_objects` names it."""
+    config = gs.LossScaleOptimizer(gs.SGD()).get_config()
+    config["inner_optimizer"] = {**config["inner_optimizer"], "class_name": "Mine"}
+    with pytest.raises(ValueError, match="got 'Mine'"):
+        gs.LossScaleOptimizer.from_config(config)
+    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"Mine": gs.SGD})
+    assert type(opt.inner_optimizer) is gs.SGD
+
+
+# ── surroundings ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_assign_takes_anything_that_can_be_assigned():
+    """`assign*` work on Keras variables and other objects with `assign`."""
+    keras = pytest.importorskip("keras")
+    var, opt = keras.Variable(1.0), gs.SGD()
+    opt.assign_add(var, 2.0)
+    opt.assign_sub(var, 1.0)
+    opt.assign(var, var.value * 10)
+    assert float(var.value) == 20.0
+
+
+def test_state_of_subclasses():
+    """`add_optimizer_variables` takes one name or several; initializers are names or callables."""
+    variables, opt = pair(), gs.SGD()
+    firsts, seconds = opt.add_optimizer_variables(variables, ["a", "b"], "ones")
+    assert firsts[0].numpy().tolist() == [1, 1]
+    assert [v.name for v in seconds] == ["SGD/w_b", "SGD/b_b"]
+    assert opt.add_variable_from_reference(variables[0], "a") is firsts[0]
+    assert opt.add_variable((2,), lambda shape, dtype: jnp.full(shape, 7, dtype))[0] == 7
+    with pytest.raises(ValueError, match="initializer"):
+        opt.add_variable((2,), "random")
+
+
+def test_state_lies_like_its_variable():
+    """On a mesh slots have their variable's sharding, scalars are replicated, also after steps."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    layout = NamedSharding(mesh, PartitionSpec(None, "model"))
+    w = gs.Variable(jax.device_put(np.ones((8, 4), np.float32), layout))
+    opt = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0)
+    for _ in range(2):
+        opt.apply([jnp.full((8, 4), 2.0)], [w])
+    for v in [w, *opt.variables]:
+        assert len(v.value().sharding.device_set) == 8
+        expected = layout if v.ndim else NamedSharding(mesh, PartitionSpec())
+        assert v.value().sharding.is_equivalent_to(expected, v.ndim)
+    alone = gs.Variable(np.ones((8, 4), np.float32))
+    twin = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0)
+    for _ in range(2):
+        twin.apply([jnp.full((8, 4), 2.0)], [alone])
+    np.testing.assert_allclose(w.numpy(), alone.numpy(), rtol=1e-6)

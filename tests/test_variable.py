@@ -1,0 +1,283 @@
+import copy
+import pickle
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+
+def test_variable_holds_what_it_was_given():
+    """Value, shape, dtype, name and flags are those of the constructor; the value is a copy."""
+    source = np.array([1.0, 2.0], np.float16)
+    var = gs.Variable(source, name="w", trainable=False)
+    source[0] = 9
+    assert (var.numpy() == [1, 2]).all()
+    assert (var.shape, var.ndim, var.size, var.dtype) == ((2,), 1, 2, jnp.float16)
+    assert (var.name, var.trainable, len(var)) == ("w", False, 2)
+    assert "name='w'" in repr(var)
+
+
+def test_variable_is_never_weakly_typed():
+    """A Python number becomes a strong type: a weak one would compile twice."""
+    var = gs.Variable(1.0)
+    var.assign(2.0)
+    assert not var.value().weak_type
+    assert gs.Variable(jnp.float32(1), dtype=jnp.float16).dtype == jnp.float16
+
+
+def test_assignments():
+    """`assign`, `assign_add` and `assign_sub` take numbers, arrays and variables, in our dtype."""
+    var, other = gs.Variable([1.0, 2.0]), gs.Variable([10.0, 20.0])
+    var.assign(other)
+    var.assign_add(np.float64(1))
+    var.assign_sub(other)
+    assert (var.numpy() == [1, 1]).all()
+    assert var.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("operation", "expected"),
+    [
+        (lambda v: v + 1, [3, 5]),
+        (lambda v: 1 - v, [-1, -3]),
+        (lambda v: v * v, [4, 16]),
+        (lambda v: np.array([2.0, 2.0], np.float32) * v, [4, 8]),
+        (lambda v: np.float32(2) / v, [1, 0.5]),
+        (lambda v: jnp.ones(2) + v, [3, 5]),
+        (lambda v: v**2, [4, 16]),
+        (lambda v: 2**v, [4, 16]),
+        (lambda v: v % 3, [2, 1]),
+        (lambda v: v // 3, [0, 1]),
+        (lambda v: -v, [-2, -4]),
+        (lambda v: abs(-v), [2, 4]),
+        (lambda v: v[1], 4),
+        (lambda v: v[:1], [2]),
+        (lambda v: v @ v, 20),
+        (lambda v: v > 3, [False, True]),
+        (lambda v: jnp.asarray(v), [2, 4]),
+        (lambda v: jnp.stack(list(v)), [2, 4]),
+    ],
+)
+def test_operators_act_on_the_value(operation, expected):
+    """Every operator gives a `jax.Array` with the result for the value in the box."""
+    result = operation(gs.Variable([2.0, 4.0]))
+    assert isinstance(result, jax.Array)
+    assert (np.asarray(result) == expected).all()
+
+
+def test_conversions():
+    """`int`, `float`, `bool`, indexing, formatting and numpy see the value."""
+    var = gs.Variable(3.0)
+    assert (int(var), float(var), bool(var), f"{var:.2f}") == (3, 3.0, True, "3.00")
+    assert [10, 20, 30][gs.Variable(1)] == 20
+    array = np.asarray(var)
+    array[...] = 7  # a copy
+    assert float(var) == 3
+
+
+def test_variable_is_a_leaf_of_every_pytree():
+    """`jax.tree` sees a variable as one leaf, so states are plain lists and dictionaries."""
+    var = gs.Variable([1.0, 2.0])
+    assert jax.tree.leaves({"a": [var]}) == [var]
+    assert len({var, gs.Variable([1.0, 2.0])}) == 2
+
+
+def test_variable_copies_and_pickles():
+    """A deep copy and a pickle hold the same value in a box of their own."""
+    var = gs.Variable([1.0, 2.0], name="w")
+    for twin in (copy.deepcopy(var), pickle.loads(pickle.dumps(var))):
+        twin.assign_add(1)
+        assert (twin.name, twin.numpy().tolist(), var.numpy().tolist()) == ("w", [2, 3], [1, 2])
+
+
+def test_variable_keeps_its_sharding():
+    """A value spread over a mesh stays so through eager and compiled assignments."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    layout = NamedSharding(mesh, PartitionSpec("x", "y"))
+    var = gs.Variable(jax.device_put(np.ones((8, 4)), layout))
+    var.assign(np.zeros((8, 4)))
+    gs.jit(lambda: var.assign_add(1), [var])()
+    assert var.value().sharding.is_equivalent_to(layout, 2)
+    assert (var.numpy() == 1).all()
+
+
+def test_wrong_shape_names_the_variable_and_changes_nothing():
+    """Assigning another shape is a ValueError that names the variable and both shapes."""
+    var = gs.Variable([1.0, 2.0], name="w")
+    with pytest.raises(ValueError, match=r"shape \(2,\) for variable 'w'; got shape \(3,\)"):
+        var.assign([1.0, 2.0, 3.0])
+    assert (var.numpy() == [1, 2]).all()
+
+
+def test_name_must_be_a_string():
+    """A name that is no string is a TypeError."""
+    with pytest.raises(TypeError, match="string for name; got 3"):
+        gs.Variable(1.0, name=3)
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])
+def test_a_traced_value_cannot_leak(transform):
+    """Assigning a traced value outside of a state is a ValueError; the old value stays."""
+    var = gs.Variable(1.0, name="count")
+
+    def leak(x):
+        var.assign(x * 2)
+        return x
+
+    with pytest.raises(ValueError, match="'count' to be in the state"):
+        transform(leak)(jnp.ones(3) if transform is jax.vmap else 1.0)
+    assert float(var) == 1
+
+
+def test_a_traced_value_cannot_leak_out_of_an_inner_transformation():
+    """A variable of an outer state refuses values of a gradient inside, which would leak."""
+    seen = gs.Variable(0.0, name="seen")
+
+    def step(x):
+        def loss(x):
+            seen.assign(x)
+            return x**2
+
+        return jax.grad(loss)(x)
+
+    with pytest.raises(ValueError, match="'seen' to be in the state"):
+        gs.jit(step, [seen])(3.0)
+    assert float(seen) == 0.0
+
+
+def test_a_variable_cannot_be_created_inside_a_trace():
+    """Creating a variable under `jit` is a ValueError that says to create it outside."""
+    with pytest.raises(ValueError, match="outside of the traced function"):
+        jax.jit(lambda x: gs.Variable(x, name="inner") + 1)(1.0)
+
+
+def test_functional_is_pure():
+    """`functional` returns what was assigned and changes nothing, also if the function raises."""
+    a, b = gs.Variable(1.0), gs.Variable([1.0, 2.0])
+
+    def swap(factor):
+        a.assign(b[0] * factor)
+        b.assign_add(a)
+        return a.value()
+
+    result, new = gs.functional(swap, {"a": a, "b": b})({"a": 5.0, "b": np.array([2, 3])}, 10)
+    assert (float(result), float(new["a"]), new["b"].tolist()) == (20, 20, [22, 23])
+    assert (float(a), b.numpy().tolist()) == (1, [1, 2])
+
+    def fail():
+        a.assign(7.0)
+        raise RuntimeError("late")
+
+    with pytest.raises(RuntimeError, match="late"):
+        gs.functional(fail, [a])([0.0])
+    assert float(a) == 1
+
+
+def test_functional_composes_with_transformations():
+    """Its result goes through `grad`, `vmap` and `scan` like any pure function."""
+    w = gs.Variable(2.0)
+    pure = gs.functional(lambda x: w * w * x, [w])
+    grad = jax.grad(lambda w: pure([w], 3.0)[0])
+    assert float(grad(jnp.float32(2))) == 12
+    assert jax.vmap(grad)(jnp.arange(3.0)).tolist() == [0, 6, 12]
+
+    double = gs.functional(lambda: w.assign(w * 2), [w])
+    (final,), _ = jax.lax.scan(lambda c, _: (double(c)[1], None), [w.value()], length=5)
+    assert float(final) == 64
+
+
+def test_functional_checks_the_values():
+    """Values of another shape are a ValueError that names the variable."""
+    var = gs.Variable([1.0, 2.0], name="w")
+    with pytest.raises(ValueError, match="'w'"):
+        gs.functional(lambda: None, [var])([np.ones(3)])
+
+
+@pytest.mark.parametrize("bridge", [gs.functional, gs.jit])
+def test_a_state_holds_variables_once(bridge):
+    """A state with another leaf, or the same variable twice, is an error that names it."""
+    var = gs.Variable(1.0, name="w")
+    with pytest.raises(TypeError, match="made of Variables"):
+        bridge(lambda: None, [var, 1.0])
+    with pytest.raises(ValueError, match="'w' twice"):
+        bridge(lambda: None, [var, {"again": var}])
+
+
+def test_jit_runs_assignments_in_one_program():
+    """`jit` compiles once, returns the result, and changes the variables of its state."""
+    total, traces = gs.Variable(0.0), []
+
+    def add(x, *, twice=False):
+        traces.append(x)
+        total.assign_add(x * (2 if twice else 1))
+        return {"half": total / 2}
+
+    step = gs.jit(add, [total])
+    assert float(step(2.0)["half"]) == 1
+    assert float(step(4.0)["half"]) == 3
+    assert (float(total), len(traces)) == (6, 1)
+
+
+def test_jit_refuses_a_variable_outside_of_its_state():
+    """Using a variable that is not in the state is a ValueError: its value would be frozen."""
+    weight, temperature = gs.Variable(1.0), gs.Variable(0.5, name="temperature")
+    step = gs.jit(lambda: weight * temperature, [weight])
+    with pytest.raises(ValueError, match="'temperature', whose value would be frozen"):
+        step()
+    with pytest.raises(ValueError, match="'temperature' to be in the state"):
+        gs.jit(lambda: temperature.assign(jnp.ones(()) * 2), [weight])()
+    assert float(temperature) == 0.5
+
+
+def test_jit_leaves_variables_alone_when_the_function_raises():
+    """An error while tracing changes no variable, donated or not."""
+    var = gs.Variable(1.0)
+
+    def fail():
+        var.assign(2.0)
+        raise RuntimeError("late")
+
+    with pytest.raises(RuntimeError, match="late"):
+        gs.jit(fail, [var], donate=True)()
+    assert float(var) == 1
+
+
+def test_jit_inside_jit():
+    """A compiled function may call another one on variables of its own state."""
+    var = gs.Variable(1.0)
+    inner = gs.jit(lambda: var.assign(var * 3), [var])
+    outer = gs.jit(lambda: (inner(), inner()), [var])
+    outer()
+    assert float(var) == 9
+
+
+def test_results_survive_the_next_donating_step():
+    """A result that equals a variable's value is an array of its own, readable later."""
+    var = gs.Variable(np.zeros(100))
+
+    def step():
+        var.assign_add(1)
+        return var.value()
+
+    compiled = gs.jit(step, [var], donate=True)
+    results = [compiled() for _ in range(3)]
+    assert [float(r[0]) for r in results] == [1, 2, 3]
+
+
+def test_threads_compile_by_themselves():
+    """A thread may read a variable while another one traces a program without it."""
+    var, other, seen = gs.Variable(1.0), gs.Variable(2.0), []
+
+    def step():
+        thread = threading.Thread(target=lambda: seen.append(float(other)))
+        thread.start()
+        thread.join()
+        return var + 1
+
+    gs.jit(step, [var])()
+    assert seen == [2.0]
