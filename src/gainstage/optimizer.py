@@ -14,7 +14,7 @@ from gainstage.configurable import deserialize
 from gainstage.minimizer import Minimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRate, LearningRateSchedule
-from gainstage.variable import Variable, keep_if, lent, read, variables_in
+from gainstage.variable import Variable, is_tracing, keep_if, lent, read, variables_in
 
 Initializer = str | Callable[..., Any]
 
@@ -207,7 +207,8 @@ class Optimizer(Minimizer):
 
         Raises:
             TypeError: an element that is no variable, or not of a floating dtype.
-            ValueError: the same variable twice; other variables than at the first call.
+            ValueError: the same variable twice; other variables than at the first call; called
+                inside of a traced function.
         """
         variables = variables_in(list(var_list))
         if self.built and variables != list(self._index):
@@ -219,6 +220,11 @@ class Optimizer(Minimizer):
             return
         if not variables:
             raise ValueError("Expected at least one variable in var_list; got none.")
+        if is_tracing():
+            raise ValueError(
+                f"Expected {self.name!r} to be built outside of the traced function; call "
+                f"`build(variables)` before it."
+            )
         for variable in variables:
             if not jnp.issubdtype(variable.dtype, jnp.floating):
                 raise TypeError(

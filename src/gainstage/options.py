@@ -72,6 +72,8 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
         TypeError: the wrong kind of thing.
         ValueError: out of range, or a second clip option.
     """
+    if name not in OPTIONS:
+        raise TypeError(f"Expected options among {sorted(OPTIONS)}; got {name!r}.")
     if value is None:
         if name in ("use_ema", "ema_momentum"):
             raise TypeError(f"Expected a value for {name}; got None.")

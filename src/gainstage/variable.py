@@ -395,6 +395,11 @@ def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
     write(variables, keep_or_skip(keep, lambda values: pure(values)[1], read(variables)))
 
 
+def is_tracing() -> bool:
+    """Whether new arrays belong to a program that is being traced."""
+    return isinstance(jnp.zeros(()), Tracer)
+
+
 def strong(value: Any) -> jax.Array:
     """`value` as an array without a weak type, which would cost a compilation of its own."""
     value = jnp.asarray(value)

@@ -1,0 +1,314 @@
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+
+OPTIONS = [
+    {"clipnorm": 0.5},
+    {"weight_decay": 0.1, "global_clipnorm": 0.5},
+    {"use_ema": True, "ema_momentum": 0.9},
+    {"gradient_accumulation_steps": 2},
+]
+
+
+def test_documented_example():
+    """One finite and one overflowing step of the page's example, with every attribute it names."""
+    var = gs.Variable(1.0)
+    inner = gs.SGD(0.25)
+    opt = gs.LossScaleOptimizer(inner, initial_scale=2.0**15, dynamic_growth_steps=2000)
+    assert (opt.initial_scale, opt.dynamic_growth_steps, opt.dynamic) == (2.0**15, 2000, True)
+    assert opt.rule == gs.DynamicLossScale(2.0**15, 2000)
+    assert opt.inner_optimizer is inner
+    assert isinstance(opt, gs.Optimizer)
+    assert (float(opt.loss_scale), int(opt.dynamic_counter), int(opt.iterations)) == (2.0**15, 0, 0)
+
+    opt.minimize(lambda: var**2, [var])
+    assert (float(var), int(opt.dynamic_counter), int(opt.iterations)) == (0.5, 1, 1)
+    assert opt.apply_gradients([(jnp.inf, var)]) is opt.iterations
+    assert (float(var), int(opt.dynamic_counter), int(opt.iterations)) == (0.5, 0, 1)
+    assert float(opt.loss_scale) == 2.0**14
+
+
+def test_attributes_are_readable_before_build():
+    """Scale, counter, iterations, rate and variables exist from the start."""
+    opt = gs.LossScaleOptimizer(gs.Adam(0.5), initial_scale=8)
+    assert [v.name for v in opt.variables] == [
+        "loss_scale_optimizer/step_counter",
+        "loss_scale_optimizer/dynamic_scale",
+        "adam/iteration",
+        "adam/learning_rate",
+    ]
+    assert (float(opt.loss_scale), float(opt.learning_rate), opt.built) == (8.0, 0.5, False)
+    opt.learning_rate = 0.25
+    assert float(opt.inner_optimizer.learning_rate) == 0.25
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dynamic": False, "initial_scale": 128.0}, {"rule": gs.FixedLossScale(128.0)}],
+)
+def test_a_fixed_scale_checks_and_skips(arguments):
+    """Both ways of asking for a fixed scale skip what is not finite, and keep the scale."""
+    var = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5), **arguments)
+    assert (opt.dynamic, opt.dynamic_counter, opt.dynamic_growth_steps) == (False, None, None)
+    assert opt.rule == gs.FixedLossScale(128.0)
+    opt.apply([128.0], [var])
+    opt.apply([jnp.nan], [var])
+    assert (float(var), int(opt.iterations), float(opt.loss_scale)) == (0.5, 1, 128.0)
+    assert [v.name for v in opt.variables][:1] == ["loss_scale_optimizer/dynamic_scale"]
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda sgd: gs.LossScaleOptimizer(gs.LossScaleOptimizer(sgd)), TypeError, "not wrapped"),
+        (lambda sgd: gs.LossScaleOptimizer("sgd"), TypeError, "got 'sgd'"),
+        (lambda sgd: gs.LossScaleOptimizer(None), TypeError, "got None"),
+        (
+            lambda sgd: [gs.LossScaleOptimizer(sgd), gs.LossScaleOptimizer(sgd)],
+            ValueError,
+            "'loss_scale_optimizer' has",
+        ),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, 0.0), ValueError, "initial_loss_scale"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, 2.0**127), ValueError, "initial_loss_scale"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, True), TypeError, "initial_loss_scale"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, 1.0, 0), ValueError, "increment_period"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, dynamic=False), ValueError, "initial_scale for"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, dynamic=1), TypeError, "bool for dynamic"),
+        (
+            lambda sgd: gs.LossScaleOptimizer(sgd, 1.0, 5, dynamic=False),
+            ValueError,
+            "no dynamic_growth_steps",
+        ),
+        (
+            lambda sgd: gs.LossScaleOptimizer(sgd, 1.0, rule=gs.FixedLossScale(1.0)),
+            ValueError,
+            "rule and initial_scale",
+        ),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, rule=128.0), TypeError, "LossScale for rule"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, clipnorm=-1.0), ValueError, "clipnorm"),
+        (lambda sgd: gs.LossScaleOptimizer(sgd, momentum=0.9), TypeError, "momentum"),
+        (
+            lambda sgd: gs.LossScaleOptimizer(sgd, clipnorm=1.0, clipvalue=1.0),
+            ValueError,
+            "at most one",
+        ),
+    ],
+)
+def test_wrong_arguments(make, error, message):
+    """A wrong inner optimizer or scale argument is an error, and leaves the inner one free."""
+    sgd = gs.SGD()
+    with pytest.raises(error, match=message):
+        make(sgd)
+    if "has" not in message and "wrapped" not in message:
+        gs.LossScaleOptimizer(sgd)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [
+        ({"clipnorm": 1.0}, {"clipnorm": 1.0}),
+        ({"clipnorm": 1.0}, {"global_clipnorm": 1.0}),
+        ({"use_ema": True}, {"use_ema": True}),
+        ({"weight_decay": 0.1}, {"weight_decay": 0.2}),
+        ({"loss_scale_factor": 2.0}, {"loss_scale_factor": 2.0}),
+    ],
+)
+def test_an_option_given_twice_is_refused(inner, outer):
+    """The same option on both, any two clips included, is a ValueError that names both places."""
+    (mine,), (theirs,) = outer, inner
+    with pytest.raises(ValueError, match=rf"{mine} here and {theirs} on 'SGD'"):
+        gs.LossScaleOptimizer(gs.SGD(**inner), **outer)
+
+
+def test_an_option_that_a_class_sets_is_not_given():
+    """A class's own default gives way to the wrapper's option, without changing the object."""
+
+    class Decaying(gs.SGD):
+        def __init__(self, learning_rate=0.1, weight_decay=0.5, clipvalue=3.0, **options):
+            super().__init__(
+                learning_rate, weight_decay=weight_decay, clipvalue=clipvalue, **options
+            )
+
+    var, inner = gs.Variable(1.0), Decaying(1.0)
+    opt = gs.LossScaleOptimizer(inner, initial_scale=1.0, weight_decay=0.25, clipnorm=0.5)
+    opt.apply([100.0], [var])
+    assert float(var) == 0.25
+    assert (inner.weight_decay, inner.clipvalue) == (0.5, 3.0)
+    assert (opt.weight_decay, opt.clipnorm) == (0.25, 0.5)
+    with pytest.raises(ValueError, match="weight_decay here and weight_decay on"):
+        gs.LossScaleOptimizer(Decaying(1.0, weight_decay=0.5), weight_decay=0.25)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
+def test_options_act_from_either_place(options):
+    """An option on the wrapper gives bit for bit what it gives on the inner optimizer."""
+    results = []
+    for inner, outer in [(options, {}), ({}, options)]:
+        w = gs.Variable([1.0, -2.0])
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1, **inner), 4.0, 3, **outer)
+        for g in ([1.0, 2.0], [3.0, np.nan], [-1.0, 5.0], [2.0, 2.0], [0.5, 0.25]):
+            opt.apply([4 * np.float32(g)], [w])
+        opt.finalize_variable_values([w])
+        results.append([v.numpy().tobytes() for v in [w, *opt.variables]])
+        config = opt.get_config()
+        for option in options:
+            places = [option in config, config["inner_optimizer"]["config"].get(option) is not None]
+            assert places == [bool(outer), bool(inner) or not outer]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("place", ["inner", "outer"])
+def test_loss_scale_factor_multiplies_the_scale(place):
+    """A factor on either side multiplies loss and divides gradients once, within the bounds."""
+    factor = {"loss_scale_factor": 8.0}
+    inner, outer = (factor, {}) if place == "inner" else ({}, factor)
+    var = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5, **inner), 4.0, **outer)
+    assert (float(opt.loss_scale), float(opt.scale_loss(2.0))) == (32.0, 64.0)
+    assert float(opt.compute_gradients(lambda: var * 1, [var])[0][0]) == 32.0
+    opt.minimize(lambda: var * 1, [var])
+    assert float(var) == 0.5
+    large = gs.LossScaleOptimizer(gs.SGD(0.5), 2.0**126, loss_scale_factor=2.0**100)
+    small = gs.LossScaleOptimizer(gs.SGD(0.5), 2.0**-100, loss_scale_factor=2.0**-100)
+    assert (float(large.loss_scale), float(small.loss_scale)) == (2.0**126, 2.0**-126)
+
+
+def test_losses_are_scaled_in_float32():
+    """A float16 loss is scaled in float32, where it does not overflow."""
+    opt = gs.LossScaleOptimizer(gs.SGD(), initial_scale=2.0**16)
+    scaled = opt.scale_loss(jnp.float16(4.0))
+    assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.0**18)
+
+
+def test_check_finite():
+    """None and no gradients at all are finite; one inf or nan anywhere is not."""
+    opt = gs.LossScaleOptimizer(gs.SGD())
+    assert opt.check_finite([])
+    assert opt.check_finite([None, jnp.ones(3)])
+    assert not opt.check_finite([jnp.ones(3), jnp.array([1, jnp.nan], jnp.float16)])
+
+
+def test_everything_of_the_inner_optimizer_is_reached():
+    """Exclusion from decay, the update rule and the weights go through the wrapper."""
+    w, b = gs.Variable(1.0, name="w"), gs.Variable(1.0, name="b")
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), initial_scale=1.0, weight_decay=0.5)
+    opt.exclude_from_weight_decay(var_names=["b"])
+    opt.apply([0.0, 0.0], [w, b])
+    assert (float(w), float(b)) == (0.5, 1.0)
+    opt.update_step(jnp.float32(2), b, jnp.float32(0.25))
+    assert float(b) == 0.5
+    extra = opt.add_variable((), name="extra")
+    assert [v.name.split("/")[1] for v in opt.variables] == [
+        "step_counter", "dynamic_scale", "extra", "iteration", "learning_rate",
+    ]  # fmt: skip
+    opt.set_weights([5, 64.0, 7.0, 9, 0.5])
+    assert (float(opt.loss_scale), int(opt.iterations), float(extra)) == (64.0, 9, 7.0)
+
+
+def test_an_option_set_later_takes_effect():
+    """`wrapper.clipnorm = ...` acts from the next step, and is what the configuration reports."""
+    var = gs.Variable(0.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), initial_scale=1.0)
+    opt.apply([-4.0], [var])
+    opt.clipnorm = 1.0
+    opt.apply([-4.0], [var])
+    assert (float(var), opt.get_config()["clipnorm"]) == (5.0, 1.0)
+    with pytest.raises(ValueError, match="at most one"):
+        opt.clipvalue = 1.0
+
+
+def test_it_works_inside_the_users_jit():
+    """`minimize`, `apply` and `stateless_apply` give the same in the user's compiled function."""
+    results = []
+    for way in ("eager", "jit", "stateless"):
+        w = gs.Variable([1.0, 2.0])
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1), dynamic_growth_steps=2)
+        opt.build([w])
+
+        def loss(x, w=w):
+            return (w.value() * x).sum() ** 2
+
+        def step(x, opt=opt, w=w, loss=loss):
+            opt.minimize(lambda: loss(x), [w])
+
+        compiled = gs.jit(step, ([w], opt.variables), donate=True)
+        for x in ([1.0, 2.0], [np.inf, 1.0], [0.5, 1.0]):
+            x = jnp.array(x)
+            if way == "eager":
+                step(x)
+            elif way == "jit":
+                compiled(x)
+            else:
+                grads = [g for g, _ in opt.compute_gradients(lambda x=x: loss(x), [w])]
+                state = [v.value() for v in opt.variables]
+                new, state = jax.jit(opt.stateless_apply)(state, grads, [w.value()])
+                w.assign(new[0])
+                opt.set_weights(state)
+        assert int(opt.iterations) == 2
+        results.append([v.numpy() for v in [w, *opt.variables]])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_forgetting_the_optimizers_state_is_a_clear_error():
+    """A user's `jit` without `opt.variables` in its state is told which variable is missing."""
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+    opt.build([w])
+    with pytest.raises(ValueError, match=r"'.*/.*' to be in the state"):
+        gs.jit(lambda g: opt.apply([g], [w]), [w])(1.0)
+    unbuilt = gs.LossScaleOptimizer(gs.SGD(0.1, momentum=0.9))
+    step = gs.jit(lambda g: unbuilt.apply([g], [w]), [[w], unbuilt.variables])
+    with pytest.raises(ValueError, match=r"outside of the traced function"):
+        step(1.0)
+    assert not unbuilt.built
+
+
+def test_uncompiled_steps_are_the_same():
+    """`jit_compile=False`, given to either, runs the same step in Python."""
+    for inner, outer in [({"jit_compile": False}, {}), ({}, {"jit_compile": False})]:
+        w = gs.Variable([1.0, 2.0])
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1, **inner), 2.0, **outer)
+        assert not opt.jit_compile
+        opt.apply([[2.0, 4.0]], [w])
+        opt.apply([[np.inf, 4.0]], [w])
+        np.testing.assert_allclose(w.numpy(), [0.9, 1.9], rtol=1e-5)
+        assert float(opt.loss_scale) == 1.0
+
+
+def test_a_users_rule():
+    """A rule of the user's own keeps its state among the variables and gets what it measures."""
+
+    class State(NamedTuple):
+        scale: jax.Array
+        largest: jax.Array
+
+    @dataclasses.dataclass(frozen=True)
+    class Ceiling(gs.LossScale):
+        margin: float = 2.0
+        measures = ("max_abs",)
+
+        def init(self):
+            return State(jnp.float32(16.0), jnp.float32(0.0))
+
+        def update(self, state, finite, *, max_abs):
+            return State(state.scale, jnp.maximum(state.largest, max_abs * self.margin))
+
+    var = gs.Variable([0.0, 0.0])
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), rule=Ceiling())
+    opt.apply([[16.0, np.inf]], [var])
+    opt.apply([[16.0, -48.0]], [var])
+    names = [v.name.split("/")[1] for v in opt.variables]
+    assert names == ["dynamic_scale", "largest", "iteration", "learning_rate"]
+    assert float(opt.variables[1]) == 6.0
+    assert (opt.dynamic, opt.dynamic_counter) == (True, None)
+    twin = gs.LossScaleOptimizer.from_config(opt.get_config())
+    assert twin.rule == Ceiling()
