@@ -105,11 +105,11 @@ class Variable:
 
     def assign_add(self, value: Any) -> None:
         """Adds `value`, in the wider of the two dtypes."""
-        self.assign(self + _unboxed(value))
+        self.assign(self + jnp.asarray(_unboxed(value)))
 
     def assign_sub(self, value: Any) -> None:
         """Subtracts `value`, in the wider of the two dtypes."""
-        self.assign(self - _unboxed(value))
+        self.assign(self - jnp.asarray(_unboxed(value)))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,203 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+
+def loss_fn(params, x):
+    return jnp.sum((params["w"].astype(jnp.float32) * x) ** 2)
+
+
+def make(tx, dtype=jnp.float32, rule=None, size=4):
+    params = {"w": jnp.ones(size, dtype), "b": jnp.full((), -0.0, dtype)}
+    tx = gs.loss_scaled(tx, rule)
+    return params, tx, tx.init(params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_loss_and_gradients_are_true_and_float32(dtype):
+    """`value_and_grad` returns the unscaled loss and gradients in float32, for half inputs too."""
+    params, _, state = make(optax.sgd(0.1), dtype)
+
+    def half_loss(params, x):
+        return (params["w"] * x.astype(dtype)).sum(), {"aux": x}
+
+    (loss, aux), grads = gs.value_and_grad(half_loss, state, has_aux=True)(params, jnp.ones(4))
+    assert (loss.dtype, float(loss), aux["aux"].shape) == (jnp.float32, 4.0, (4,))
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
+    assert grads["w"].tolist() == [1, 1, 1, 1]
+
+
+def test_small_gradients_survive_and_large_ones_are_seen():
+    """A float16 gradient of 1e-9 is not lost, and one that overflowed comes back non-finite."""
+    params, _, state = make(optax.sgd(0.1), jnp.float16)
+
+    def loss(params, factor):
+        return (params["w"].astype(jnp.float32) * factor).sum()
+
+    unscaled = jax.grad(loss)(params, 1e-9)["w"]
+    assert unscaled.tolist() == [0] * 4
+    _, grads = gs.value_and_grad(loss, state)(params, 1e-9)
+    np.testing.assert_allclose(grads["w"], 1e-9, rtol=1e-2)
+    _, grads = gs.value_and_grad(loss, state)(params, 10.0)
+    assert not jnp.isfinite(grads["w"]).any()
+
+
+def test_argnums():
+    """Several arguments are differentiated as `jax.value_and_grad` does it."""
+    _, _, state = make(optax.sgd(0.1))
+    value_and_grad = gs.value_and_grad(lambda a, b: a * b, state, argnums=(0, 1))
+    loss, grads = value_and_grad(jnp.float32(2), jnp.float32(5))
+    assert (float(loss), [float(g) for g in grads]) == (10, [5, 2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_skipped_step_changes_nothing_but_the_scale(dtype, bad, compiled):
+    """Updates are -0.0, weights stay bit for bit (-0.0 too), and so does the inner state."""
+    params, tx, state = make(optax.adamw(0.1, weight_decay=0.1), dtype)
+    update = jax.jit(tx.update) if compiled else tx.update
+    _, state = update({"w": jnp.ones(4), "b": jnp.float32(1)}, state, params)
+    grads = {"w": jnp.array([1, bad, 1, 1], jnp.float32), "b": jnp.float32(1)}
+    updates, new = update(grads, state, params)
+    for leaf in jax.tree.leaves(updates):
+        assert (leaf == 0).all()
+        assert jnp.signbit(leaf).all()
+    applied = optax.apply_updates(params, updates)
+    for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(params), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    for a, b in zip(jax.tree.leaves(new.inner), jax.tree.leaves(state.inner), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    assert (float(new.loss_scale.scale), int(new.loss_scale.good_steps)) == (2.0**14, 0)
+
+
+def test_finite_steps_are_those_of_the_wrapped_transformation():
+    """Without an overflow the run is that of plain optax, and the scale grows as the rule says."""
+    rule = gs.DynamicLossScale(4.0, increment_period=2)
+    params, tx, state = make(optax.adam(0.1), rule=rule)
+    plain, plain_params = optax.adam(0.1), params
+    plain_state = plain.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        _, grads = gs.value_and_grad(loss_fn, state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for i in range(6):
+        x = jnp.arange(4.0) + i
+        params, state = step(params, state, x)
+        updates, plain_state = plain.update(jax.grad(loss_fn)(plain_params, x), plain_state)
+        plain_params = optax.apply_updates(plain_params, updates)
+    np.testing.assert_allclose(params["w"], plain_params["w"], rtol=1e-6)
+    assert float(state.loss_scale.scale) == 32.0
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.chain(tx, optax.scale(2.0)),
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.named_chain(("scaled", tx), ("after", optax.scale(1.0))),
+    ],
+)
+def test_it_composes(wrap):
+    """The state is found inside `chain` and `MultiSteps`, and a bad step is skipped there too."""
+    params = {"w": jnp.ones(3)}
+    tx = wrap(gs.loss_scaled(optax.sgd(0.1)))
+    state = tx.init(params)
+    for x in (1.0, jnp.inf):
+        for _ in range(2):
+            before = params
+            _, grads = gs.value_and_grad(loss_fn, state)(params, jnp.full(3, x))
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+    assert params["w"].tolist() == before["w"].tolist()
+    assert jnp.isfinite(params["w"]).all()
+    assert (params["w"] < 1).all()
+
+
+def test_half_precision_state_is_float32():
+    """Moments of float16 parameters are kept in float32, where they neither vanish nor overflow."""
+    params, tx, state = make(optax.adam(0.1), jnp.float16)
+    dtypes = {x.dtype for x in jax.tree.leaves(state.inner) if x.ndim}
+    assert dtypes == {jnp.dtype(jnp.float32)}
+    grads = {"w": jnp.full(4, 1e-6), "b": jnp.float32(0)}
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(params["w"], 0.9, rtol=5e-3)
+    assert float(params["b"]) == 0
+
+
+def test_a_rule_gets_the_loss_as_value():
+    """`value=` reaches a rule that measures the loss, and a transformation that wants it."""
+    seen = []
+
+    class Watching(gs.FixedLossScale):
+        measures = ("loss", "max_abs", "any_nan", "any_inf")
+
+        def update(self, state, finite, **measured):
+            seen.append({name: float(value) for name, value in measured.items()})
+            return state
+
+    params, tx, state = make(optax.sgd(0.1), rule=Watching(1.0))
+    grads = {"w": jnp.array([1, -3, jnp.inf, 0.0]), "b": jnp.float32(2)}
+    tx.update(grads, state, params, value=jnp.float16(2.5))
+    tx.update(grads, state, params)
+    assert seen[0] == {"loss": 2.5, "max_abs": 3.0, "any_nan": 0.0, "any_inf": 1.0}
+    assert np.isnan(seen[1]["loss"])
+
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    params, tx, state = make(plateau)
+    tx.update(jax.tree.map(jnp.zeros_like, params), state, params, value=1.0)
+
+
+def test_the_state_is_found_or_named():
+    """No state, or two, is a ValueError that says what was found."""
+    params = {"w": jnp.ones(3)}
+    plain = optax.adam(0.1).init(params)
+    with pytest.raises(ValueError, match=r"exactly one state of gainstage.loss_scaled.*got 0"):
+        gs.value_and_grad(loss_fn, plain)
+    scaled = gs.loss_scaled(optax.sgd(0.1)).init(params)
+    with pytest.raises(ValueError, match="got 2"):
+        gs.value_and_grad(loss_fn, [scaled, scaled])
+
+
+def test_wrong_arguments():
+    """What is no transformation, or no rule, is a TypeError."""
+    with pytest.raises(TypeError, match="GradientTransformation for tx"):
+        gs.loss_scaled(0.1)
+    with pytest.raises(TypeError, match="LossScale for rule"):
+        gs.loss_scaled(optax.sgd(0.1), 128.0)
+
+
+def test_a_skipped_step_costs_one_temporary_at_most():
+    """The compiled update needs no more temporary memory than one copy of the parameters."""
+    params, tx, state = make(optax.adam(1e-3), size=1 << 18)
+    grads = jax.tree.map(jnp.zeros_like, params)
+    compiled = jax.jit(tx.update, donate_argnums=(0, 1)).lower(grads, state, params).compile()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    assert compiled.memory_analysis().temp_size_in_bytes <= 1.01 * size + 4096
+
+
+def test_it_runs_under_vmap_and_scan():
+    """States with different scales side by side, and a whole run in one `scan`, decide alone."""
+    params, tx, state = make(optax.sgd(0.5))
+
+    def step(carry, x):
+        params, state = carry
+        loss, grads = gs.value_and_grad(loss_fn, state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    runs = jnp.array([[0.1, 0.1, 0.1], [0.1, jnp.nan, 0.1]])[:, :, None]
+    (params, state), losses = jax.vmap(lambda xs: jax.lax.scan(step, (params, state), xs))(runs)
+    assert state.loss_scale.scale.tolist() == [2.0**15, 2.0**14]
+    assert jnp.isfinite(params["w"]).all()
+    assert float(losses[0, 1]) == float(losses[1, 2])

@@ -1,0 +1,143 @@
+"""The package as a whole: layers, imports, names, style and types."""
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gainstage as gs
+
+SRC = Path(gs.__file__).parent
+ROOT = Path(__file__).parents[1]
+# Imports point down: a file may import those of lower layers, and of its own package.
+LAYERS = [
+    {"checks", "configurable", "variable"},
+    {"gradients", "loss_scale", "minimizer", "options", "schedules"},
+    {"optimizer"},
+    {"optimizers"},
+    {"functional", "loss_scale_optimizer"},
+    {"compat", "diagnostics", "interop"},
+    {"demo", "__main__"},
+]
+LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def part(path):
+    """The name of the file or sub-package of `gainstage` that a path belongs to."""
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """The parts of `gainstage` that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == "gainstage" and name.count("."):
+                yield name.split(".")[1]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SRC)))
+def test_imports_point_down(path):
+    """A file imports only from lower layers, or from inside its own sub-package."""
+    if path == SRC / "__init__.py":
+        return
+    own = part(path)
+    assert own in LAYER
+    for name in imported(path):
+        assert name == own or LAYER.get(name, -1) < LAYER[own], f"{own} imports {name}"
+
+
+def test_the_layers_are_those_of_the_tree():
+    """A back edge would be seen: the checked files do import each other."""
+    assert {"optimizer", "loss_scale", "variable"} <= set(imported(SRC / "loss_scale_optimizer.py"))
+
+
+def fresh(code, **environment):
+    """Runs Python code in a fresh interpreter; returns what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_touches_no_device():
+    """`import gainstage` creates no array and starts no backend, so users can configure jax."""
+    code = """
+import gainstage, jax
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+jax.config.update("jax_num_cpu_devices", 3)
+print(len(jax.devices()))
+"""
+    assert fresh(code) == "3"
+
+
+def test_import_needs_no_extra():
+    """`import gainstage` imports none of the optional dependencies."""
+    extras = ["keras", "flax", "orbax", "matplotlib", "rich", "tensorboardX", "sklearn", "torch"]
+    code = f"import sys, gainstage; print([m for m in {extras} if m in sys.modules])"
+    assert fresh(code) == "[]"
+
+
+def public_objects():
+    """Every public name, and every public method of a public class."""
+    for name in gs.__all__:
+        value = getattr(gs, name)
+        yield name, value
+        if inspect.isclass(value):
+            for attribute in dir(value):
+                if not attribute.startswith("_"):
+                    member = inspect.getattr_static(value, attribute)
+                    if callable(member) or isinstance(member, (property, classmethod)):
+                        yield f"{name}.{attribute}", getattr(value, attribute)
+
+
+def test_every_public_name_is_described():
+    """Each public class, function, method and property has a docstring, inherited ones counted."""
+    silent = [name for name, value in public_objects() if not inspect.getdoc(value)]
+    assert silent == []
+
+
+@pytest.mark.parametrize("name", [n for n in gs.__all__ if n not in ("schedules", "ScaleState")])
+def test_public_docstrings_say_what_goes_in_and_out(name):
+    """A public class or function names its arguments, what it raises, an example or its source."""
+    value = getattr(gs, name)
+    doc = inspect.getdoc(value)
+    if issubclass(value, tuple) if inspect.isclass(value) else False:
+        return
+    assert any(section in doc for section in ("Args:", "Example:")), name
+    assert any(section in doc for section in ("Raises:", "Source:")), name
+
+
+def test_names_are_sorted_and_real():
+    """`__all__` holds each name once, in order, and every name exists."""
+    assert gs.__all__ == sorted(set(gs.__all__), key=lambda n: (not n.isupper(), n[0].islower(), n))
+    assert gs.__version__
+
+
+def test_style():
+    """Ruff finds nothing to say about code and tests."""
+    for command in (["check"], ["format", "--check"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "src", "tests"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout
+
+
+def test_types():
+    """Pyright finds no error in the sources."""
+    result = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
