@@ -15,10 +15,12 @@ ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
     {"checks", "configurable", "variable"},
-    {"gradients", "loss_scale", "minimizer", "options", "schedules"},
+    {"bridge", "gradients", "loss_scale", "options", "schedules"},
+    {"stateful"},
+    {"minimizer"},
     {"optimizer"},
     {"optimizers"},
-    {"functional", "loss_scale_optimizer"},
+    {"loss_scale_optimizer", "transformation"},
     {"compat", "diagnostics", "interop"},
     {"demo", "__main__"},
 ]

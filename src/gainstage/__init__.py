@@ -3,12 +3,13 @@
 from importlib.metadata import version as _version
 
 from gainstage import schedules
-from gainstage.functional import LossScaledState, loss_scaled, value_and_grad
+from gainstage.bridge import functional, jit
 from gainstage.loss_scale import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
 from gainstage.optimizers import SGD, Adam
-from gainstage.variable import Variable, functional, jit
+from gainstage.transformation import LossScaledState, loss_scaled, value_and_grad
+from gainstage.variable import Variable
 
 __version__ = _version("gainstage")
 

@@ -1,6 +1,6 @@
 """What is done to gradients between the backward pass and the update: pure functions of pytrees."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import optax
 
 def wide(dtype: Any) -> np.dtype:
     """The dtype to compute in: float32, or float64 for float64."""
-    return jnp.promote_types(jnp.float32, dtype)
+    return np.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def widen(tree: Any) -> Any:
@@ -66,20 +66,33 @@ def global_norm(grads: Any) -> jax.Array:
     return jnp.asarray(optax.tree.norm(grads))
 
 
-def clip_by_value(grads: Any, limit: float) -> Any:
-    """Every element clamped to [-limit, limit]."""
-    return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+def clip(grads: list[Any], limits: Mapping[str, float]) -> list[Any]:
+    """The gradients, clipped.
+
+    Args:
+        grads: one array, or None, per variable.
+        limits: by name, at most one of `clipnorm` (the norm of each), `global_clipnorm` (the norm
+            of all together) and `clipvalue` (the absolute value of each element).
+    """
+    if "clipvalue" in limits:
+        limit = limits["clipvalue"]
+        return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+    if "clipnorm" in limits:
+        return [clip_by_norm(g, limits["clipnorm"]) for g in grads]
+    return clip_by_norm(grads, limits["global_clipnorm"]) if limits else grads
+
+
+def clipped_norms(grads: list[Any], limits: Mapping[str, float]) -> list[jax.Array]:
+    """The norms that `clip` divides by: those of large finite gradients may be infinite."""
+    if "clipnorm" in limits:
+        return [global_norm(g) for g in grads if g is not None]
+    return [global_norm(grads)] if "global_clipnorm" in limits else []
 
 
 def clip_by_norm(grads: Any, limit: float) -> Any:
-    """Each tensor scaled down to a norm of at most `limit`."""
-    return jax.tree.map(lambda g: g * (limit / jnp.maximum(global_norm(g), limit)), grads)
+    """A pytree scaled down to a norm of at most `limit`; nan if its norm is not finite.
 
-
-def clip_by_global_norm(grads: Any, limit: float) -> Any:
-    """All tensors scaled down together to a global norm of at most `limit`.
-
-    A norm that is not finite makes them nan: scaled by 1 / inf they would silently vanish.
+    Times 1 / inf a gradient would silently vanish.
     """
     norm = global_norm(grads)
     factor = jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, limit), jnp.nan)

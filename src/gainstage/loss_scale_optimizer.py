@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage import checks, gradients
+from gainstage.bridge import read
 from gainstage.configurable import deserialize, serialize
 from gainstage.loss_scale import LARGEST, SMALLEST, DynamicLossScale, FixedLossScale, LossScale
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
-from gainstage.variable import Variable, read
+from gainstage.variable import Variable
 
 
 class LossScaleOptimizer(Optimizer):

@@ -6,7 +6,7 @@ All of them run one piece of imperative code, `_apply`: under the bridge by itse
 
 import abc
 import warnings
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,28 +14,18 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from gainstage.configurable import Configurable
-from gainstage.variable import Variable, functional, jit, read, run, strong, variables_in
+from gainstage.bridge import functional, jit, read, run, variables_in
+from gainstage.stateful import Stateful, check_count
+from gainstage.variable import Variable, strong
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 
 
-class Minimizer(Configurable, abc.ABC):
+class Minimizer(Stateful):
     """Something with variables and a step; `Optimizer` says what the step does."""
 
-    name: str
     jit_compile: bool
     _program: jit | None
-
-    @property
-    @abc.abstractmethod
-    def variables(self) -> list[Variable]:
-        """All state, as a flat list."""
-
-    @property
-    @abc.abstractmethod
-    def built(self) -> bool:
-        """Whether the trainable variables are known."""
 
     @abc.abstractmethod
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -139,7 +129,7 @@ class Minimizer(Configurable, abc.ABC):
         else:
             named = trainable_variables() if callable(trainable_variables) else trainable_variables
             variables = variables_in(list(named))
-        _check_count("gradients", grads, variables)
+        check_count("gradients", grads, variables)
         grads = [_placed(g, v) for g, v in zip(grads, variables, strict=True)]
         _check_gradients(grads, variables)
         if not self.built:
@@ -176,9 +166,9 @@ class Minimizer(Configurable, abc.ABC):
         `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`.
         """
         trainable, variables = self._built_variables("stateless_apply"), self.variables
-        _check_count("optimizer_variables", optimizer_variables, variables)
-        _check_count("gradients", grads, trainable)
-        _check_count("trainable_variables", trainable_variables, trainable)
+        check_count("optimizer_variables", optimizer_variables, variables)
+        check_count("gradients", grads, trainable)
+        check_count("trainable_variables", trainable_variables, trainable)
         state = (trainable, variables)
         values = (list(trainable_variables), list(optimizer_variables))
         grads = [_array(gradient) for gradient in grads]
@@ -208,56 +198,6 @@ class Minimizer(Configurable, abc.ABC):
                 f"{[v.name for v in self._index]}; got {getattr(variable, 'name', variable)!r}."
             )
         return self._index[variable]
-
-    # ── saving ───────────────────────────────────────────────────────────────────────────────
-
-    def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all of `variables`, in that order, or, if one does not fit, none.
-
-        Raises:
-            ValueError: not built, a wrong number of arrays, or an array that does not fit.
-        """
-        self._built_variables("set_weights")
-        variables = self.variables
-        _check_count("weights", weights, variables)
-        fitted = [self._checked_weight(v, w) for v, w in zip(variables, weights, strict=True)]
-        for variable, value in zip(variables, fitted, strict=True):
-            variable.assign(value)
-
-    def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
-        try:
-            weight = jnp.asarray(weight, variable.dtype)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Expected an array for {variable.name!r}; got {weight!r}.") from error
-        return variable._fitted(weight)
-
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ..."""
-        for i, variable in enumerate(self.variables):
-            store[str(i)] = variable.numpy()
-
-    def load_own_variables(self, store: Any) -> None:
-        """Sets all of `variables` from what `save_own_variables` stored, or none.
-
-        Raises:
-            ValueError: not built, a key missing, or an array that does not fit.
-        """
-        keys = [str(i) for i in range(max(len(self.variables), len(store.keys())))]
-        missing = [key for key in keys if key not in store]
-        if missing:
-            raise ValueError(
-                f"Expected the keys '0' to '{len(self.variables) - 1}' in the store; "
-                f"got {sorted(store.keys())}."
-            )
-        self.set_weights([store[key] for key in keys])
-
-
-def _check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:
-    if len(values) != len(variables):
-        names = [variable.name for variable in variables]
-        raise ValueError(
-            f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
-        )
 
 
 def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> None:

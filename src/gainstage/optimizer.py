@@ -1,22 +1,20 @@
 """The optimizer: an update rule for one variable, and the fixed order of a step around it."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
+from jax.sharding import Mesh
 
 from gainstage import gradients
+from gainstage.bridge import is_tracing, keep_if, lent, read, variables_in
 from gainstage.configurable import deserialize
 from gainstage.minimizer import Minimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRate, LearningRateSchedule
-from gainstage.variable import Variable, is_tracing, keep_if, lent, read, variables_in
-
-Initializer = str | Callable[..., Any]
+from gainstage.variable import Variable
 
 
 class Optimizer(Minimizer):
@@ -175,6 +173,11 @@ class Optimizer(Minimizer):
             return given.get(name)  # one clip option is in force, of whichever kind
         return given.get(name, getattr(self, name))
 
+    def _clips(self) -> dict[str, float]:
+        """The clip option in force, if any, with its limit."""
+        limits = {name: self._option(name) for name in CLIPS}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OPTIONS:
             others = {option: self._option(option) for option in OPTIONS - {name}}
@@ -251,86 +254,6 @@ class Optimizer(Minimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} must define update_step.")
 
-    def add_variable(
-        self,
-        shape: Sequence[int],
-        initializer: Initializer = "zeros",
-        dtype: DTypeLike | None = None,
-        aggregation: str = "mean",
-        name: str | None = None,
-    ) -> Variable:
-        """A new variable of the optimizer's state.
-
-        Args:
-            shape: its shape.
-            initializer: "zeros", "ones" or a callable of (shape, dtype).
-            dtype: its dtype, float32 by default.
-            aggregation: accepted as documented, without effect: there is one value on a mesh.
-            name: its name, which the optimizer's is put before.
-        """
-        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
-        value = _initialized(initializer, tuple(shape), dtype)
-        variable = Variable(value, dtype, f"{self.name}/{name or 'variable'}", trainable=False)
-        self._slots.append(variable)
-        self._forget_program()
-        return variable
-
-    def add_variable_from_reference(
-        self,
-        reference_variable: Variable,
-        name: str | None = None,
-        initializer: Initializer = "zeros",
-    ) -> Variable:
-        """A slot: a variable of the shape and sharding of another, of its dtype or float32 for
-        half precision. Asked again for the same name and reference, it returns the same slot."""
-        key = (reference_variable, name or "var")
-        if key not in self._slot_of:
-            self._slot_of[key] = self._slot_like(*key, initializer)
-            self._slots.append(self._slot_of[key])
-            self._forget_program()
-        return self._slot_of[key]
-
-    def add_optimizer_variables(
-        self,
-        trainable_variables: Iterable[Variable],
-        name: str | Sequence[str],
-        initializer: Initializer = "zeros",
-    ) -> Any:
-        """One slot per variable, as a list; for several names a tuple of such lists."""
-        variables = list(trainable_variables)
-        if not isinstance(name, str):
-            return tuple(self.add_optimizer_variables(variables, n, initializer) for n in name)
-        return [self.add_variable_from_reference(v, name, initializer) for v in variables]
-
-    def _slot_like(
-        self, reference: Variable, name: str, initializer: Initializer = "zeros"
-    ) -> Variable:
-        value = _initialized(initializer, reference.shape, gradients.wide(reference.dtype))
-        slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
-        if reference._layout is not None:
-            slot._place(reference._layout)
-        return slot
-
-    def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
-        """Puts scalars on the mesh of the optimizer, or else of the variables."""
-        layouts = [v._layout for v in variables if isinstance(v._layout, NamedSharding)]
-        mesh = self.mesh or next((layout.mesh for layout in layouts), None)
-        if mesh is not None:
-            for scalar in scalars:
-                scalar._place(NamedSharding(mesh, PartitionSpec()))
-
-    def assign(self, variable: Any, value: Any) -> None:
-        """Sets a variable: ours, Keras's, or anything else that has `assign`."""
-        variable.assign(value)
-
-    def assign_add(self, variable: Any, value: Any) -> None:
-        """Adds to a variable."""
-        variable.assign(variable + value)
-
-    def assign_sub(self, variable: Any, value: Any) -> None:
-        """Subtracts from a variable."""
-        variable.assign(variable - value)
-
     def exclude_from_weight_decay(
         self,
         var_list: Iterable[Variable] | None = None,
@@ -393,9 +316,7 @@ class Optimizer(Minimizer):
     ) -> jax.Array:
         """A step on scaled gradients: all of it, or nothing if one is not finite."""
         true = gradients.unscale(grads, scale)
-        finite = gradients.all_finite(true)
-        if self._option("global_clipnorm"):
-            finite &= jnp.isfinite(gradients.global_norm(true))
+        finite = gradients.all_finite([true, gradients.clipped_norms(true, self._clips())])
 
         def update() -> None:
             # Unscaled again, inside: there it costs nothing, passed in it would cost a copy.
@@ -441,22 +362,13 @@ class Optimizer(Minimizer):
         keep_if(due, update, (list(self._index), self.variables))
 
     def _update_weights(self, grads: list[Any], rate: jax.Array) -> None:
-        decay = self._option("weight_decay")
-        for variable, gradient in zip(self._index, self._clipped(grads), strict=True):
+        decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips())
+        for variable, gradient in zip(self._index, grads, strict=True):
             if gradient is None:
                 continue
             if decay is not None and self._decays(variable):
                 variable.assign(variable - variable * decay * rate)
             self.update_step(gradient, variable, rate)
-
-    def _clipped(self, grads: list[Any]) -> list[Any]:
-        if limit := self._option("clipnorm"):
-            return gradients.clip_by_norm(grads, limit)
-        if limit := self._option("global_clipnorm"):
-            return gradients.clip_by_global_norm(grads, limit)
-        if limit := self._option("clipvalue"):
-            return gradients.clip_by_value(grads, limit)
-        return grads
 
     def _average(self) -> None:
         """Moves the averages towards the variables, and, when due, the variables onto them."""
@@ -492,14 +404,3 @@ class Optimizer(Minimizer):
             schedule = deserialize(rate, LearningRateSchedule, custom_objects)
             config = {**config, "learning_rate": schedule}
         return super().from_config(config, custom_objects)
-
-
-def _initialized(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
-    create = known.get(initializer) if isinstance(initializer, str) else initializer
-    if not callable(create):
-        raise ValueError(
-            f'Expected "zeros", "ones" or a callable of (shape, dtype) for initializer; '
-            f"got {initializer!r}."
-        )
-    return create(shape, dtype)

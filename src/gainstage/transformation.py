@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from gainstage import gradients
+from gainstage.bridge import keep_or_skip
 from gainstage.loss_scale import DynamicLossScale, LossScale
-from gainstage.variable import keep_or_skip
 
 
 class LossScaledState(NamedTuple):

@@ -1,0 +1,189 @@
+"""The one bridge from imperative code on variables to pure functions.
+
+An update rule is imperative code that assigns to variables. It becomes a pure function, and so a
+compiled program, by lending values to the variables, running the code, and reading them back:
+`functional` does that, `jit` compiles it, `keep_if` makes it a transaction. A *state* is any pytree
+whose leaves are variables.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
+
+from gainstage.variable import Variable, while_compiling
+
+
+def variables_in(state: Any) -> list[Variable]:
+    """The variables of a state, in order.
+
+    Raises:
+        TypeError: a leaf that is no variable.
+        ValueError: the same variable twice.
+    """
+    variables = jax.tree.leaves(state)
+    for variable in variables:
+        if not isinstance(variable, Variable):
+            raise TypeError(f"Expected a state made of Variables; got the leaf {variable!r}.")
+    if len(set(variables)) < len(variables):
+        twice = next(v for v in variables if variables.count(v) > 1)
+        raise ValueError(f"Expected each variable once in the state; got {twice.name!r} twice.")
+    return variables
+
+
+def read(state: Any) -> Any:
+    """The values of a state, in the same structure."""
+    return jax.tree.map(lambda variable: variable._value, state)
+
+
+def write(state: Any, values: Any) -> None:
+    """Puts `values`, which nobody else holds, into the variables of `state`."""
+
+    def put(variable: Variable, value: jax.Array) -> None:
+        shared = variable._shared and value is variable._value
+        variable._set(value)
+        variable._shared = shared
+
+    jax.tree.map(put, state, values)
+
+
+@contextlib.contextmanager
+def lent(variables: Sequence[Variable], values: Sequence[jax.Array]) -> Iterator[None]:
+    """Lends `values` to the variables, which hold their own again on exit.
+
+    While lent a variable has the dtype of what it holds, and may hold traced values. It is the box
+    itself that changes: no other thread should read it meanwhile.
+    """
+    own, shared = read(variables), [variable._shared for variable in variables]
+    trace = get_opaque_trace_state()
+    for variable, value in zip(variables, values, strict=True):
+        variable._traces.append(trace)
+        variable._value = value
+    try:
+        yield
+    finally:
+        for variable, value, held in zip(variables, own, shared, strict=True):
+            variable._traces.pop()
+            variable._value, variable._shared = value, held
+
+
+def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
+    """The pure function behind an `fn` that reads and assigns the variables of `state`.
+
+    Args:
+        fn: any function; its assignments to variables of `state` become results.
+        state: a pytree of variables.
+
+    Returns:
+        `pure(values, *args, **kwargs) -> (result, new_values)`, where `values` and `new_values`
+        have the structure of `state`. It changes no variable, so `jax.jit`, `jax.vmap`, `jax.grad`
+        and `lax.scan` take it.
+
+    Raises:
+        TypeError: a leaf of `state` that is no variable.
+        ValueError: the same variable twice; at the call, values that do not fit.
+
+    Example:
+        >>> import gainstage as gs
+        >>> count = gs.Variable(0)
+        >>> pure = gs.functional(lambda step: count.assign_add(step), [count])
+        >>> result, (new_count,) = pure([10], 5)
+        >>> print(new_count, int(count))
+        15 0
+    """
+    variables, structure = variables_in(state), jax.tree.structure(state)
+
+    @functools.wraps(fn)
+    def pure(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        values = structure.flatten_up_to(values)
+        values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
+        with lent(variables, values):
+            result = fn(*args, **kwargs)
+            return result, structure.unflatten(read(variables))
+
+    return pure
+
+
+class jit:  # noqa: N801 - reads as the function it stands for
+    """Compiles `fn`, its assignments to the variables of `state` included, into one XLA program.
+
+    Args:
+        fn: a function of arrays (pytrees of them), to be called as often as you like.
+        state: a pytree of variables: all that `fn` reads or assigns.
+        donate: whether the old values' memory is reused for the new ones. An array that `value()`
+            has handed out is copied first, so it stays readable.
+
+    Raises:
+        TypeError: a leaf of `state` that is no variable.
+        ValueError: the same variable twice; at the call, a variable in use but not in `state`.
+
+    Example:
+        >>> import gainstage as gs
+        >>> total = gs.Variable(0.0)
+        >>> add = gs.jit(lambda x: total.assign_add(x), [total], donate=True)
+        >>> add(2.0); add(3.0)
+        >>> float(total)
+        5.0
+    """
+
+    def __init__(self, fn: Callable[..., Any], state: Any, donate: Any = False):
+        everything = variables_in(state)
+        # Privately, `donate` may also be the part of the state to donate.
+        donated = set(variables_in(donate) if not isinstance(donate, bool) else everything * donate)
+        self._donated = [v for v in everything if v in donated]
+        self._kept = [v for v in everything if v not in donated]
+        self._pure = functional(fn, (self._donated, self._kept))
+        self._compiled = jax.jit(self._program, donate_argnums=0)
+        functools.update_wrapper(self, fn)
+
+    def _program(self, donated: Any, kept: Any, args: Any, kwargs: Any) -> Any:
+        # XLA gives a donated buffer to the first result of its shape: donated values go first,
+        # in the order of the arguments, so that each new value takes the place of its old one.
+        with while_compiling():
+            result, (donated, kept) = self._pure((donated, kept), *args, **kwargs)
+        return donated, kept, result
+
+    def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        donated = [jnp.copy(v._value) if v._shared else v._value for v in self._donated]
+        return donated, read(self._kept), args, kwargs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program, and puts the new values into the variables."""
+        donated, kept, result = self._compiled(*self._arguments(args, kwargs))
+        write((self._donated, self._kept), (donated, kept))
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """The lowered program for these arguments, as `jax.jit(f).lower` gives it."""
+        return self._compiled.lower(*self._arguments(args, kwargs))
+
+
+def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+    """Runs `fn` uncompiled; its assignments to `state` happen when it has ended well, or never."""
+    result, values = functional(fn, state)(read(state), *args)
+    jax.tree.map(Variable.assign, state, values)
+    return result
+
+
+def keep_or_skip(keep: jax.Array, take: Callable[[Any], Any], old: Any) -> Any:
+    """`take(old)` if `keep` holds, else `old` bit for bit: the one place that decides a step."""
+    # A `cond` updates in place; a `where` over the results copies every slot on CPU.
+    return lax.cond(keep, take, lambda old: old, old)
+
+
+def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
+    """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none."""
+    variables = variables_in(state)
+    pure = functional(fn, variables)
+    write(variables, keep_or_skip(keep, lambda values: pure(values)[1], read(variables)))
+
+
+def is_tracing() -> bool:
+    """Whether new arrays belong to a program that is being traced."""
+    return isinstance(jnp.zeros(()), Tracer)

@@ -1,0 +1,182 @@
+"""Objects that own variables: they make them, name them and save them."""
+
+import abc
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from gainstage import gradients
+from gainstage.configurable import Configurable
+from gainstage.variable import Variable
+
+Initializer = str | Callable[..., Any]
+
+
+class Stateful(Configurable, abc.ABC):
+    """Something with a name and a flat list of variables."""
+
+    name: str
+    mesh: Mesh | None
+    _slots: list[Variable]
+    _slot_of: dict[tuple[Variable, str], Variable]
+
+    @property
+    @abc.abstractmethod
+    def variables(self) -> list[Variable]:
+        """All state, as a flat list."""
+
+    @property
+    @abc.abstractmethod
+    def built(self) -> bool:
+        """Whether the trainable variables are known, so that all state exists."""
+
+    @abc.abstractmethod
+    def _forget_program(self) -> None:
+        """Called when the list of variables changes."""
+
+    def add_variable(
+        self,
+        shape: Sequence[int],
+        initializer: Initializer = "zeros",
+        dtype: DTypeLike | None = None,
+        aggregation: str = "mean",
+        name: str | None = None,
+    ) -> Variable:
+        """A new variable of the optimizer's state.
+
+        Args:
+            shape: its shape.
+            initializer: "zeros", "ones" or a callable of (shape, dtype).
+            dtype: its dtype, float32 by default.
+            aggregation: accepted as documented, without effect: there is one value on a mesh.
+            name: its name, which the optimizer's is put before.
+        """
+        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        value = _initialized(initializer, tuple(shape), dtype)
+        variable = Variable(value, dtype, f"{self.name}/{name or 'variable'}", trainable=False)
+        self._slots.append(variable)
+        self._forget_program()
+        return variable
+
+    def add_variable_from_reference(
+        self,
+        reference_variable: Variable,
+        name: str | None = None,
+        initializer: Initializer = "zeros",
+    ) -> Variable:
+        """A slot: a variable of the shape and sharding of another, of its dtype or float32 for
+        half precision. Asked again for the same name and reference, it returns the same slot."""
+        key = (reference_variable, name or "var")
+        if key not in self._slot_of:
+            self._slot_of[key] = self._slot_like(*key, initializer)
+            self._slots.append(self._slot_of[key])
+            self._forget_program()
+        return self._slot_of[key]
+
+    def add_optimizer_variables(
+        self,
+        trainable_variables: Iterable[Variable],
+        name: str | Sequence[str],
+        initializer: Initializer = "zeros",
+    ) -> Any:
+        """One slot per variable, as a list; for several names a tuple of such lists."""
+        variables = list(trainable_variables)
+        if not isinstance(name, str):
+            return tuple(self.add_optimizer_variables(variables, n, initializer) for n in name)
+        return [self.add_variable_from_reference(v, name, initializer) for v in variables]
+
+    def _slot_like(
+        self, reference: Variable, name: str, initializer: Initializer = "zeros"
+    ) -> Variable:
+        value = _initialized(initializer, reference.shape, gradients.wide(reference.dtype))
+        slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
+        if reference._layout is not None:
+            slot._place(reference._layout)
+        return slot
+
+    def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
+        """Puts scalars on the mesh of the optimizer, or else of the variables."""
+        layouts = [v._layout for v in variables if isinstance(v._layout, NamedSharding)]
+        mesh = self.mesh or next((layout.mesh for layout in layouts), None)
+        if mesh is not None:
+            for scalar in scalars:
+                scalar._place(NamedSharding(mesh, PartitionSpec()))
+
+    def assign(self, variable: Any, value: Any) -> None:
+        """Sets a variable: ours, Keras's, or anything else that has `assign`."""
+        variable.assign(value)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        """Adds to a variable."""
+        variable.assign(variable + value)
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        """Subtracts from a variable."""
+        variable.assign(variable - value)
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────────
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all of `variables`, in that order, or, if one does not fit, none.
+
+        Raises:
+            ValueError: not built, a wrong number of arrays, or an array that does not fit.
+        """
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built before set_weights.")
+        variables = self.variables
+        check_count("weights", weights, variables)
+        fitted = [self._checked_weight(v, w) for v, w in zip(variables, weights, strict=True)]
+        for variable, value in zip(variables, fitted, strict=True):
+            variable.assign(value)
+
+    def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
+        try:
+            weight = jnp.asarray(weight, variable.dtype)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"Expected an array for {variable.name!r}; got {weight!r}.") from error
+        return variable._fitted(weight)
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ..."""
+        for i, variable in enumerate(self.variables):
+            store[str(i)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Sets all of `variables` from what `save_own_variables` stored, or none.
+
+        Raises:
+            ValueError: not built, a key missing, or an array that does not fit.
+        """
+        keys = [str(i) for i in range(max(len(self.variables), len(store.keys())))]
+        missing = [key for key in keys if key not in store]
+        if missing:
+            raise ValueError(
+                f"Expected the keys '0' to '{len(self.variables) - 1}' in the store; "
+                f"got {sorted(store.keys())}."
+            )
+        self.set_weights([store[key] for key in keys])
+
+
+def check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:
+    """One value for each variable, or a ValueError that names what there should be."""
+    if len(values) != len(variables):
+        names = [variable.name for variable in variables]
+        raise ValueError(
+            f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
+        )
+
+
+def _initialized(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
+    create = known.get(initializer) if isinstance(initializer, str) else initializer
+    if not callable(create):
+        raise ValueError(
+            f'Expected "zeros", "ones" or a callable of (shape, dtype) for initializer; '
+            f"got {initializer!r}."
+        )
+    return create(shape, dtype)
