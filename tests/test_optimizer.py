@@ -272,6 +272,9 @@ def test_bad_input_before_build_builds_nothing(make):
         with pytest.raises(ValueError, match="Expected"):
             opt.apply(grads, [w, b])
         assert not opt.built
+    with pytest.raises(ValueError, match="scalar"):
+        opt.minimize(lambda: w * 1, [w, b])
+    assert not opt.built
     opt.apply([[1.0, 1.0], 1.0], [w, b])
 
 

@@ -79,8 +79,6 @@ class Minimizer(Stateful):
         variables = variables_in(list(var_list() if callable(var_list) else var_list))
         if not callable(loss):
             raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
-        if not self.built:
-            self.build(variables)
 
         def scaled_loss() -> jax.Array:
             value = loss()
