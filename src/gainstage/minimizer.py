@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from gainstage.bridge import functional, jit, read, run, variables_in
+from gainstage.gradients import widen
 from gainstage.stateful import Stateful, check_count
 from gainstage.variable import Variable, strong
 
@@ -55,14 +56,22 @@ class Minimizer(Stateful):
 
     # ── the step ─────────────────────────────────────────────────────────────────────────────
 
-    def minimize(self, loss: Callable[[], Any], var_list: VarList) -> None:
+    def minimize(self, loss: Callable[[], Any], var_list: VarList) -> jax.Array:
         """Differentiates `loss` and takes a step.
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
             var_list: the variables to change, or a callable that returns them.
+
+        Returns:
+            The loss before the step, not scaled, in float32 or wider.
+
+        Raises:
+            TypeError, ValueError: as `compute_gradients` and `apply`.
         """
-        self.apply_gradients(self.compute_gradients(loss, var_list))
+        value, grads_and_vars = self._loss_and_gradients(loss, var_list)
+        self.apply_gradients(grads_and_vars)
+        return value
 
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList
@@ -72,31 +81,39 @@ class Minimizer(Stateful):
         The gradient is None for a variable on which the loss does not depend. `loss` runs
         uncompiled; for speed call this inside `gainstage.jit`.
 
+        Args:
+            loss: a function of no argument that reads the variables and returns a scalar.
+            var_list: the variables, or a callable that returns them.
+
         Raises:
             TypeError: `loss` is not callable, or returns no floating number.
             ValueError: `loss` returns something else than a scalar.
         """
+        return self._loss_and_gradients(loss, var_list)[1]
+
+    def _loss_and_gradients(
+        self, loss: Callable[[], Any], var_list: VarList
+    ) -> tuple[jax.Array, list[tuple[jax.Array | None, Variable]]]:
         variables = variables_in(list(var_list() if callable(var_list) else var_list))
         if not callable(loss):
             raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
 
-        def scaled_loss() -> jax.Array:
-            value = loss()
-            value = jnp.asarray(value.value() if isinstance(value, Variable) else value)
-            if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
-                kind = TypeError if not value.shape else ValueError
-                raise kind(f"Expected loss() to be a floating scalar; got {value!r}.")
-            return self.scale_loss(value)
+        def scaled_and_true_loss() -> tuple[jax.Array, jax.Array]:
+            value = jnp.asarray(loss())
+            if value.shape:
+                raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
+            if not jnp.issubdtype(value.dtype, jnp.floating):
+                raise TypeError(f"Expected loss() to be floating; got dtype {value.dtype}.")
+            value = widen(value)
+            return self.scale_loss(value), value
 
-        pure, values = functional(scaled_loss, variables), read(variables)
-        value, linear = jax.linearize(lambda values: pure(values)[0], values)
-        jaxpr = jax.make_jaxpr(linear)(values).jaxpr
-        _, depends = dce_jaxpr(jaxpr, [True])
-        (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(value))
-        return [
-            (gradient if used else None, variable)
-            for gradient, used, variable in zip(grads, depends, variables, strict=True)
-        ]
+        pure, values = functional(scaled_and_true_loss, variables), read(variables)
+        scaled, linear, value = jax.linearize(lambda v: pure(v)[0], values, has_aux=True)
+        # A gradient is None where nothing flows back to: known from the program, not from zeros.
+        _, depends = dce_jaxpr(jax.make_jaxpr(linear)(values).jaxpr, [True])
+        (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
+        grads = [g if used else None for g, used in zip(grads, depends, strict=True)]
+        return value, list(zip(grads, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Any:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""

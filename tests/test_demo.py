@@ -1,0 +1,135 @@
+"""What `gainstage demo` claims, over five seeds, and how the command behaves."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from gainstage import __main__ as command
+from gainstage.demo import report
+from gainstage.demo.task import load_digits
+from gainstage.demo.training import FLOAT32, MODES, SCALED, UNSCALED, Trainer
+
+SEEDS = range(5)
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """A full training from each seed in each mode, and its numbers."""
+    data = load_digits()
+    return {
+        mode: [report.measures(trainer.run(seed)) for seed in SEEDS]
+        for mode in MODES
+        for trainer in [Trainer(mode, 800, data)]
+    }
+
+
+def values(runs, mode, key):
+    return np.array([numbers[key] for numbers in runs[mode]])
+
+
+def test_scaled_float16_matches_float32(runs):
+    """With loss scaling float16 ends within 2 % of float32 in the mean, or within its spread."""
+    exact = values(runs, FLOAT32, "test_reconstruction_error")
+    scaled = values(runs, SCALED, "test_reconstruction_error")
+    assert abs(scaled.mean() - exact.mean()) <= max(0.02 * exact.mean(), exact.std())
+    assert (np.abs(scaled / exact - 1) < 0.05).all()
+
+
+def test_unscaled_float16_suffers(runs):
+    """Without it float16 ends at least 25 % worse than float32, from every seed."""
+    exact = values(runs, FLOAT32, "test_reconstruction_error")
+    assert (values(runs, UNSCALED, "test_reconstruction_error") >= 1.25 * exact).all()
+
+
+def test_scaling_saves_the_small_elements(runs):
+    """Scaling cuts the share of flushed gradient elements at least twentyfold, from every seed."""
+    flushed = values(runs, UNSCALED, "flushed_share")
+    assert (flushed > 0.05).all()
+    assert (values(runs, SCALED, "flushed_share") <= flushed / 20).all()
+    assert (values(runs, FLOAT32, "flushed_share") == 0).all()
+
+
+def test_what_stays_the_same_is_in_the_table(runs):
+    """The digits are told apart equally well in all modes, and the table says so."""
+    accuracies = [values(runs, mode, "test_accuracy").mean() for mode in MODES]
+    assert max(accuracies) - min(accuracies) < 0.015
+    assert min(accuracies) > 0.95
+
+
+def demo(*words, **environment):
+    """Runs the command in a process of its own, with warnings as errors, into pipes."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "gainstage", "demo", *words],
+        capture_output=True, text=True, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_json_is_all_there_is_on_standard_output(tmp_path):
+    """`--json` prints one object; the bars go to standard error, the picture to its file."""
+    picture = tmp_path / "demo.png"
+    result = demo("--steps", "9", "--seed", "3", "--json", "--output", str(picture))
+    assert result.returncode == 0, result.stderr
+    numbers = json.loads(result.stdout)
+    assert (numbers["steps"], numbers["seed"], numbers["picture"]) == (9, 3, str(picture))
+    assert list(numbers["modes"]) == [mode.name for mode in MODES]
+    assert all(n["test_reconstruction_error"] > 0 for n in numbers["modes"].values())
+    assert "9/9" in result.stderr
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert 20_000 < picture.stat().st_size < 2_000_000
+
+
+def test_the_table_fits_a_terminal(tmp_path):
+    """In a pipe the text has at most 80 columns, no colour, and no claim the run did not show."""
+    result = demo("--steps", "1", "--output", str(tmp_path / "demo.png"))
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80
+    assert "\x1b" not in result.stdout
+    for row in ("Reconstruction error, test", "Digits told apart, test", "Steps skipped"):
+        assert row in result.stdout
+    assert "drew about as well as float32" in result.stdout
+    assert "What suffers" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["demo", "--steps", "0"], "Expected an integer >= 1; got 0"),
+        (["demo", "--seed", "-1"], "Expected an integer >= 0; got -1"),
+        (["demo", "--output", "/nowhere/at/all.png"], "Expected a file that can be written"),
+        (["demo", "--output", "picture.txt"], "Expected a .png, .pdf or .svg file"),
+        (["train"], "invalid choice"),
+    ],
+)
+def test_wrong_words_are_found_before_the_work(words, message, capsys, monkeypatch):
+    """A wrong option ends with status 2 and says what is expected; nothing is trained."""
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail("trained"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_teaches(capsys):
+    """Without a command, and with `--help`, there is an example to copy."""
+    assert command.main([]) == 0
+    assert "example: gainstage demo" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["demo", "--help"])
+    assert "--json > numbers.json" in capsys.readouterr().out
+
+
+def test_a_missing_extra_is_named(capsys, monkeypatch, tmp_path):
+    """Without the extra the command says what to install and ends with status 1."""
+    for name in [name for name in sys.modules if name.startswith("gainstage.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    for name in [name for name in sys.modules if name.startswith("rich.")]:
+        monkeypatch.delitem(sys.modules, name)
+    assert command.main(["demo", "--output", str(tmp_path / "demo.png")]) == 1
+    assert 'pip install "gainstage[demo]"' in capsys.readouterr().err
