@@ -1,0 +1,77 @@
+"""What the code is held against: a state machine in plain Python, and float64 numpy."""
+
+import math
+
+import numpy as np
+
+
+def scale_automaton(rule, finite_steps):
+    """`DynamicLossScale`, as its description says it: (scale, good_steps) after each step."""
+    scale, good, bad = rule.initial_loss_scale, 0, 0
+    backoff = rule.backoff_factor or 1 / rule.multiplier
+
+    def move(factor):
+        moved = scale * factor
+        return max(moved, rule.min_scale) if factor < 1 else min(moved, rule.max_scale)
+
+    for finite in finite_steps:
+        good, bad = (good + 1, 0) if finite else (0, bad + 1)
+        if good >= rule.increment_period:
+            scale, good = move(rule.multiplier), 0
+        if bad >= rule.hysteresis:
+            scale, bad = move(backoff), 0
+        yield scale, good
+
+
+class Oracle:
+    """SGD and Adam of Keras 3 with every option, for one list of float64 arrays."""
+
+    def __init__(self, weights, cls, learning_rate, **options):
+        self.w = [np.asarray(w, np.float64) for w in weights]
+        self.cls, self.lr, self.o = cls, learning_rate, options
+        self.it = 0
+        self.acc, self.avg, self.m, self.v, self.vhat = (
+            [np.zeros_like(w) for w in self.w] for _ in range(5)
+        )
+
+    def step(self, grads):
+        o, n = self.o, self.o.get("gradient_accumulation_steps") or 1
+        self.acc = [a + g for a, g in zip(self.acc, grads, strict=True)]
+        updates = self.it // n
+        if (self.it + 1) % n == 0:
+            self.update([a / n for a in self.acc], updates + 1)
+            self.acc = [a * 0 for a in self.acc]
+        if o.get("use_ema"):
+            mu = o.get("ema_momentum", 0.99) if updates else 0.0
+            self.avg = [mu * a + (1 - mu) * w for a, w in zip(self.avg, self.w, strict=True)]
+            frequency = o.get("ema_overwrite_frequency")
+            if frequency and (updates + 1) % frequency == 0:
+                self.w = [a.copy() for a in self.avg]
+        self.it += 1
+
+    def update(self, grads, t):
+        o, lr = self.o, self.lr
+        if c := o.get("clipvalue"):
+            grads = [np.clip(g, -c, c) for g in grads]
+        if c := o.get("clipnorm"):
+            grads = [g * c / max(np.linalg.norm(g), c) for g in grads]
+        if c := o.get("global_clipnorm"):
+            norm = math.sqrt(sum((g**2).sum() for g in grads))
+            grads = [g * c / max(norm, c) for g in grads]
+        for i, g in enumerate(grads):
+            self.w[i] = self.w[i] * (1 - o.get("weight_decay", 0) * lr)
+            self.w[i] = self.w[i] + getattr(self, self.cls)(i, g, t)
+
+    def SGD(self, i, g, t):  # noqa: N802 - named as the class
+        mu = self.o.get("momentum", 0)
+        self.m[i] = mu * self.m[i] - self.lr * g
+        return mu * self.m[i] - self.lr * g if self.o.get("nesterov") else self.m[i]
+
+    def Adam(self, i, g, t):  # noqa: N802 - named as the class
+        b1, b2 = 0.9, 0.999
+        self.m[i] = b1 * self.m[i] + (1 - b1) * g
+        self.v[i] = b2 * self.v[i] + (1 - b2) * g**2
+        self.vhat[i] = np.maximum(self.vhat[i], self.v[i])
+        v = self.vhat[i] if self.o.get("amsgrad") else self.v[i]
+        alpha = self.lr * math.sqrt(1 - b2**t) / (1 - b1**t)
+        return -alpha * self.m[i] / (np.sqrt(v) + 1e-7)

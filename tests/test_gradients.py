@@ -1,0 +1,105 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage import gradients
+
+SIZES = (1, 1024, 4096, 210_000)
+DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
+BAD = (np.nan, np.inf, -np.inf)
+
+
+@functools.cache
+def planted(size, dtype):
+    """Whether a tensor is finite after one element was replaced: one program for all of them."""
+    optimizer = gs.LossScaleOptimizer(gs.SGD())
+
+    def check(position, value):
+        tensor = jnp.ones(size, dtype).at[position].set(value.astype(dtype))
+        return optimizer.check_finite([jnp.zeros(3), tensor]), gradients.all_finite({"a": tensor})
+
+    return jax.jit(check)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bad_element_anywhere_is_found(size, dtype, rng):
+    """NaN, inf and -inf in any single element of tensors of any size and precision are found."""
+    check = planted(size, dtype)
+    for position in {0, size // 2, size - 1, *rng.integers(0, size, 20).tolist()}:
+        for value in BAD:
+            assert not any(check(position, jnp.float32(value))), (position, value)
+    assert all(check(0, jnp.float32(1)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bad_element_skips_the_step(size, dtype, rng):
+    """The same elements make a whole step of the optimizer a skipped one."""
+    var = gs.Variable(jnp.ones(size, dtype))
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), initial_scale=2.0**20)
+    before = var.numpy().tobytes()
+    for value in BAD:
+        gradient = np.ones(size, np.float32)
+        gradient[rng.integers(size)] = value
+        opt.apply([jnp.asarray(gradient, dtype)], [var])
+    assert var.numpy().tobytes() == before
+    assert (int(opt.iterations), float(opt.loss_scale)) == (0, 2.0**17)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_finite_values_are_finite(dtype):
+    """Tensors full of the largest value are finite: their sum and norm are not asked."""
+    tensor = jnp.full(5000, jnp.finfo(dtype).max, dtype)
+    assert gradients.all_finite([tensor, -tensor])
+    assert gradients.all_finite([])
+
+
+def test_unscaling_is_never_done_in_half():
+    """A float16 gradient divided by 2**15 is not flushed; float64 stays float64."""
+    tiny = jnp.float16(2.0**-14)
+    assert float(gradients.unscale([tiny], jnp.float32(2.0**15))[0]) == 2.0**-29
+    with jax.enable_x64(True):
+        (wide,) = gradients.unscale([jnp.float64(1) / 3], jnp.float32(2.0))
+        assert (wide.dtype, float(wide)) == (jnp.float64, 1 / 6)
+
+
+@pytest.mark.parametrize("name", ["clipvalue", "clipnorm", "global_clipnorm"])
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+def test_clipping_is_that_of_numpy(name, limit, rng):
+    """Each clip agrees with float64 numpy, leaves small gradients alone, and keeps zeros."""
+    grads = [rng.normal(size=(4, 3)), np.zeros(5), rng.normal(size=7) * 3]
+    clipped = gradients.clip([None, *map(jnp.float32, grads)], {name: limit})
+    assert clipped[0] is None
+    norm = np.sqrt(sum((g**2).sum() for g in grads))
+    for actual, g in zip(clipped[1:], grads, strict=True):
+        expected = {
+            "clipvalue": np.clip(g, -limit, limit),
+            "clipnorm": g * limit / max(np.linalg.norm(g), limit),
+            "global_clipnorm": g * limit / max(norm, limit),
+        }[name]
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
+def test_clipping_half_precision_does_not_overflow(name):
+    """Float16 gradients whose squares overflow float16 are clipped, not zeroed."""
+    var = gs.Variable(jnp.zeros(1000, jnp.float16))
+    gs.SGD(1.0, **{name: 1.0}).apply([jnp.full(1000, 300.0, jnp.float16)], [var])
+    np.testing.assert_allclose(var.numpy(), -1 / np.sqrt(1000), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
+def test_an_infinite_norm_is_not_finite(name):
+    """Finite gradients with an infinite norm skip a scaled step, and never silently vanish."""
+    huge = [jnp.full(4, 1e30)]
+    var = gs.Variable(np.ones(4))
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), 2.0, **{name: 1.0})
+    opt.apply(huge, [var])
+    assert var.numpy().tolist() == [1, 1, 1, 1]
+    assert float(opt.loss_scale) == 1.0
+    assert jnp.isnan(gradients.clip(huge, {name: 1.0})[0]).all()

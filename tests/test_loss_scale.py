@@ -1,0 +1,179 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gainstage as gs
+
+from oracles import scale_automaton
+
+STEPS = 40
+
+
+@st.composite
+def rules(draw):
+    """A dynamic rule of powers of two, so that float32 follows Python's floats exactly."""
+    low, start, high = sorted(draw(st.lists(st.integers(-30, 30), min_size=3, max_size=3)))
+    if draw(st.booleans()):
+        low, start = start, low  # an initial scale below the floor
+    return gs.DynamicLossScale(
+        2.0**start,
+        draw(st.integers(1, 5)),
+        draw(st.sampled_from([0.5, 1.0, 2.0, 4.0])),
+        backoff_factor=draw(st.sampled_from([None, 0.5, 0.25])),
+        min_scale=2.0**low,
+        max_scale=2.0**high,
+        hysteresis=draw(st.integers(1, 4)),
+    )
+
+
+def run(rule, finite_steps):
+    """The states of a rule after each step, from one compiled scan."""
+
+    def step(state, finite):
+        state = rule.update(state, finite)
+        return state, state
+
+    return jax.jit(lambda f: jax.lax.scan(step, rule.init(), f)[1])(jnp.asarray(finite_steps))
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(rules(), st.lists(st.booleans(), min_size=STEPS, max_size=STEPS))
+def test_dynamic_rule_is_the_automaton(rule, finite_steps):
+    """Under jit the rule follows a plain state machine: bounds, backoff, hysteresis and all."""
+    states = run(rule, finite_steps)
+    expected = list(scale_automaton(rule, finite_steps))
+    assert list(zip(states.scale.tolist(), states.good_steps.tolist(), strict=True)) == expected
+    assert (states.scale > 0).all()
+    assert jnp.isfinite(states.scale).all()
+
+
+@pytest.mark.parametrize("multiplier", [1.5, 3.0])
+def test_other_multipliers(multiplier):
+    """A multiplier that is no power of two moves the scale by it, up to float32 rounding."""
+    rule = gs.DynamicLossScale(100.0, 2, multiplier)
+    finite_steps = [True, True, False, True, True, True, True, False, False, True]
+    expected = [scale for scale, _ in scale_automaton(rule, finite_steps)]
+    np.testing.assert_allclose(run(rule, finite_steps).scale, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("finite", "bound"), [(False, 2.0**-24), (True, 2.0**126)], ids=["overflow", "growth"]
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_scale_survives_300_steps_one_way(finite, bound, compiled):
+    """After 300 overflows, or 300 growths, the scale is at its bound and a step still works."""
+    var = gs.Variable([1.0, 2.0])
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5), dynamic_growth_steps=1, jit_compile=compiled)
+    opt.build([var])
+    step = jax.jit(opt.stateless_apply)
+    weights, state = [var.value()], [v.value() for v in opt.variables]
+    for _ in range(300):
+        weights, state = step(state, [jnp.full(2, 0.0 if finite else jnp.inf)], weights)
+    assert float(state[1]) == bound
+    opt.set_weights(state)
+    opt.apply([opt.loss_scale * jnp.array([1.0, -1.0])], [var])
+    assert var.numpy().tolist() == [0.5, 2.5]
+    assert 0 < float(opt.loss_scale) <= 2.0**126
+
+
+def test_a_counter_beyond_the_period_still_grows():
+    """A restored counter above the period grows at the next finite step, where Keras never does."""
+    rule = gs.DynamicLossScale(8.0, increment_period=3)
+    state = rule.init()._replace(good_steps=jnp.int32(10))
+    state = rule.update(state, jnp.array(True))
+    assert (float(state.scale), int(state.good_steps)) == (16.0, 0)
+
+
+def test_a_state_without_hysteresis_is_two_scalars():
+    """What a rule does not count takes no leaf: one for a fixed, two for a dynamic scale."""
+    leaves = [len(jax.tree.leaves(rule.init())) for rule in (
+        gs.FixedLossScale(2), gs.DynamicLossScale(), gs.DynamicLossScale(hysteresis=2)
+    )]  # fmt: skip
+    assert leaves == [1, 2, 3]
+    state = jax.tree.map(lambda x: x, jax.jit(lambda s: s)(gs.DynamicLossScale().init()))
+    assert [x.dtype for x in state[:2]] == [jnp.float32, jnp.int32]
+
+
+BAD = [
+    *[("initial_loss_scale", v) for v in (0, -1.0, np.nan, np.inf, True, "8", None, 2.0**127)],
+    *[("increment_period", v) for v in (0, -5, 1.5, True, None, "3", 2**31)],
+    *[("multiplier", v) for v in (0.0, -2.0, np.inf, np.nan, False, None)],
+    *[("backoff_factor", v) for v in (0.0, 1.0, 1.5, -0.5, True, "half")],
+    *[("min_scale", v) for v in (0.0, -1.0, 2.0**127, None, True, 1e-45)],
+    *[("max_scale", v) for v in (0.0, np.inf, 2.0**127, None, True)],
+    *[("hysteresis", v) for v in (0, -1, 1.5, True, None)],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_arguments_are_checked(name, value):
+    """A wrong argument of the dynamic rule is an error that names it and the value."""
+    with pytest.raises((ValueError, TypeError), match=rf"Expected .* for {name}; got "):
+        gs.DynamicLossScale(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, np.nan, np.inf, True, "8", None, 2.0**127, 1e-46])
+def test_a_fixed_scale_is_checked(value):
+    """A fixed scale is a positive number that float32 and its reciprocal can hold."""
+    with pytest.raises((ValueError, TypeError), match=r"Expected .* for loss_scale_value; got "):
+        gs.FixedLossScale(value)
+
+
+def test_bounds_must_enclose():
+    """The floor may not lie above the ceiling, nor the first scale."""
+    with pytest.raises(ValueError, match="min_scale"):
+        gs.DynamicLossScale(min_scale=8.0, max_scale=4.0)
+    with pytest.raises(ValueError, match="initial_loss_scale"):
+        gs.DynamicLossScale(16.0, max_scale=8.0)
+
+
+def test_legal_edges():
+    """Numbers of any kind, multipliers up to 1, and a first scale below the floor are legal."""
+    rule = gs.DynamicLossScale(jnp.float32(8), np.int64(3), np.float16(0.5), min_scale=np.int32(16))
+    assert dataclasses.astuple(rule)[:3] == (8.0, 3, 0.5)
+    assert gs.DynamicLossScale(multiplier=1).multiplier == 1.0
+    assert gs.FixedLossScale(np.float32(0.5)).loss_scale_value == 0.5
+
+
+@pytest.mark.parametrize(
+    "rule", [gs.FixedLossScale(3), gs.DynamicLossScale(4, 5, 3, backoff_factor=0.25, hysteresis=2)]
+)
+def test_rules_are_values(rule):
+    """A rule is immutable, hashable, equal to its like, and made again by its configuration."""
+    twin = type(rule).from_config(rule.get_config())
+    assert twin == rule
+    assert hash(twin) == hash(rule)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.multiplier = 3.0
+
+
+def test_the_interface_is_abstract():
+    """`LossScale` itself cannot be made: a rule says `init` and `update`."""
+    with pytest.raises(TypeError, match="abstract"):
+        gs.LossScale()
+
+
+def test_an_unknown_measure_is_refused():
+    """A rule that asks for something unknown is told what there is."""
+
+    class Curious(gs.FixedLossScale):
+        measures = ("median",)
+
+    var = gs.Variable(1.0)
+    with pytest.raises(ValueError, match=r"max_abs.*got 'median'"):
+        gs.LossScaleOptimizer(gs.SGD(), rule=Curious(1.0)).apply([1.0], [var])
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**126])
+def test_gradients_are_recovered_at_the_bounds(scale):
+    """At both ends of the scale a true gradient comes back exactly, compiled or not."""
+    for compiled in (True, False):
+        var = gs.Variable([0.0, 0.0])
+        opt = gs.LossScaleOptimizer(gs.SGD(1.0), scale, jit_compile=compiled)
+        opt.apply([np.float32([1.0, 0.5]) * np.float32(scale)], [var])
+        assert var.numpy().tolist() == [-1.0, -0.5]
