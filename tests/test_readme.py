@@ -40,7 +40,7 @@ def test_python_blocks_run(capsys):
     scope = {}
     for block in BLOCKS["python"]:
         exec(block, scope)
-    assert capsys.readouterr().out == "32768.0 1\n"
+    assert capsys.readouterr().out == "0.25 32768.0 1\n"
 
 
 def test_two_lines_change():

@@ -44,7 +44,7 @@ class LossScaleOptimizer(Optimizer):
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
         >>> opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0**15)
-        >>> opt.minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(var.value(), opt.loss_scale)
         0.5 32768.0
         >>> opt.apply([float("inf")], [var])

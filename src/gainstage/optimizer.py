@@ -56,7 +56,7 @@ class Optimizer(Minimizer):
         ...     def update_step(self, gradient, variable, learning_rate):
         ...         self.assign_sub(variable, learning_rate * jnp.sign(gradient))
         >>> var = gs.Variable(1.0)
-        >>> SignSGD(0.25).minimize(lambda: var ** 2, [var])
+        >>> loss = SignSGD(0.25).minimize(lambda: var ** 2, [var])
         >>> float(var)
         0.75
 

@@ -34,7 +34,7 @@ class Adam(Optimizer):
     Example:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
-        >>> gs.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> loss = gs.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         0.9
 
