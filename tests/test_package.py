@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
     {"checks", "configurable", "variable"},
-    {"bridge", "gradients", "loss_scale", "options", "schedules"},
+    {"bridge", "gradients", "loss_scale", "options", "policy", "schedules"},
     {"stateful"},
     {"minimizer"},
     {"optimizer"},

@@ -7,7 +7,8 @@ from gainstage.bridge import functional, jit
 from gainstage.loss_scale import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
-from gainstage.optimizers import SGD, Adam
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
+from gainstage.policy import Policy, global_policy, set_global_policy
 from gainstage.transformation import LossScaledState, loss_scaled, value_and_grad
 from gainstage.variable import Variable
 
@@ -15,18 +16,27 @@ __version__ = _version("gainstage")
 
 __all__ = [
     "SGD",
+    "Adadelta",
+    "Adagrad",
     "Adam",
+    "AdamW",
     "DynamicLossScale",
     "FixedLossScale",
+    "Lion",
     "LossScale",
     "LossScaleOptimizer",
     "LossScaledState",
+    "Optax",
     "Optimizer",
+    "Policy",
+    "RMSprop",
     "ScaleState",
     "Variable",
     "functional",
+    "global_policy",
     "jit",
     "loss_scaled",
     "schedules",
+    "set_global_policy",
     "value_and_grad",
 ]

@@ -362,13 +362,17 @@ class Optimizer(Minimizer):
         keep_if(due, update, (list(self._index), self.variables))
 
     def _update_weights(self, grads: list[Any], rate: jax.Array) -> None:
+        """Clips and decays, then updates every variable that has a gradient."""
         decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips())
         for variable, gradient in zip(self._index, grads, strict=True):
-            if gradient is None:
-                continue
-            if decay is not None and self._decays(variable):
+            if decay is not None and gradient is not None and self._decays(variable):
                 variable.assign(variable - variable * decay * rate)
-            self.update_step(gradient, variable, rate)
+        self._update_all(grads, rate)
+
+    def _update_all(self, grads: list[Any], rate: jax.Array) -> None:
+        for variable, gradient in zip(self._index, grads, strict=True):
+            if gradient is not None:
+                self.update_step(gradient, variable, rate)
 
     def _average(self) -> None:
         """Moves the averages towards the variables, and, when due, the variables onto them."""

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -79,6 +79,197 @@ class ExponentialDecay(LearningRateSchedule):
             staircase=self.staircase,
         )
         return jnp.asarray(decay(step), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class InverseTimeDecay(LearningRateSchedule):
+    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`.
+
+    Args:
+        initial_learning_rate: the rate at step 0.
+        decay_steps: how often the decay applies, > 0.
+        decay_rate: how fast.
+        staircase: whether `step / decay_steps` is rounded down to an integer.
+        name: kept for configurations.
+
+    Raises:
+        TypeError: an argument is no number, or a bool.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> rate = gs.schedules.InverseTimeDecay(0.5, decay_steps=1, decay_rate=0.5)
+        >>> print(rate(0), rate(2))
+        0.5 0.25
+
+    Source: `keras.optimizers.schedules.InverseTimeDecay`.
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    decay_rate: float
+    staircase: bool = False
+    name: str = "InverseTimeDecay"
+
+    def __post_init__(self) -> None:
+        checks.real("initial_learning_rate", self.initial_learning_rate)
+        checks.real("decay_steps", self.decay_steps, above=0)
+        checks.real("decay_rate", self.decay_rate)
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        periods = jnp.asarray(step, jnp.float32) / self.decay_steps
+        periods = jnp.floor(periods) if self.staircase else periods
+        return self.initial_learning_rate / (1 + self.decay_rate * periods)
+
+
+@dataclasses.dataclass(frozen=True)
+class PolynomialDecay(LearningRateSchedule):
+    """From `initial_learning_rate` to `end_learning_rate` along `(1 - step / decay_steps)**power`.
+
+    Args:
+        initial_learning_rate: the rate at step 0.
+        decay_steps: the step at which the end is reached, > 0.
+        end_learning_rate: the rate from then on.
+        power: the exponent; 1 for a straight line.
+        cycle: whether to start again, with the next multiple of `decay_steps`, in the place of
+            staying at the end.
+        name: kept for configurations.
+
+    Raises:
+        TypeError: an argument is no number, or a bool.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> rate = gs.schedules.PolynomialDecay(1.0, decay_steps=4, end_learning_rate=0.0)
+        >>> print(rate(1), rate(9))
+        0.75 0.0
+
+    Source: `keras.optimizers.schedules.PolynomialDecay`.
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    end_learning_rate: float = 0.0001
+    power: float = 1.0
+    cycle: bool = False
+    name: str = "PolynomialDecay"
+
+    def __post_init__(self) -> None:
+        checks.real("initial_learning_rate", self.initial_learning_rate)
+        checks.real("decay_steps", self.decay_steps, above=0)
+        checks.real("end_learning_rate", self.end_learning_rate)
+        checks.real("power", self.power)
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        cycles = jnp.maximum(jnp.ceil(step / self.decay_steps), 1) if self.cycle else 1
+        end = self.decay_steps * cycles
+        decay = optax.polynomial_schedule(1.0, 0.0, self.power, 1)
+        share = jnp.asarray(decay(jnp.minimum(step, end) / end))
+        span = self.initial_learning_rate - self.end_learning_rate
+        return jnp.asarray(span * share + self.end_learning_rate, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class CosineDecay(LearningRateSchedule):
+    """Half a cosine from the rate down to `alpha` times it, after a linear warm-up if asked for.
+
+    Args:
+        initial_learning_rate: the rate at step 0.
+        decay_steps: the length of the decay, > 0.
+        alpha: the share of the rate that is left at the end.
+        name: kept for configurations.
+        warmup_target: the rate at the end of the warm-up, from which it then decays; None for no
+            warm-up.
+        warmup_steps: the length of the warm-up, >= 0.
+
+    Raises:
+        TypeError: an argument is no number, or a bool.
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> rate = gs.schedules.CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=10)
+        >>> print(rate(5), rate(10), rate(20))
+        0.5 1.0 0.0
+
+    Source: `keras.optimizers.schedules.CosineDecay`; Loshchilov and Hutter, 2016,
+    arXiv:1608.03983.
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    alpha: float = 0.0
+    name: str = "CosineDecay"
+    warmup_target: float | None = None
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        checks.real("initial_learning_rate", self.initial_learning_rate)
+        checks.real("decay_steps", self.decay_steps, above=0)
+        checks.real("alpha", self.alpha)
+        checks.integer("warmup_steps", self.warmup_steps, low=0)
+        if self.warmup_target is not None:
+            checks.real("warmup_target", self.warmup_target)
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        start = self.initial_learning_rate
+        peak = start if self.warmup_target is None else self.warmup_target
+        rate = optax.cosine_decay_schedule(peak, self.decay_steps, self.alpha)
+        if self.warmup_target is not None and self.warmup_steps:
+            warmup = optax.linear_schedule(start, peak, self.warmup_steps)
+            rate = optax.join_schedules([warmup, rate], [self.warmup_steps])
+        return jnp.asarray(rate(step), jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PiecewiseConstantDecay(LearningRateSchedule):
+    """`values[i]` up to and with step `boundaries[i]`, the last value from then on.
+
+    Args:
+        boundaries: steps, in ascending order.
+        values: rates, one more than boundaries.
+        name: kept for configurations.
+
+    Raises:
+        TypeError: an element is no number, or a bool.
+        ValueError: lengths that do not fit, boundaries that do not ascend.
+
+    Example:
+        >>> import gainstage as gs
+        >>> rate = gs.schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25])
+        >>> print(rate(10), rate(11), rate(30))
+        1.0 0.5 0.25
+
+    Source: `keras.optimizers.schedules.PiecewiseConstantDecay`.
+    """
+
+    boundaries: Sequence[int]
+    values: Sequence[float]
+    name: str = "PiecewiseConstant"
+
+    def __post_init__(self) -> None:
+        for name in ("boundaries", "values"):
+            numbers = [checks.real(name, number) for number in getattr(self, name)]
+            kept = tuple(getattr(self, name)) if numbers else ()
+            object.__setattr__(self, name, kept)
+        if len(self.boundaries) != len(self.values) - 1:
+            raise ValueError(
+                f"Expected one value more than boundaries; got {len(self.boundaries)} boundaries "
+                f"and {len(self.values)} values."
+            )
+        if list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ValueError(f"Expected boundaries to ascend; got {self.boundaries}.")
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        constants = [optax.constant_schedule(value) for value in self.values]
+        later = [boundary + 1 for boundary in self.boundaries]
+        return jnp.asarray(optax.join_schedules(constants, later)(step), jnp.float32)
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments, as lists."""
+        return {**super().get_config(), "boundaries": [*self.boundaries], "values": [*self.values]}
 
 
 class LearningRate:

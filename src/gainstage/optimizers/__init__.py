@@ -1,6 +1,11 @@
 """One algorithm per file; each reads like its paper."""
 
-from gainstage.optimizers.adam import Adam
+from gainstage.optimizers.adadelta import Adadelta
+from gainstage.optimizers.adagrad import Adagrad
+from gainstage.optimizers.adam import Adam, AdamW
+from gainstage.optimizers.lion import Lion
+from gainstage.optimizers.optax import Optax
+from gainstage.optimizers.rmsprop import RMSprop
 from gainstage.optimizers.sgd import SGD
 
-__all__ = ["SGD", "Adam"]
+__all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Lion", "Optax", "RMSprop"]

@@ -1,4 +1,4 @@
-"""Adam."""
+"""Adam, and AdamW, which is Adam with decay by default."""
 
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -80,3 +80,43 @@ class Adam(Optimizer):
             self.assign(v_hat, jnp.maximum(v_hat.value(), v.value()))
             v = v_hat
         self.assign_sub(variable, alpha * m / (jnp.sqrt(v.value()) + self.epsilon))
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay: `w -= w * weight_decay * learning_rate` before each update.
+
+    Args:
+        learning_rate: a number, schedule or callable.
+        weight_decay: >= 0.
+        beta_1, beta_2, epsilon, amsgrad: as for `Adam`.
+        *options, **named_options: those of every `Optimizer`, `clipnorm` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range; no weight decay.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(10.0)
+        >>> loss = gs.AdamW(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        9.896
+
+    Source: `keras.optimizers.AdamW`; Loshchilov and Hutter, 2019, arXiv:1711.05101.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        weight_decay: float | None = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        amsgrad: bool = False,
+        *options: Any,
+        **named_options: Any,
+    ):
+        if weight_decay is None:
+            raise ValueError("Expected a number for weight_decay; got None.")
+        own = (beta_1, beta_2, epsilon, amsgrad, weight_decay)
+        super().__init__(learning_rate, *own, *options, **named_options)

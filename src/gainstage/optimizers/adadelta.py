@@ -1,0 +1,69 @@
+"""Adadelta."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+from gainstage.optimizer import Optimizer
+from gainstage.options import OptimizerOptions
+from gainstage.variable import Variable
+
+
+class Adadelta(Optimizer):
+    """Adadelta::
+
+        a = rho * a + (1 - rho) * g**2
+        step = -g * sqrt(d + epsilon) / sqrt(a + epsilon)
+        d = rho * d + (1 - rho) * step**2
+        w += learning_rate * step
+
+    Args:
+        learning_rate: a number, schedule or callable; the paper's is 1.
+        rho: how slowly the averages move, in [0, 1].
+        epsilon: >= 0, added to both averages.
+        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(10.0)
+        >>> loss = gs.Adadelta(learning_rate=1.0).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        9.9986
+
+    Source: `keras.optimizers.Adadelta`; Zeiler, 2012, arXiv:1212.5701.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        rho: float = 0.95,
+        epsilon: float = 1e-7,
+        *options: Any,
+        **named_options: Unpack[OptimizerOptions],
+    ):
+        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        self.rho = checks.real("rho", rho, low=0, high=1)
+        self.epsilon = checks.real("epsilon", epsilon, low=0)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        self.accumulated_grads, self.accumulated_steps = self.add_optimizer_variables(
+            var_list, ("accumulated_grad", "accumulated_delta_var")
+        )
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        i, rho = self._get_variable_index(variable), self.rho
+        a, d = self.accumulated_grads[i], self.accumulated_steps[i]
+        self.assign(a, rho * a + (1 - rho) * jnp.square(gradient))
+        step = -gradient * jnp.sqrt(d + self.epsilon) / jnp.sqrt(a + self.epsilon)
+        self.assign(d, rho * d + (1 - rho) * jnp.square(step))
+        self.assign_add(variable, learning_rate * step)

@@ -1,0 +1,68 @@
+"""Adagrad."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+from gainstage.optimizer import Optimizer
+from gainstage.options import OptimizerOptions
+from gainstage.variable import Variable
+
+
+class Adagrad(Optimizer):
+    """Adagrad::
+
+        a += g**2
+        w -= learning_rate * g / sqrt(a + epsilon)
+
+    Args:
+        learning_rate: a number, schedule or callable.
+        initial_accumulator_value: what `a` starts from, >= 0.
+        epsilon: >= 0, added to `a`.
+        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(10.0)
+        >>> loss = gs.Adagrad(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        9.9001
+
+    Source: `keras.optimizers.Adagrad`; Duchi et al., 2011.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        *options: Any,
+        **named_options: Unpack[OptimizerOptions],
+    ):
+        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        self.initial_accumulator_value = checks.real(
+            "initial_accumulator_value", initial_accumulator_value, low=0
+        )
+        self.epsilon = checks.real("epsilon", epsilon, low=0)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+
+        def start(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            return jnp.full(shape, self.initial_accumulator_value, dtype)
+
+        self.accumulators = self.add_optimizer_variables(var_list, "accumulator", start)
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        a = self.accumulators[self._get_variable_index(variable)]
+        self.assign_add(a, jnp.square(gradient))
+        self.assign_sub(variable, learning_rate * gradient / jnp.sqrt(a.value() + self.epsilon))

@@ -1,0 +1,63 @@
+"""Lion."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+from gainstage.optimizer import Optimizer
+from gainstage.options import OptimizerOptions
+from gainstage.variable import Variable
+
+
+class Lion(Optimizer):
+    """Lion, which takes the sign of an interpolated momentum::
+
+        w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
+        m = beta_2 * m + (1 - beta_2) * g
+
+    Args:
+        learning_rate: a number, schedule or callable; about a tenth of Adam's.
+        beta_1: the share of the momentum in the step, in (0, 1].
+        beta_2: how slowly the momentum moves, in [0, 1].
+        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(10.0)
+        >>> loss = gs.Lion(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        9.9
+
+    Source: `keras.optimizers.Lion`; Chen et al., 2023, arXiv:2302.06675.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.99,
+        *options: Any,
+        **named_options: Unpack[OptimizerOptions],
+    ):
+        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        self.beta_1 = checks.real("beta_1", beta_1, above=0, high=1)
+        self.beta_2 = checks.real("beta_2", beta_2, low=0, high=1)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        self.momentums = self.add_optimizer_variables(var_list, "momentum")
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        m = self.momentums[self._get_variable_index(variable)]
+        step = jnp.sign(self.beta_1 * m + (1 - self.beta_1) * gradient)
+        self.assign_sub(variable, learning_rate * step)
+        self.assign(m, self.beta_2 * m + (1 - self.beta_2) * gradient)

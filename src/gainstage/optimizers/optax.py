@@ -1,0 +1,81 @@
+"""Any optax transformation as an optimizer."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gainstage.bridge import read
+from gainstage.gradients import widen
+from gainstage.optimizer import Optimizer
+from gainstage.options import WrapperOptions
+from gainstage.variable import Variable
+
+
+class Optax(Optimizer):
+    """An optax transformation as an optimizer: loss scaling, averaging, accumulation, clipping and
+    all else that an `Optimizer` can do then apply to it too.
+
+    The transformation sees all variables at once, in float32 or wider, as a list. One without a
+    gradient is given zeros, and left as it is.
+
+    Args:
+        tx: the transformation, which usually has a learning rate of its own.
+        name: the prefix of the names of the optimizer's variables.
+        learning_rate: what its updates are multiplied by: a number, schedule or callable.
+        **options: those of every `Optimizer`.
+
+    Raises:
+        TypeError: `tx` is no transformation, or an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs, optax
+        >>> var = gs.Variable(10.0)
+        >>> opt = gs.LossScaleOptimizer(gs.Optax(optax.adamw(0.1)))
+        >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        9.8999
+
+    Source: `optax.GradientTransformation`.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformation,
+        name: str | None = None,
+        learning_rate: Any = 1.0,
+        **options: Unpack[WrapperOptions],
+    ):
+        if not (hasattr(tx, "init") and hasattr(tx, "update")):
+            raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
+        super().__init__(learning_rate, name=name, **options)
+        self.tx = tx
+        self._state: Any = None
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        if self._state is not None:
+            return
+        state = self.tx.init(widen(read(list(var_list))))
+        paths, structure = jax.tree_util.tree_flatten_with_path(state)
+        slots = [
+            Variable(value, name=f"{self.name}/{jax.tree_util.keystr(path)}", trainable=False)
+            for path, value in paths
+        ]
+        self._state = jax.tree.unflatten(structure, slots)
+        self._slots += slots
+        self._replicate([slot for slot in slots if slot.ndim == 0], var_list)
+        self._forget_program()
+
+    def _update_all(self, grads: list[Any], rate: jax.Array) -> None:
+        values = [variable.value() for variable in self._index]
+        given = [jnp.zeros_like(v) if g is None else g for g, v in zip(grads, values, strict=True)]
+        updates: Any
+        updates, state = self.tx.update(given, read(self._state), values)
+        jax.tree.map(Variable.assign, self._state, state)
+        for variable, gradient, update in zip(self._index, grads, updates, strict=True):
+            if gradient is not None:
+                self.assign_add(variable, rate * update)

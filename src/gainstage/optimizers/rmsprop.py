@@ -1,0 +1,86 @@
+"""RMSprop."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+from gainstage.optimizer import Optimizer
+from gainstage.options import OptimizerOptions
+from gainstage.variable import Variable
+
+
+class RMSprop(Optimizer):
+    """RMSprop, plain or centered, with momentum::
+
+        v = rho * v + (1 - rho) * g**2
+        a = rho * a + (1 - rho) * g                     # centered; else a = 0
+        step = learning_rate * g / sqrt(v - a**2 + epsilon)
+        m = momentum * m + step                         # momentum > 0; else m = step
+        w -= m
+
+    Args:
+        learning_rate: a number, schedule or callable.
+        rho: how slowly the averages move, in [0, 1].
+        momentum: in [0, 1].
+        epsilon: >= 0, added to the variance.
+        centered: whether to divide by the variance in the place of the mean square.
+        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(10.0)
+        >>> loss = gs.RMSprop(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(round(float(var), 4))
+        9.6838
+
+    Source: `keras.optimizers.RMSprop`; Hinton, 2012, lecture 6e.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        *options: Any,
+        **named_options: Unpack[OptimizerOptions],
+    ):
+        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        self.rho = checks.real("rho", rho, low=0, high=1)
+        self.momentum = checks.real("momentum", momentum, low=0, high=1)
+        self.epsilon = checks.real("epsilon", epsilon, low=0)
+        self.centered = checks.flag("centered", centered)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        self.velocities = self.add_optimizer_variables(var_list, "velocity")
+        if self.momentum:
+            self.momentums = self.add_optimizer_variables(var_list, "momentum")
+        if self.centered:
+            self.averages = self.add_optimizer_variables(var_list, "average_gradient")
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        i, rho = self._get_variable_index(variable), self.rho
+        v = self.velocities[i]
+        self.assign(v, rho * v + (1 - rho) * jnp.square(gradient))
+        variance = v.value()
+        if self.centered:
+            a = self.averages[i]
+            self.assign(a, rho * a + (1 - rho) * gradient)
+            variance = variance - jnp.square(a.value())
+        step = learning_rate * gradient / jnp.sqrt(variance + self.epsilon)
+        if self.momentum:
+            m = self.momentums[i]
+            self.assign(m, self.momentum * m + step)
+            step = m.value()
+        self.assign_sub(variable, step)

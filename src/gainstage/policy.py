@@ -1,0 +1,116 @@
+"""Which dtypes to compute in and to keep variables in, by name."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from gainstage.variable import Variable
+
+_MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of a model, by the names that Keras gives them.
+
+    Args:
+        name: "mixed_float16" or "mixed_bfloat16" (compute in half, keep variables in float32), or
+            a floating dtype for both, such as "float32" or "float16".
+
+    Raises:
+        TypeError: no string.
+        ValueError: no such policy.
+
+    Example:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp
+        >>> policy = gs.Policy("mixed_float16")
+        >>> print(policy.compute_dtype, policy.variable_dtype)
+        float16 float32
+        >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})["w"].dtype
+        dtype('float16')
+
+    Source: `keras.mixed_precision.DTypePolicy`; `jmp.Policy`.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"Expected a string for name; got {self.name!r}.")
+        try:
+            known = self.name in _MIXED or jnp.issubdtype(jnp.dtype(self.name), jnp.floating)
+        except TypeError:
+            known = False
+        if not known:
+            raise ValueError(
+                f"Expected 'mixed_float16', 'mixed_bfloat16' or a floating dtype for name; "
+                f"got {self.name!r}."
+            )
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype to compute in."""
+        return _MIXED.get(self.name, self.name)
+
+    @property
+    def variable_dtype(self) -> str:
+        """The dtype to keep variables in."""
+        return "float32" if self.name in _MIXED else self.name
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """The floating arrays (and variables' values) of a pytree in the dtype to compute in."""
+        return self._cast(tree, self.compute_dtype)
+
+    def cast_to_variable(self, tree: Any) -> Any:
+        """The floating arrays (and variables' values) of a pytree in the dtype to keep."""
+        return self._cast(tree, self.variable_dtype)
+
+    def _cast(self, tree: Any, dtype: str) -> Any:
+        def one(x: Any) -> Any:
+            x = x.value() if isinstance(x, Variable) else x
+            floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+            return jnp.asarray(x, dtype) if floating else x
+
+        return jax.tree.map(one, tree)
+
+    def get_config(self) -> dict[str, Any]:
+        """The name."""
+        return {"name": self.name}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The policy that `get_config` describes."""
+        return cls(**config)
+
+
+_policies = [Policy("float32")]
+
+
+def global_policy() -> Policy:
+    """The policy that was set last, at first "float32".
+
+    Source: `keras.mixed_precision.global_policy`.
+
+    Example:
+        >>> import gainstage as gs
+        >>> gs.global_policy()
+        Policy(name='float32')
+    """
+    return _policies[-1]
+
+
+def set_global_policy(policy: Policy | str) -> None:
+    """Sets what `global_policy` returns, in all threads.
+
+    Args:
+        policy: a `Policy` or its name.
+
+    Raises:
+        TypeError, ValueError: no policy.
+
+    Source: `keras.mixed_precision.set_global_policy`.
+    """
+    _policies[:] = [policy if isinstance(policy, Policy) else Policy(policy)]
