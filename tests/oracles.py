@@ -47,6 +47,8 @@ class Oracle:
             frequency = o.get("ema_overwrite_frequency")
             if frequency and (updates + 1) % frequency == 0:
                 self.w = [a.copy() for a in self.avg]
+        if constraint := o.get("constraint"):
+            self.w = [constraint(w) for w in self.w]
         self.it += 1
 
     def update(self, grads, t):

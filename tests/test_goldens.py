@@ -148,7 +148,7 @@ def test_scale_stops_at_its_largest_value_where_keras_goes_to_inf(way):
 
 def test_growth_period_of_zero_is_refused():
     """Difference: Keras accepts a growth period of 0 and then never grows; we say so at once."""
-    with pytest.raises(ValueError, match="increment_period"):
+    with pytest.raises(ValueError, match="dynamic_growth_steps"):
         make(EDGES["edge-growth-zero"])
 
 

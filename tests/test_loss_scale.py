@@ -1,8 +1,11 @@
 import dataclasses
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +14,7 @@ import gainstage as gs
 
 from oracles import scale_automaton
 
-STEPS = 40
+STEPS = 60
 
 
 @st.composite
@@ -99,29 +102,45 @@ def test_a_state_without_hysteresis_is_two_scalars():
     assert [x.dtype for x in state[:2]] == [jnp.float32, jnp.int32]
 
 
-BAD = [
-    *[("initial_loss_scale", v) for v in (0, -1.0, np.nan, np.inf, True, "8", None, 2.0**127)],
-    *[("increment_period", v) for v in (0, -5, 1.5, True, None, "3", 2**31)],
-    *[("multiplier", v) for v in (0.0, -2.0, np.inf, np.nan, False, None)],
-    *[("backoff_factor", v) for v in (0.0, 1.0, 1.5, -0.5, True, "half")],
-    *[("min_scale", v) for v in (0.0, -1.0, 2.0**127, None, True, 1e-45)],
-    *[("max_scale", v) for v in (0.0, np.inf, 2.0**127, None, True)],
-    *[("hysteresis", v) for v in (0, -1, 1.5, True, None)],
-]
+NO_NUMBERS = (True, np.True_, "8", 1j, [8.0])
+OUTSIDE = {
+    "initial_loss_scale": (0, -1.0, math.nan, math.inf, 2.0**127, 1e-46),
+    "increment_period": (0, -5, 1.5, math.nan, math.inf, 2**31),
+    "multiplier": (0.0, -2.0, math.nan, math.inf),
+    "backoff_factor": (0.0, 1.0, 1.5, -0.5, math.nan),
+    "min_scale": (0.0, -1.0, math.nan, 2.0**127, 1e-45),
+    "max_scale": (0.0, -1.0, math.nan, math.inf, 2.0**127),
+    "hysteresis": (0, -1, 1.5, math.nan, 2**31),
+}
 
 
-@pytest.mark.parametrize(("name", "value"), BAD)
-def test_arguments_are_checked(name, value):
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_arguments_are_checked(name):
     """A wrong argument of the dynamic rule is an error that names it and the value."""
-    with pytest.raises((ValueError, TypeError), match=rf"Expected .* for {name}; got "):
-        gs.DynamicLossScale(**{name: value})
+    no_numbers = NO_NUMBERS if name == "backoff_factor" else (*NO_NUMBERS, None)
+    for error, values in ((TypeError, no_numbers), (ValueError, OUTSIDE[name])):
+        for value in values:
+            with pytest.raises(error, match=rf"Expected .* for {name}; got "):
+                gs.DynamicLossScale(**{name: value})
 
 
-@pytest.mark.parametrize("value", [0, -1, np.nan, np.inf, True, "8", None, 2.0**127, 1e-46])
-def test_a_fixed_scale_is_checked(value):
+def test_a_fixed_scale_is_checked():
     """A fixed scale is a positive number that float32 and its reciprocal can hold."""
-    with pytest.raises((ValueError, TypeError), match=r"Expected .* for loss_scale_value; got "):
-        gs.FixedLossScale(value)
+    for error, values in (
+        (TypeError, (*NO_NUMBERS, None)),
+        (ValueError, OUTSIDE["initial_loss_scale"]),
+    ):
+        for value in values:
+            with pytest.raises(error, match=r"Expected .* for loss_scale_value; got "):
+                gs.FixedLossScale(value)
+
+
+@pytest.mark.parametrize("name", ["initial_scale", "dynamic_growth_steps"])
+def test_arguments_of_the_optimizer_are_checked(name):
+    """A wrong scale argument of `LossScaleOptimizer` is an error that names it as given there."""
+    for value in (0, -1, math.nan, True, "8"):
+        with pytest.raises((ValueError, TypeError), match=rf"Expected .* for {name}; got "):
+            gs.LossScaleOptimizer(gs.SGD(), **{name: value})
 
 
 def test_bounds_must_enclose():
@@ -158,15 +177,68 @@ def test_the_interface_is_abstract():
         gs.LossScale()
 
 
+class Told(NamedTuple):
+    """A state that keeps what its rule was told; -1 stands for nothing."""
+
+    scale: jax.Array
+    max_abs: jax.Array
+    any_nan: jax.Array
+    any_inf: jax.Array
+    loss: jax.Array
+
+
+def asking(*names):
+    """A rule that measures `names`, and keeps them in its state."""
+
+    class Asking(gs.LossScale):
+        measures = names
+
+        def init(self):
+            return Told(jnp.float32(4.0), *[jnp.float32(-1.0)] * 4)
+
+        def update(self, state, finite, **measured):
+            return state._replace(**{k: v.astype(jnp.float32) for k, v in measured.items()})
+
+    return Asking()
+
+
+@pytest.mark.parametrize(
+    ("gradient", "largest", "nan", "inf"),
+    [
+        ([-3.0, 2.0], 3, 0, 0),
+        ([math.nan, 2.0], 2, 1, 0),
+        ([-math.inf, -2.0], 2, 0, 1),
+        ([math.nan, math.inf], 0, 1, 1),
+    ],
+)
+def test_a_rule_is_told_what_it_measures(gradient, largest, nan, inf):
+    """Measures are those of the true gradients; the loss is nan unless it was given."""
+    rule, gradient = asking("max_abs", "any_nan", "any_inf", "loss"), jnp.float32(gradient)
+    opt = gs.LossScaleOptimizer(gs.SGD(), rule=rule)
+    opt.apply([4 * gradient], [gs.Variable([0.0, 0.0])])
+    told = [float(v) for v in opt.variables[:5]]
+    np.testing.assert_equal(told, [4, largest, nan, inf, np.nan])
+
+    tx = gs.loss_scaled(optax.sgd(0.1), rule)
+    _, state = jax.jit(tx.update)(gradient, tx.init(gradient), value=jnp.float16(2.5))
+    assert state.loss_scale == (4, largest, nan, inf, 2.5)
+
+
+@pytest.mark.parametrize(("names", "any_nan"), [((), -1), (("any_nan",), 0)])
+def test_a_rule_is_told_nothing_else(names, any_nan):
+    """What a rule does not name in `measures` is not handed to it."""
+    tx = gs.loss_scaled(optax.sgd(0.1), asking(*names))
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=2.5)
+    assert state.loss_scale == (4, -1, any_nan, -1, -1)
+    opt = gs.LossScaleOptimizer(gs.SGD(), rule=asking(*names))
+    opt.apply([jnp.ones(2)], [gs.Variable([0.0, 0.0])])
+    assert [float(v) for v in opt.variables[:5]] == [4, -1, any_nan, -1, -1]
+
+
 def test_an_unknown_measure_is_refused():
     """A rule that asks for something unknown is told what there is."""
-
-    class Curious(gs.FixedLossScale):
-        measures = ("median",)
-
-    var = gs.Variable(1.0)
     with pytest.raises(ValueError, match=r"max_abs.*got 'median'"):
-        gs.LossScaleOptimizer(gs.SGD(), rule=Curious(1.0)).apply([1.0], [var])
+        gs.LossScaleOptimizer(gs.SGD(), rule=asking("median")).apply([1.0], [gs.Variable(1.0)])
 
 
 @pytest.mark.parametrize("scale", [2.0**-24, 2.0**126])
@@ -175,5 +247,5 @@ def test_gradients_are_recovered_at_the_bounds(scale):
     for compiled in (True, False):
         var = gs.Variable([0.0, 0.0])
         opt = gs.LossScaleOptimizer(gs.SGD(1.0), scale, jit_compile=compiled)
-        opt.apply([np.float32([1.0, 0.5]) * np.float32(scale)], [var])
-        assert var.numpy().tolist() == [-1.0, -0.5]
+        opt.apply([np.float32([1.0, 2.0**-100]) * np.float32(scale)], [var])
+        assert var.numpy().tolist() == [-1.0, -(2.0**-100)]

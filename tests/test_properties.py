@@ -1,5 +1,6 @@
 """Promises that hold for every optimizer and option."""
 
+import functools
 import itertools
 
 import jax
@@ -44,12 +45,25 @@ GRID = list(itertools.product(OPTIMIZERS, OPTIONS))
 SHAPES = [(4, 3), (5,), ()]
 
 
-def make(optimizer, option="plain", dtype=np.float32, **scale):
+SCALES = {
+    "dynamic": {"initial_scale": 8.0},
+    "not dynamic": {"dynamic": False, "initial_scale": 8.0},
+    "fixed rule": {"rule": gs.FixedLossScale(8.0)},
+    "factor": {},
+}
+
+
+def bound(value):
+    """A constraint that changes some of the initial weights."""
+    return value.clip(-1, 1)
+
+
+def make(optimizer, option="plain", dtype=np.float32, constraint=bound, **scale):
     """Variables, and the optimizer for them, wrapped if a scale is given."""
     cls, arguments = OPTIMIZERS[optimizer]
     rng = np.random.default_rng(1)
     variables = [
-        gs.Variable(rng.normal(size=s), dtype, f"v{i}", constraint=lambda v: jnp.clip(v, -3, 3))
+        gs.Variable(rng.normal(size=s), dtype, f"v{i}", constraint=constraint)
         for i, s in enumerate(SHAPES)
     ]
     opt = cls(RATE, **arguments, **OPTIONS[option])
@@ -58,8 +72,15 @@ def make(optimizer, option="plain", dtype=np.float32, **scale):
     return variables, opt
 
 
-def random_gradients(rng, scale=1.0):
-    return [np.array(np.float32(scale) * np.float32(rng.normal(size=s))) for s in SHAPES]
+def oracle_for(variables, optimizer, option):
+    """The same in float64 numpy."""
+    cls, arguments = OPTIMIZERS[optimizer]
+    options = {**arguments, **OPTIONS[option], "constraint": bound}
+    return Oracle([v.numpy() for v in variables], cls.__name__, RATE, **options)
+
+
+def random_gradients(rng, scale=1.0, dtype=np.float32):
+    return [np.array(dtype(scale) * np.asarray(rng.normal(size=s), dtype)) for s in SHAPES]
 
 
 def values(*groups):
@@ -71,39 +92,41 @@ def same_bytes(a, b):
     return [np.asarray(x).tobytes() for x in a] == [np.asarray(x).tobytes() for x in b]
 
 
-@pytest.fixture(scope="module")
-def everything():
-    """Steps with all options at once, for float32 and float16 variables, compiled once each."""
-    made = {}
-    for dtype in (np.float32, np.float16):
-        variables, opt = make("amsgrad", "all", dtype, initial_scale=8.0)
-        made[dtype] = variables, opt, jax.jit(opt.stateless_apply)
-    return made
+@functools.cache
+def everything(kind, dtype):
+    """An optimizer with all options at once, its compiled pure step, and its first values."""
+    variables, opt = make("amsgrad", "all", dtype, **SCALES[kind])
+    if kind == "factor":
+        opt.loss_scale_factor = 8.0
+    return variables, opt, jax.jit(opt.stateless_apply), values(variables, opt.variables)
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=60, derandomize=True)
 @given(
+    kind=st.sampled_from(list(SCALES)),
     dtype=st.sampled_from([np.float32, np.float16]),
     seed=st.integers(0, 2**16),
     leaf=st.integers(0, 2),
     bad=st.sampled_from([np.nan, np.inf, -np.inf]),
     steps_before=st.integers(0, 3),
 )
-def test_a_skipped_step_changes_nothing_but_the_scale(
-    everything, dtype, seed, leaf, bad, steps_before
-):
-    """Weights, slots, averages, accumulators and iterations stay bit for bit as they were."""
-    variables, opt, step = everything[dtype]
+def test_a_skipped_step_changes_nothing_but_the_scale(kind, dtype, seed, leaf, bad, steps_before):
+    """Pure or not, with a dynamic or a fixed scale, all else stays bit for bit as it was."""
+    variables, opt, step, (weights, state) = everything(kind, dtype)
     rng = np.random.default_rng(seed)
-    weights, state = values(variables, opt.variables)
     for _ in range(steps_before):
-        weights, state = step(state, random_gradients(rng, 8.0), weights)
-    grads = random_gradients(rng)
+        weights, state = step(state, random_gradients(rng, 8.0, dtype), weights)
+    grads = random_gradients(rng, 8.0, dtype)
     grads[leaf].reshape(-1)[rng.integers(grads[leaf].size)] = bad
-    new_weights, new_state = step(state, grads, weights)
-    assert same_bytes(new_weights, weights)
-    assert same_bytes(new_state[2:], state[2:])
-    assert (int(new_state[0]), float(new_state[1])) == (0, float(state[1]) / 2)
+
+    for variable, value in zip([*variables, *opt.variables], [*weights, *state], strict=True):
+        variable.assign(value)
+    opt.apply(grads, variables)
+    moved = 2 if kind == "dynamic" else 0
+    for after in (values(variables, opt.variables), step(state, grads, weights)):
+        assert same_bytes((after[0], after[1][moved:]), (weights, state[moved:]))
+        if moved:
+            assert (int(after[1][0]), float(after[1][1])) == (0, float(state[1]) / 2)
 
 
 @pytest.mark.parametrize(("optimizer", "option"), GRID)
@@ -133,12 +156,7 @@ def test_powers_of_two_change_nothing(optimizer, option):
 def test_ten_steps_are_those_of_the_formulas(optimizer, option):
     """Every optimizer with every option follows float64 numpy, through scale and skipped steps."""
     variables, opt = make(optimizer, option, initial_scale=4.0, dynamic_growth_steps=3)
-    for variable in variables:
-        variable.constraint = None
-    cls, arguments = OPTIMIZERS[optimizer]
-    oracle = Oracle(
-        [v.numpy() for v in variables], cls.__name__, RATE, **arguments, **OPTIONS[option]
-    )
+    oracle = oracle_for(variables, optimizer, option)
     rng = np.random.default_rng(3)
     for i in range(12):
         grads = random_gradients(rng)
@@ -151,6 +169,22 @@ def test_ten_steps_are_those_of_the_formulas(optimizer, option):
         for variable, expected in zip(variables, oracle.w, strict=True):
             error = np.abs(variable.numpy() - expected)
             assert (error <= 1e-4 * np.abs(expected) + 2e-6).all()
+
+
+@pytest.mark.parametrize("option", ["plain", "all"])
+@pytest.mark.parametrize("optimizer", ["momentum", "amsgrad"])
+def test_float64_variables(optimizer, option):
+    """Float64 weights follow the formulas to float64 rounding."""
+    with jax.enable_x64(True):
+        variables, opt = make(optimizer, option, np.float64, initial_scale=8.0)
+        oracle = oracle_for(variables, optimizer, option)
+        rng = np.random.default_rng(3)
+        for _ in range(6):
+            grads = random_gradients(rng, dtype=np.float64)
+            oracle.step(grads)
+            opt.apply([8 * g for g in grads], variables)
+        for variable, expected in zip(variables, oracle.w, strict=True):
+            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("optimizer", "option"), [("adam", "all"), ("nesterov", "overwrite")])
@@ -172,18 +206,21 @@ def test_pure_compiled_and_uncompiled_steps_agree(optimizer, option):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o != "plain"])
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o != "plain"] + ["factor"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_wrapper_options_are_inner_options(optimizer, option):
     """The same options on the wrapper give the same bits, skipped step included."""
     cls, arguments = OPTIMIZERS[optimizer]
+    options = OPTIONS.get(option, {"loss_scale_factor": 4.0})
     runs = []
-    for inner, outer in [(OPTIONS[option], {}), ({}, OPTIONS[option])]:
+    for inner, outer in [(options, {}), ({}, options)]:
         variables, _ = make(optimizer)
         opt = gs.LossScaleOptimizer(cls(RATE, **arguments, **inner), 8.0, 3, **outer)
+        assert float(opt.loss_scale) == (32.0 if option == "factor" else 8.0)
         rng = np.random.default_rng(5)
         for i in range(6):
             opt.apply(random_gradients(rng, 8.0 if i != 3 else np.nan), variables)
+        opt.finalize_variable_values(variables)
         runs.append(values(variables, opt.variables))
     assert same_bytes(*runs)
 
@@ -191,53 +228,46 @@ def test_wrapper_options_are_inner_options(optimizer, option):
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
 def test_float16_variables(optimizer, option):
-    """Float16 weights follow the formulas to float16 rounding, with every slot in float32."""
+    """A float16 weight is the float64 formula's, rounded once; every slot is float32."""
     variables, opt = make(optimizer, option, np.float16, initial_scale=64.0)
-    for variable in variables:
-        variable.constraint = None
-    cls, arguments = OPTIMIZERS[optimizer]
-    oracle = Oracle(
-        [v.numpy() for v in variables], cls.__name__, RATE, **arguments, **OPTIONS[option]
-    )
+    oracle = oracle_for(variables, optimizer, option)
     rng = np.random.default_rng(6)
     for i in range(6):
-        grads = [g.astype(np.float16) for g in random_gradients(rng)]
-        scaled = [g * np.float16(64) for g in grads]
+        grads = random_gradients(rng, np.float32(opt.loss_scale), np.float16)
         if i == 3:
-            scaled[0][0, 0] = np.inf
-            opt.apply(scaled, variables)
-            opt.set_weights([opt.step_counter, 64.0, *opt.variables[2:]])
-            continue
-        oracle.step([g.astype(np.float64) for g in grads])
-        opt.apply(scaled, variables)
-        assert {v.dtype for v in variables} == {np.dtype(np.float16)}
+            grads[0][0, 0] = np.inf
+        else:
+            oracle.step([g.astype(np.float64) / float(opt.loss_scale) for g in grads])
+        opt.apply(grads, variables)
         for variable, expected in zip(variables, oracle.w, strict=True):
-            np.testing.assert_allclose(variable.numpy(), expected, rtol=5e-3, atol=5e-3)
-    assert {v.dtype for v in opt.variables if v.ndim} == {np.dtype(np.float32)}
+            half_a_step = np.spacing(np.abs(variable.numpy())).astype(np.float64) / 2
+            assert (np.abs(variable.numpy() - expected) <= half_a_step + 1e-6).all()
+        oracle.w = [v.numpy().astype(np.float64) for v in variables]
+    assert {v.dtype for v in variables} == {np.dtype(np.float16)}
+    assert {v.dtype for v in opt.variables if v.size > 1} == {np.dtype(np.float32)}
 
 
-TWINS = [
-    (gs.SGD(0.1), optax.sgd(0.1)),
-    (gs.SGD(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)),
-    (gs.SGD(0.1, momentum=0.9, nesterov=True), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+TWINS = {
+    "sgd": lambda: (gs.SGD(0.1), optax.sgd(0.1)),
+    "momentum": lambda: (gs.SGD(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)),
+    "nesterov": lambda: (gs.SGD(0.1, 0.9, nesterov=True), optax.sgd(0.1, 0.9, nesterov=True)),
     # Keras adds epsilon outside of the bias correction, optax inside: a tiny one is the same.
-    (gs.Adam(0.1, epsilon=1e-16), optax.adam(0.1, eps=1e-16)),
-    (
+    "adam": lambda: (gs.Adam(0.1, epsilon=1e-16), optax.adam(0.1, eps=1e-16)),
+    "clip": lambda: (
         gs.SGD(0.1, global_clipnorm=0.5),
         optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("ours", "theirs"), TWINS, ids=range(len(TWINS)))
-def test_twins_in_optax(ours, theirs):
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_in_optax(name):
     """Twenty steps agree with the same optimizer in optax."""
-    rng = np.random.default_rng(7)
-    variables, _ = make("sgd")
+    ours, theirs = TWINS[name]()
+    variables, _ = make("sgd", constraint=None)
     params = [v.value() for v in variables]
     state = theirs.init(params)
-    for variable in variables:
-        variable.constraint = None
+    rng = np.random.default_rng(7)
     for _ in range(20):
         grads = random_gradients(rng)
         ours.apply(grads, variables)
@@ -251,19 +281,23 @@ def test_vmap_and_scan():
     """A pure step maps over learning rates and runs in a scan, as a Python loop would."""
     variables, opt = make("momentum", "plain", initial_scale=2.0)
     weights, state = values(variables, opt.variables)
-    grads = [jnp.stack(g) for g in zip(*(random_gradients(np.random.default_rng(i)) for i in range(5)), strict=True)]  # fmt: skip  # noqa: E501
+    rng = np.random.default_rng(8)
+    steps = [random_gradients(rng) for _ in range(5)]
+
+    def start(rate):
+        return weights, [*state[:3], rate, *state[4:]]
 
     def train(rate):
         def step(carry, grads):
             return opt.stateless_apply(carry[1], grads, carry[0]), None
 
-        start = (weights, [*state[:3], rate, *state[4:]])
-        return jax.lax.scan(step, start, grads)[0]
+        return jax.lax.scan(step, start(rate), jax.tree.map(lambda *g: jnp.stack(g), *steps))[0]
 
-    many = jax.vmap(train)(jnp.float32([0.1, 0.01]))
-    for lane, rate in enumerate((0.1, 0.01)):
-        w, s = weights, [*state[:3], jnp.float32(rate), *state[4:]]
-        for i in range(5):
-            w, s = opt.stateless_apply(s, [g[i] for g in grads], w)
+    rates = jnp.float32([0.1, 0.01])
+    many = jax.vmap(train)(rates)
+    for lane, rate in enumerate(rates):
+        w, s = start(rate)
+        for grads in steps:
+            w, s = opt.stateless_apply(s, grads, w)
         for a, b in zip(jax.tree.leaves(many), jax.tree.leaves((w, s)), strict=True):
             np.testing.assert_allclose(a[lane], b, rtol=1e-6, atol=1e-7)

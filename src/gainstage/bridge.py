@@ -8,26 +8,26 @@ whose leaves are variables.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from gainstage.variable import Variable, while_compiling
+from gainstage.variable import Variable
 
 
 def variables_in(state: Any) -> list[Variable]:
-    """The variables of a state, in order.
+    """The variables of a state, in order; a state may be one variable, or any iterable of them.
 
     Raises:
         TypeError: a leaf that is no variable.
         ValueError: the same variable twice.
     """
-    variables = jax.tree.leaves(state)
+    known = isinstance(state, (Variable, Mapping, list, tuple))
+    variables = jax.tree.leaves(state if known else list(state))
     for variable in variables:
         if not isinstance(variable, Variable):
             raise TypeError(f"Expected a state made of Variables; got the leaf {variable!r}.")
@@ -113,6 +113,9 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
 class jit:  # noqa: N801 - reads as the function it stands for
     """Compiles `fn`, its assignments to the variables of `state` included, into one XLA program.
 
+    Everything else that `fn` reads is a constant of the program, as under `jax.jit`: a weight decay
+    or a schedule that is changed later, a learning rate that is a callable of no argument.
+
     Args:
         fn: a function of arrays (pytrees of them), to be called as often as you like.
         state: a pytree of variables: all that `fn` reads or assigns.
@@ -140,13 +143,12 @@ class jit:  # noqa: N801 - reads as the function it stands for
         self._kept = [v for v in everything if v not in donated]
         self._pure = functional(fn, (self._donated, self._kept))
         self._compiled = jax.jit(self._program, donate_argnums=0)
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
 
     def _program(self, donated: Any, kept: Any, args: Any, kwargs: Any) -> Any:
         # XLA gives a donated buffer to the first result of its shape: donated values go first,
         # in the order of the arguments, so that each new value takes the place of its old one.
-        with while_compiling():
-            result, (donated, kept) = self._pure((donated, kept), *args, **kwargs)
+        result, (donated, kept) = self._pure((donated, kept), *args, **kwargs)
         return donated, kept, result
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -182,8 +184,3 @@ def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
     variables = variables_in(state)
     pure = functional(fn, variables)
     write(variables, keep_or_skip(keep, lambda values: pure(values)[1], read(variables)))
-
-
-def is_tracing() -> bool:
-    """Whether new arrays belong to a program that is being traced."""
-    return isinstance(jnp.zeros(()), Tracer)

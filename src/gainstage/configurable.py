@@ -23,6 +23,7 @@ class Configurable:
         cls.__signature__ = _full_signature(cls)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # A wrapper must tell an option that was given from one that has its default.
         self = super().__new__(cls)
         try:
             passed = cls.__signature__.bind_partial(*args, **kwargs).arguments

@@ -6,12 +6,15 @@ so it is a pure function of a few scalars, the same on every device.
 
 import abc
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.variable import strong
 
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
 # these bounds either the scale or its reciprocal would be 0 in float32.
@@ -24,6 +27,21 @@ class ScaleState(NamedTuple):
     scale: jax.Array  # float32: what the next loss is multiplied by
     good_steps: jax.Array | None = None  # int32: finite steps since the scale last moved
     bad_steps: jax.Array | None = None  # int32: non-finite steps in a row, where it counts them
+
+
+def _explained(update: Callable[..., Any]) -> Callable[..., Any]:
+    """`update`, which says so if it is called with gradients, as the live objects' is."""
+
+    @functools.wraps(update)
+    def checked(self: "LossScale", *args: Any, **kwargs: Any) -> Any:
+        if len(args) + len({"state", "finite"} & kwargs.keys()) < 2:
+            raise TypeError(
+                f"Expected update(state, finite) of the rule {self!r}; got {len(args)} argument. "
+                f"The object with update(grads) is in gainstage.compat.experimental."
+            )
+        return update(self, *args, **kwargs)
+
+    return checked
 
 
 class LossScale(abc.ABC):
@@ -51,6 +69,11 @@ class LossScale(abc.ABC):
     """
 
     measures: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "update" in vars(cls):
+            cls.update = _explained(cls.update)
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -197,6 +220,37 @@ class DynamicLossScale(LossScale):
         if factor < 1:
             return jnp.maximum(scale * factor, self.min_scale)
         return jnp.minimum(scale * factor, self.max_scale)
+
+
+def start(rule: LossScale) -> Any:
+    """The state before the first step: arrays, the scale in float32.
+
+    Raises:
+        TypeError: the rule's state is no NamedTuple with `scale`.
+    """
+    state = rule.init()
+    if not hasattr(state, "_fields") or not hasattr(state, "scale"):
+        raise TypeError(f"Expected a NamedTuple with `scale` from {rule!r}.init(); got {state!r}.")
+    return jax.tree.map(strong, state._replace(scale=jnp.float32(state.scale)))
+
+
+def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
+    """The state after a step, with a scale that arithmetic can bear whatever the rule says."""
+    new = rule.update(state, finite, **measured)
+    scale = jnp.where(new.scale > 0, new.scale, state.scale)  # no nan, no 0, nothing below
+    return new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
+
+
+def as_rule(name: str, value: Any) -> LossScale:
+    """`value` as a rule: itself, or that of a documents' live object (`gainstage.compat`).
+
+    Raises:
+        TypeError: neither.
+    """
+    value = getattr(value, "rule", value)
+    if not isinstance(value, LossScale):
+        raise TypeError(f"Expected a gainstage.LossScale for {name}; got {value!r}.")
+    return value
 
 
 def _set(rule: LossScale, name: str, check: Any, **bounds: float) -> None:

@@ -10,7 +10,16 @@ import numpy as np
 from gainstage import checks, gradients
 from gainstage.bridge import read
 from gainstage.configurable import deserialize, serialize
-from gainstage.loss_scale import LARGEST, SMALLEST, DynamicLossScale, FixedLossScale, LossScale
+from gainstage.loss_scale import (
+    LARGEST,
+    SMALLEST,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    advance,
+    as_rule,
+    start,
+)
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.variable import Variable
@@ -55,8 +64,6 @@ class LossScaleOptimizer(Optimizer):
     arXiv:1710.03740.
     """
 
-    inner_optimizer: Optimizer
-
     def __init__(
         self,
         inner_optimizer: Optimizer,
@@ -73,9 +80,9 @@ class LossScaleOptimizer(Optimizer):
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         self._start(name, inner_optimizer.jit_compile if jit_compile is None else jit_compile)
         self.mesh = mesh or inner_optimizer.mesh
-        self.inner_optimizer, self.rule = inner_optimizer, rule
+        self._inner, self._rule = inner_optimizer, rule
         self._scale_state = _variables_of(rule, self.name)
-        self.initial_scale = float(str(np.float32(read(self.dynamic_scale))))
+        self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
             if value is not None:
@@ -87,12 +94,12 @@ class LossScaleOptimizer(Optimizer):
     ) -> LossScale:
         given = self._given & {"initial_scale", "dynamic_growth_steps", "dynamic"}
         dynamic = checks.flag("dynamic", dynamic)
+        checks.real("initial_scale", initial_scale, low=SMALLEST, high=LARGEST)
+        checks.integer("dynamic_growth_steps", growth_steps, low=1)
         if rule is not None:
             if given:
                 raise ValueError(f"Expected rule alone; got rule and {', '.join(sorted(given))}.")
-            if not isinstance(rule, LossScale):
-                raise TypeError(f"Expected a gainstage.LossScale for rule; got {rule!r}.")
-            return rule
+            return as_rule("rule", rule)
         if dynamic:
             return DynamicLossScale(initial_scale, growth_steps)
         if "initial_scale" not in given:
@@ -104,6 +111,21 @@ class LossScaleOptimizer(Optimizer):
         return FixedLossScale(initial_scale)
 
     # ── the scale ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def inner_optimizer(self) -> Optimizer:
+        """The optimizer that takes the steps."""
+        return self._inner
+
+    @property
+    def rule(self) -> LossScale:
+        """The rule that moves the scale."""
+        return self._rule
+
+    @property
+    def initial_scale(self) -> float:
+        """The first scale."""
+        return self._initial_scale
 
     @property
     def dynamic_scale(self) -> Variable:
@@ -141,14 +163,18 @@ class LossScaleOptimizer(Optimizer):
         scale = self.dynamic_scale.value()
         return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
 
+    def _divisor(self) -> jax.Array:
+        """What the gradients that `apply` gets were multiplied by."""
+        return self._loss_scale()
+
     def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
-        scale = self._loss_scale()
+        scale = self._divisor()
         finite = self.inner_optimizer._update_if_finite(grads, scale, rate)
         measured = {}
         if self.rule.measures:
             true = gradients.unscale(grads, scale)
             measured = gradients.measure(self.rule.measures, true)
-        new = self.rule.update(read(self._scale_state), finite, **measured)
+        new = advance(self.rule, read(self._scale_state), finite, **measured)
         jax.tree.map(Variable.assign, self._scale_state, new)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
@@ -184,6 +210,12 @@ class LossScaleOptimizer(Optimizer):
 
     def _option(self, name: str) -> Any:
         return self.inner_optimizer._option(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_inner")
+        if name not in OPTIONS and name in vars(inner or self) and name not in vars(self):
+            raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # Reached for options that were not given here: in force is then the inner's own.
@@ -259,9 +291,7 @@ class LossScaleOptimizer(Optimizer):
 
 def _variables_of(rule: LossScale, owner: str) -> Any:
     """The rule's state, a NamedTuple, with a variable in the place of each array."""
-    state = rule.init()
-    if not hasattr(state, "_fields") or not hasattr(state, "scale"):
-        raise TypeError(f"Expected a NamedTuple with `scale` from {rule!r}.init(); got {state!r}.")
+    state = start(rule)
     names = {"scale": "dynamic_scale", "good_steps": "step_counter"}
     named = [(f"{owner}/{names.get(f, f)}", getattr(state, f)) for f in state._fields]
     return type(state)(

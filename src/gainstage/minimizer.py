@@ -79,7 +79,8 @@ class Minimizer(Stateful):
         """The (gradient, variable) pairs of a loss, in order, scaled as `apply` expects them.
 
         The gradient is None for a variable on which the loss does not depend. `loss` runs
-        uncompiled; for speed call this inside `gainstage.jit`.
+        uncompiled; for speed call this inside `gainstage.jit`. A `jax.jit` or `lax.scan` inside of
+        the loss must get `variable.value()` as an argument, for JAX keeps what it traced.
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
@@ -94,7 +95,7 @@ class Minimizer(Stateful):
     def _loss_and_gradients(
         self, loss: Callable[[], Any], var_list: VarList
     ) -> tuple[jax.Array, list[tuple[jax.Array | None, Variable]]]:
-        variables = variables_in(list(var_list() if callable(var_list) else var_list))
+        variables = variables_in(var_list() if callable(var_list) else var_list)
         if not callable(loss):
             raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
 
@@ -107,8 +108,16 @@ class Minimizer(Stateful):
             value = widen(value)
             return self.scale_loss(value), value
 
+        check_floating(variables)
         pure, values = functional(scaled_and_true_loss, variables), read(variables)
-        scaled, linear, value = jax.linearize(lambda v: pure(v)[0], values, has_aux=True)
+        try:
+            scaled, linear, value = jax.linearize(lambda v: pure(v)[0], values, has_aux=True)
+        except jax.errors.UnexpectedTracerError as error:
+            error.add_note(
+                "Expected a loss without jax.jit, jax.checkpoint or lax.scan over a named function "
+                "that reads variables itself; pass it `variable.value()` as an argument."
+            )
+            raise
         # A gradient is None where nothing flows back to: known from the program, not from zeros.
         _, depends = dce_jaxpr(jax.make_jaxpr(linear)(values).jaxpr, [True])
         (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
@@ -137,13 +146,13 @@ class Minimizer(Stateful):
                 None, not built and no variables given.
         """
         grads = list(grads)
-        if not grads and not trainable_variables:
+        if not grads:
             return
         if trainable_variables is None:
             variables = self._built_variables("apply without trainable_variables")
         else:
             named = trainable_variables() if callable(trainable_variables) else trainable_variables
-            variables = variables_in(list(named))
+            variables = variables_in(named)
         check_count("gradients", grads, variables)
         grads = [_placed(g, v) for g, v in zip(grads, variables, strict=True)]
         _check_gradients(grads, variables)
@@ -178,7 +187,22 @@ class Minimizer(Stateful):
             ValueError: as `apply`, a list of the wrong length, or a value of the wrong shape.
 
         To donate old values under `jax.jit`, give the arguments in the order of the results:
-        `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`.
+        `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`. The scale of
+        the loss is part of `variables`, so it too is read by a pure function:
+
+        Example:
+            >>> import jax, gainstage as gs
+            >>> w = gs.Variable(1.0)
+            >>> opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+            >>> opt.build([w])
+            >>> scaled = gs.functional(lambda loss: opt.scale_loss(loss), opt.variables)
+            >>> @jax.jit
+            ... def step(weights, state):
+            ...     grads = jax.grad(lambda w: scaled(state, w[0] ** 2)[0])(weights)
+            ...     return opt.stateless_apply(state, grads, weights)
+            >>> weights, state = step([w.value()], [v.value() for v in opt.variables])
+            >>> print(weights[0])
+            0.5
         """
         trainable, variables = self._built_variables("stateless_apply"), self.variables
         check_count("optimizer_variables", optimizer_variables, variables)
@@ -213,6 +237,16 @@ class Minimizer(Stateful):
                 f"{[v.name for v in self._index]}; got {getattr(variable, 'name', variable)!r}."
             )
         return self._index[variable]
+
+
+def check_floating(variables: Sequence[Variable]) -> None:
+    """A TypeError that names the first variable that cannot be trained."""
+    for variable in variables:
+        if not jnp.issubdtype(variable.dtype, jnp.floating):
+            raise TypeError(
+                f"Expected variables of a floating dtype; got {variable.name!r} of dtype "
+                f"{variable.dtype}."
+            )
 
 
 def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> None:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gainstage import gradients
-from gainstage.bridge import is_tracing, keep_if, lent, read, variables_in
+from gainstage.bridge import keep_if, lent, read, variables_in
 from gainstage.configurable import deserialize
-from gainstage.minimizer import Minimizer
+from gainstage.minimizer import Minimizer, check_floating
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRate, LearningRateSchedule
-from gainstage.variable import Variable
+from gainstage.variable import Variable, is_tracing
 
 
 class Optimizer(Minimizer):
@@ -27,16 +27,18 @@ class Optimizer(Minimizer):
     variables), with one cast to the variable's dtype at the end.
 
     Args:
-        learning_rate: a number; a schedule or another callable of the step (traced into the
-            program); or a callable of no argument (called by Python once per eager step).
+        learning_rate: a number; a schedule or another callable of the number of steps taken before
+            (those that only accumulate count too; traced into the program); or a callable of no
+            argument (called by Python once per eager step).
         weight_decay: decoupled decay, >= 0: `w -= w * weight_decay * learning_rate`.
         clipnorm: the largest norm of each variable's gradient, > 0.
         clipvalue: the largest absolute value of a gradient's element, > 0.
         global_clipnorm: the largest norm of all gradients together, > 0. At most one of the three.
-        use_ema: whether to keep an exponential moving average of the variables.
+        use_ema: whether to keep an exponential moving average of the variables, moved, as in
+            Keras, at every step, those included that only accumulate.
         ema_momentum: its momentum, in [0, 1].
         ema_overwrite_frequency: after so many steps the variables become their average; None to
-            leave that to `finalize_variable_values`.
+            leave that to `finalize_variable_values`. Counts updates.
         loss_scale_factor: a fixed scale: `scale_loss` multiplies by it, a step divides by it, and
             is skipped if a gradient is not finite.
         gradient_accumulation_steps: update once per so many steps, with the average gradient;
@@ -184,8 +186,7 @@ class Optimizer(Minimizer):
             value = check_option(name, value, others)
             if name in BEFORE_BUILD and self.built and value != self._option(name):
                 raise ValueError(f"Expected {name} to be set before the optimizer is built.")
-            if value is not None:
-                self._given.add(name)
+            (self._given.discard if value is None else self._given.add)(name)
         super().__setattr__(name, value)
         if not name.startswith("_") and name != "learning_rate":
             self._forget_program()  # Python values are constants of the compiled step
@@ -213,7 +214,7 @@ class Optimizer(Minimizer):
             ValueError: the same variable twice; other variables than at the first call; called
                 inside of a traced function.
         """
-        variables = variables_in(list(var_list))
+        variables = variables_in(var_list)
         if self.built and variables != list(self._index):
             raise ValueError(
                 f"Expected the variables that {self.name!r} was built with, "
@@ -228,12 +229,7 @@ class Optimizer(Minimizer):
                 f"Expected {self.name!r} to be built outside of the traced function; call "
                 f"`build(variables)` before it."
             )
-        for variable in variables:
-            if not jnp.issubdtype(variable.dtype, jnp.floating):
-                raise TypeError(
-                    f"Expected variables of a floating dtype; got {variable.name!r} of dtype "
-                    f"{variable.dtype}."
-                )
+        check_floating(variables)
         self._replicate(self.variables, variables)
         if self._option("use_ema"):
             self._averages = [self._slot_like(v, "average") for v in variables]
@@ -249,7 +245,8 @@ class Optimizer(Minimizer):
 
         Args:
             gradient: the true gradient, float32 or wider, clipped.
-            variable: the variable, which holds float32 or wider during the step.
+            variable: the variable, which holds float32 or wider during the step. Operators work on
+                it and on slots; functions of `jax.numpy` take their `value()`.
             learning_rate: a float32 scalar.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update_step.")
@@ -266,16 +263,19 @@ class Optimizer(Minimizer):
             var_names: substrings or regular expressions, searched in variables' names.
 
         Raises:
+            TypeError: a name among the variables, or one string for the names.
             ValueError: called after `build`; a malformed expression.
         """
         if self.built:
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
-        names = list(var_names or ())
+        if isinstance(var_names, str):
+            raise TypeError(f"Expected a list of strings for var_names; got {var_names!r}.")
+        names, variables = list(var_names or ()), variables_in(var_list or ())
         try:
             self._undecayed_names = re.compile("|".join(names)) if names else None
         except re.error as error:
             raise ValueError(f"Expected regular expressions in var_names; got {names}.") from error
-        self._undecayed = set(var_list or ())
+        self._undecayed = set(variables)
 
     def _decays(self, variable: Variable) -> bool:
         names = self._undecayed_names
@@ -297,8 +297,10 @@ class Optimizer(Minimizer):
         if not self._option("use_ema"):
             return
         places = [(variable, self._get_variable_index(variable)) for variable in var_list]
+        started = self._iterations.value() > 0  # before that there is no average
         for variable, place in places:
-            variable.assign(self._averages[place])
+            average = self._averages[place].value()
+            variable.assign(jnp.where(started, average, variable.value()))
 
     def _loss_scale(self) -> jax.Array | None:
         factor = self._option("loss_scale_factor")
@@ -371,8 +373,13 @@ class Optimizer(Minimizer):
 
     def _update_all(self, grads: list[Any], rate: jax.Array) -> None:
         for variable, gradient in zip(self._index, grads, strict=True):
-            if gradient is not None:
-                self.update_step(gradient, variable, rate)
+            if gradient is None:
+                continue
+            if self.update_step(gradient, variable, rate) is not None:
+                raise TypeError(
+                    f"Expected {type(self).__name__}.update_step to assign the new value and "
+                    f"return None; got a result."
+                )
 
     def _average(self) -> None:
         """Moves the averages towards the variables, and, when due, the variables onto them."""

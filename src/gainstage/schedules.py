@@ -42,7 +42,7 @@ class ExponentialDecay(LearningRateSchedule):
 
     Args:
         initial_learning_rate: the rate at step 0.
-        decay_steps: steps after which the rate has been multiplied by `decay_rate` once, >= 1.
+        decay_steps: steps after which the rate has been multiplied by `decay_rate` once, > 0.
         decay_rate: the factor, > 0.
         staircase: whether the exponent is rounded down to an integer.
         name: kept for configurations.
@@ -70,6 +70,7 @@ class ExponentialDecay(LearningRateSchedule):
         checks.real("initial_learning_rate", self.initial_learning_rate)
         checks.real("decay_steps", self.decay_steps, above=0)
         checks.real("decay_rate", self.decay_rate, above=0)
+        checks.flag("staircase", self.staircase)
 
     def __call__(self, step: jax.Array) -> jax.Array:
         decay = optax.exponential_decay(

@@ -69,7 +69,8 @@ class Stateful(Configurable, abc.ABC):
         initializer: Initializer = "zeros",
     ) -> Variable:
         """A slot: a variable of the shape and sharding of another, of its dtype or float32 for
-        half precision. Asked again for the same name and reference, it returns the same slot."""
+        half precision. Asked again for the same name and reference, as by a second `build`, it
+        returns the same slot."""
         key = (reference_variable, name or "var")
         if key not in self._slot_of:
             self._slot_of[key] = self._slot_like(*key, initializer)
@@ -152,6 +153,8 @@ class Stateful(Configurable, abc.ABC):
         Raises:
             ValueError: not built, a key missing, or an array that does not fit.
         """
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built before load_own_variables.")
         keys = [str(i) for i in range(max(len(self.variables), len(store.keys())))]
         missing = [key for key in keys if key not in store]
         if missing:

@@ -9,7 +9,7 @@ import optax
 
 from gainstage import gradients
 from gainstage.bridge import keep_or_skip
-from gainstage.loss_scale import DynamicLossScale, LossScale
+from gainstage.loss_scale import DynamicLossScale, LossScale, advance, as_rule, start
 
 
 class LossScaledState(NamedTuple):
@@ -53,15 +53,13 @@ def loss_scaled(
 
     Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740.
     """
-    rule = DynamicLossScale() if rule is None else rule
+    rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
-    if not isinstance(rule, LossScale):
-        raise TypeError(f"Expected a gainstage.LossScale for rule; got {rule!r}.")
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> LossScaledState:
-        return LossScaledState(rule.init(), tx.init(gradients.widen(params)))
+        return LossScaledState(start(rule), tx.init(gradients.widen(params)))
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
@@ -77,7 +75,7 @@ def loss_scaled(
         shapes = jax.eval_shape(lambda: tx.update(grads, state.inner, params, **extra)[0])
         nothing = jax.tree.map(lambda s: jnp.full(s.shape, -0.0, s.dtype), shapes)
         updates, inner = keep_or_skip(finite, take, (nothing, state.inner))
-        return updates, LossScaledState(rule.update(state.loss_scale, finite, **measured), inner)
+        return updates, LossScaledState(advance(rule, state.loss_scale, finite, **measured), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -1,7 +1,5 @@
 """A mutable box for one array, a leaf of every pytree."""
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,8 +21,19 @@ def _operator(name: str) -> Callable[..., jax.Array]:
     return apply
 
 
+def _refused(self: "Variable", other: Any) -> "Variable":
+    raise TypeError(
+        f"Expected `assign`, `assign_add` or `assign_sub` to change {self.name!r}: an operator "
+        f"such as += would put an array in its place."
+    )
+
+
 class Variable:
     """A named box for one `jax.Array` whose shape, dtype and sharding never change.
+
+    A function that reads and assigns variables becomes pure by *lending* values to them
+    (`gainstage.functional`); only then may a variable hold traced values. While an optimizer's
+    step runs, a half-precision variable is lent its value in float32.
 
     Operators, indexing, `float()`, `int()` and `np.asarray()` work on the box itself; functions of
     `jax.numpy` take what is in it, `variable.value()`.
@@ -64,8 +73,8 @@ class Variable:
             raise TypeError(f"Expected a string for name; got {name!r}.")
         value = value.value() if isinstance(value, Variable) else value
         self.name, self.trainable, self.constraint = name, trainable, constraint
-        self._traces: list[Any] = []  # where it is lent, innermost last
-        self._shared = False  # whether somebody outside may hold the array
+        self._traces: list[Any] = []  # the traces it is lent in, innermost last
+        self._shared = False  # whether somebody outside may hold the array, so no step may eat it
         self._set(strong(jnp.array(value, dtype=dtype)))
         sharding = getattr(self._value, "sharding", None)
         self._layout = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
@@ -73,11 +82,12 @@ class Variable:
     def value(self) -> jax.Array:
         """The array in the box. It stays readable whatever happens to the variable later."""
         if not self._traces:
-            if _compiling():
+            if is_tracing():
                 raise ValueError(
-                    f"Expected every variable used inside a compiled function to be in its state; "
+                    f"Expected every variable used inside a traced function to be in its state; "
                     f"got {self.name!r}, whose value would be frozen into the program. Add it to "
-                    f"`state` (inside an optimizer: make it with `add_variable`)."
+                    f"the `state` of `gainstage.jit` (inside an optimizer: make it with "
+                    f"`add_variable`), or read `value()` outside and pass it in."
                 )
             self._shared = True
         return self._value
@@ -145,8 +155,9 @@ class Variable:
             raise ValueError(
                 f"Expected variable {self.name!r} to be in the state of the function being traced; "
                 f"got a traced value, which would leak out of it. Create variables (and call "
-                f"`optimizer.build`) outside of the traced function, and name those that it "
-                f"assigns in the `state` of `gainstage.jit` or `gainstage.functional`."
+                f"`optimizer.build`) outside of the traced function, name those that it assigns in "
+                f"the `state` of `gainstage.jit` or `gainstage.functional`, and do not assign in a "
+                f"loss or loop inside of it, but after."
             )
         self._value = value
 
@@ -195,6 +206,7 @@ class Variable:
             f"value={self._value})"
         )
 
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refused
     __neg__ = _operator("__neg__")
     __pos__ = _operator("__pos__")
     __abs__ = _operator("__abs__")
@@ -224,6 +236,14 @@ class Variable:
         return {**vars(self), "_traces": [], "_shared": True}
 
 
+def is_tracing() -> bool:
+    """Whether new arrays belong to a program that is being traced."""
+    return get_opaque_trace_state() != _EAGER and isinstance(jnp.zeros(()), Tracer)
+
+
+_EAGER = get_opaque_trace_state()
+
+
 def strong(value: Any) -> jax.Array:
     """`value` as an array without a weak type, which would cost a compilation of its own."""
     value = jnp.asarray(value)
@@ -241,20 +261,3 @@ def _placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array
     if isinstance(layout, NamedSharding) and AxisType.Explicit in layout.mesh.axis_types:
         return jax.sharding.reshard(value, layout)
     return lax.with_sharding_constraint(value, layout)
-
-
-_thread = threading.local()
-
-
-def _compiling() -> bool:
-    return getattr(_thread, "programs", 0) > 0
-
-
-@contextlib.contextmanager
-def while_compiling() -> Iterator[None]:
-    """Says, inside the block, that what is traced becomes a program to be called again."""
-    _thread.programs = getattr(_thread, "programs", 0) + 1
-    try:
-        yield
-    finally:
-        _thread.programs -= 1

@@ -60,6 +60,7 @@ class Adam(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
         moments = [self.add_optimizer_variables([v], ("momentum", "velocity")) for v in var_list]
+        # Interleaved, variable by variable, as Keras stores them.
         self.momentums = [m for (m,), _ in moments]
         self.velocities = [v for _, (v,) in moments]
         if self.amsgrad:
@@ -70,7 +71,7 @@ class Adam(Optimizer):
     ) -> None:
         i = self._get_variable_index(variable)
         m, v = self.momentums[i], self.velocities[i]
-        t = jnp.asarray(self.iterations, jnp.float32) + 1
+        t = jnp.asarray(self.iterations, gradient.dtype) + 1
         alpha = learning_rate * jnp.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t)
 
         self.assign_add(m, (gradient - m) * (1 - self.beta_1))

@@ -1,0 +1,1 @@
+"""Older TensorFlow APIs over the same objects: signatures and conversions, no rules."""

@@ -1,0 +1,36 @@
+"""`tf.mixed_precision.experimental` and `tf.keras.mixed_precision.experimental`."""
+
+from typing import Any
+
+from gainstage.compat import tf2
+from gainstage.compat.live import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.optimizer import Optimizer
+
+__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
+
+
+class LossScaleOptimizer(tf2.LossScaleOptimizer):
+    """The older form of `compat.tf2.LossScaleOptimizer`, with one argument for the scale.
+
+    Args:
+        optimizer: the optimizer that takes the steps.
+        loss_scale: a number > 0 for a fixed scale, "dynamic", or a loss scale whose multiplier is
+            2; of a dynamic one the configuration is taken, not the live state.
+
+    Raises:
+        TypeError: no optimizer, or a wrapped one.
+        ValueError: any other `loss_scale`.
+
+    Example:
+        >>> import gainstage as gs
+        >>> from gainstage.compat import experimental, tf2
+        >>> opt = experimental.LossScaleOptimizer(gs.SGD(), 123)
+        >>> same = tf2.LossScaleOptimizer(gs.SGD(), dynamic=False, initial_scale=123)
+        >>> opt.get_config() == same.get_config()
+        True
+
+    Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer` (TensorFlow 2.4).
+    """
+
+    def __init__(self, optimizer: Optimizer, loss_scale: Any):
+        super().__init__(optimizer, **tf2.scale_arguments(loss_scale))

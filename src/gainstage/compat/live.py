@@ -1,0 +1,189 @@
+"""The documents' live loss-scale objects, and the optimizer that takes unscaled gradients."""
+
+import abc
+from collections.abc import Iterable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import gradients
+from gainstage import loss_scale as rules
+from gainstage.bridge import read
+from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.variable import Variable
+
+FLOOR = 1.0  # of the documents' dynamic scale
+
+
+class LossScale(abc.ABC):
+    """A live loss scale: call it for the scale, `update` it with the gradients of a step.
+
+    Subclass it and define `__call__`, `update` and `get_config` for a scale of your own.
+
+    Source: `tf.mixed_precision.experimental.LossScale`.
+    """
+
+    @abc.abstractmethod
+    def __call__(self) -> jax.Array:
+        """The current scale, a float32 scalar."""
+
+    @abc.abstractmethod
+    def update(self, grads: Any) -> tuple[None, Any]:
+        """Takes note of the unscaled gradients of a step; returns (None, whether to apply them)."""
+
+    @abc.abstractmethod
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """A scale at its start, as `get_config` describes it."""
+        return cls(**config)
+
+
+class FixedLossScale(LossScale):
+    """A scale that stays. `update` always says to apply; the optimizers check for themselves.
+
+    Args:
+        loss_scale_value: a number >= 1.
+
+    Raises:
+        ValueError: no number, or below 1.
+
+    Example:
+        >>> from gainstage.compat.experimental import FixedLossScale
+        >>> scale = FixedLossScale(7)
+        >>> print(scale, scale(), scale.update([float("inf")]))
+        FixedLossScale(7.0) 7.0 (None, True)
+
+    Source: `tf.mixed_precision.experimental.FixedLossScale`.
+    """
+
+    def __init__(self, loss_scale_value: float):
+        try:
+            self.rule = rules.FixedLossScale(loss_scale_value)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        if self.rule.loss_scale_value < FLOOR:
+            raise ValueError(f"Expected loss_scale_value >= 1; got {loss_scale_value!r}.")
+
+    def __call__(self) -> jax.Array:
+        return self.rule.init().scale
+
+    def update(self, grads: Any) -> tuple[None, bool]:
+        return None, True
+
+    def get_config(self) -> dict[str, Any]:
+        return self.rule.get_config()
+
+    def __repr__(self) -> str:
+        return f"FixedLossScale({self.rule.loss_scale_value})"
+
+
+class DynamicLossScale(LossScale):
+    """A scale that rises after a run of finite steps, and falls, never below 1, after an overflow.
+
+    Args:
+        initial_loss_scale: the first scale, > 0.
+        increment_period: finite steps in a row before it rises; 0 is taken for 1.
+        multiplier: what it is then multiplied by, and divided by after an overflow.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> from gainstage.compat.experimental import DynamicLossScale
+        >>> scale = DynamicLossScale(8, increment_period=2)
+        >>> _, should_apply = scale.update({"w": [float("inf"), 1.0], "b": None})
+        >>> print(should_apply, scale())
+        False 4.0
+
+    Source: `tf.mixed_precision.experimental.DynamicLossScale`.
+    """
+
+    def __init__(
+        self,
+        initial_loss_scale: float = 2.0**15,
+        increment_period: int = 2000,
+        multiplier: float = 2.0,
+    ):
+        self.rule = rules.DynamicLossScale(
+            initial_loss_scale, increment_period or 1, multiplier, min_scale=FLOOR
+        )
+        names = {"scale": "current_loss_scale"}
+        self._state = jax.tree.map(Variable, rules.start(self.rule))
+        for field in ("scale", "good_steps"):
+            getattr(self._state, field).name = names.get(field, field)
+
+    @property
+    def initial_loss_scale(self) -> float:
+        """The first scale."""
+        return self.rule.initial_loss_scale
+
+    @property
+    def increment_period(self) -> int:
+        """Finite steps in a row before the scale rises."""
+        return self.rule.increment_period
+
+    @property
+    def multiplier(self) -> float:
+        """The factor of a rise."""
+        return self.rule.multiplier
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The current scale and the count of finite steps."""
+        return list(jax.tree.leaves(self._state))
+
+    def __call__(self) -> jax.Array:
+        return self._state.scale.value()
+
+    def update(self, grads: Any, *unexpected: Any) -> tuple[None, jax.Array]:
+        """Takes note of the unscaled gradients of a step, any pytree; None leaves do not count.
+
+        Returns:
+            (None, whether to apply them), the latter a bool scalar on the device.
+
+        Raises:
+            TypeError: a gradient that is not floating; the arguments of the rule's `update`.
+        """
+        if unexpected:
+            raise TypeError(
+                f"Expected update(grads); got {1 + len(unexpected)} arguments. The rule with "
+                f"update(state, finite) is gainstage.DynamicLossScale."
+            )
+        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(grads)]
+        for leaf in leaves:
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
+        finite = gradients.all_finite(leaves)
+        new = rules.advance(self.rule, read(self._state), finite)
+        jax.tree.map(Variable.assign, self._state, new)
+        return None, finite
+
+    def get_config(self) -> dict[str, Any]:
+        names = ("initial_loss_scale", "increment_period", "multiplier")
+        return {name: getattr(self, name) for name in names}
+
+    def __repr__(self) -> str:
+        scale, good_steps = self._state.scale, self._state.good_steps
+        live = f"current_loss_scale={float(scale)}, num_good_steps={int(good_steps)}"
+        config = ", ".join(f"{name}={value}" for name, value in self.get_config().items())
+        return f"DynamicLossScale({live}, {config})"
+
+
+class UnscaledLossScaleOptimizer(LossScaleOptimizer):
+    """A `LossScaleOptimizer` whose `apply` gets gradients that were unscaled before."""
+
+    def _unscaled(self, grads: Iterable[Any]) -> list[Any]:
+        return gradients.unscale(list(grads), self._loss_scale())
+
+    def _loss_and_gradients(self, loss: Any, var_list: Any) -> Any:
+        value, pairs = super()._loss_and_gradients(loss, var_list)
+        grads = self._unscaled(gradient for gradient, _ in pairs)
+        return value, [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
+
+    def _divisor(self) -> jax.Array:
+        return jnp.float32(1)

@@ -1,0 +1,200 @@
+"""`tf.keras.mixed_precision.LossScaleOptimizer` of TensorFlow 2.4 to 2.15."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+import jax
+
+from gainstage import checks
+from gainstage import loss_scale as rules
+from gainstage.compat import live
+from gainstage.configurable import deserialize, serialize
+from gainstage.optimizer import Optimizer
+
+
+class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
+    """Loss scaling with gradients that the caller unscales: scale, differentiate, unscale, apply.
+
+    A step with a gradient that is not finite is skipped, with a fixed scale too, and counts in
+    `iterations`. The scale never falls below 1 by itself.
+
+    Args:
+        inner_optimizer: the optimizer that takes the steps.
+        dynamic: whether the scale moves.
+        initial_scale: the first scale, by default 2**15; needed if `dynamic` is False.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000;
+            not with `dynamic` False.
+
+    Raises:
+        TypeError: no optimizer, a wrapped one, or `dynamic` is no bool.
+        ValueError: an optimizer that another wrapper has; scale arguments that do not fit.
+
+    Example:
+        >>> import gainstage as gs
+        >>> from gainstage.compat import tf2
+        >>> var = gs.Variable(1.0)
+        >>> opt = tf2.LossScaleOptimizer(gs.SGD(0.25))
+        >>> loss = lambda: var**2
+        >>> print(opt.get_scaled_loss(loss)())
+        32768.0
+        >>> value = opt.minimize(loss, [var])
+        >>> print(var.value(), opt.iterations.value())
+        0.5 1
+
+    Source: `tf.keras.mixed_precision.LossScaleOptimizer` (TensorFlow 2.15).
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Optimizer,
+        dynamic: bool = True,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+    ):
+        dynamic = checks.flag("dynamic", dynamic)
+        if dynamic:
+            rule: rules.LossScale = rules.DynamicLossScale(
+                2.0**15 if initial_scale is None else initial_scale,
+                2000 if dynamic_growth_steps is None else dynamic_growth_steps,
+                min_scale=live.FLOOR,
+            )
+        elif initial_scale is None or dynamic_growth_steps is not None:
+            raise ValueError(
+                f"Expected initial_scale, and no dynamic_growth_steps, for dynamic=False; got "
+                f"{initial_scale!r} and {dynamic_growth_steps!r}."
+            )
+        else:
+            rule = rules.FixedLossScale(initial_scale)
+        self._given.clear()  # what was given is in the rule
+        super().__init__(inner_optimizer, rule=rule)
+        self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
+
+    @property
+    def lr(self) -> Any:
+        """The learning rate, by its old name."""
+        return self.learning_rate
+
+    @lr.setter
+    def lr(self, learning_rate: Any) -> None:
+        self.learning_rate = learning_rate
+
+    @property
+    def iterations(self) -> Any:
+        """Steps so far, skipped ones included."""
+        return super().iterations
+
+    @iterations.setter
+    def iterations(self, value: Any) -> None:
+        if self.built:
+            raise RuntimeError("Expected iterations to be set before the optimizer is built.")
+        self.inner_optimizer._iterations.assign(value)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """The loss times the scale, in float32 or wider; of a callable, a callable."""
+        self._forgotten.discard("get_scaled_loss")
+        if callable(loss):
+            return lambda: self.scale_loss(loss())
+        return self.scale_loss(loss)
+
+    def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
+        """The gradients divided by the scale, in float32 or wider, as a list; None stays None."""
+        self._forgotten.discard("get_unscaled_gradients")
+        return self._unscaled(grads)
+
+    def minimize(self, loss: Callable[[], Any], var_list: Any, tape: Any = None) -> jax.Array:
+        """Scales, differentiates, unscales and applies; returns the true loss."""
+        if tape is not None:
+            raise ValueError("Expected no tape: pass the loss as a callable.")
+        self._forgotten.clear()
+        return super().minimize(loss, var_list)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        experimental_aggregate_gradients: bool = True,
+    ) -> Any:
+        """Takes a step on unscaled gradients, if they are finite.
+
+        Args:
+            grads_and_vars: (gradient, variable) pairs.
+            name, experimental_aggregate_gradients: accepted as documented, without effect.
+
+        Raises:
+            ValueError: no gradient at all.
+        """
+        pairs = list(grads_and_vars)
+        if not pairs:
+            raise ValueError("Expected at least one (gradient, variable) pair; got none.")
+        if self._forgotten:
+            warnings.warn(
+                f"Expected {' and '.join(sorted(self._forgotten))} to be called before "
+                f"apply_gradients: is the loss scaled, and are the gradients unscaled?",
+                stacklevel=2,
+            )
+            self._forgotten.clear()
+        return super().apply_gradients(pairs)
+
+    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+        count = self.inner_optimizer._iterations
+        before = count.value()
+        super()._apply(grads, rate)
+        count.assign(before + 1)  # a skipped step counts
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {
+            "inner_optimizer": serialize(self.inner_optimizer),
+            "dynamic": self.dynamic,
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Self:
+        """The optimizer of a configuration, also of the form `{optimizer, loss_scale}` that
+        TensorFlow wrote up to 2.3; `config` is not changed."""
+        config = dict(config)
+        if "loss_scale" in config:
+            config |= scale_arguments(config.pop("loss_scale"))
+        inner = config.pop("optimizer", None) or config.pop("inner_optimizer")
+        optimizer = cls.__new__(cls)
+        LossScaleOptimizer.__init__(
+            optimizer, deserialize(inner, Optimizer, custom_objects), **config
+        )
+        return optimizer
+
+
+def scale_arguments(loss_scale: Any) -> dict[str, Any]:
+    """The arguments `dynamic, initial_scale, dynamic_growth_steps` that a `loss_scale` stands for.
+
+    Args:
+        loss_scale: a number, "dynamic", a live or a pure loss scale, or the configuration of one.
+
+    Raises:
+        ValueError: anything else, or a multiplier other than 2.
+    """
+    if isinstance(loss_scale, Mapping):
+        loss_scale = deserialize(loss_scale, live.LossScale)
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return {"dynamic": True}
+    rule = getattr(loss_scale, "rule", loss_scale)
+    if isinstance(rule, rules.FixedLossScale):
+        rule = rule.loss_scale_value
+    if isinstance(rule, rules.DynamicLossScale):
+        if rule.multiplier != 2:
+            raise ValueError(f"Expected loss_scale with a multiplier of 2; got {rule.multiplier}.")
+        return {
+            "dynamic": True,
+            "initial_scale": rule.initial_loss_scale,
+            "dynamic_growth_steps": rule.increment_period,
+        }
+    try:
+        return {"dynamic": False, "initial_scale": checks.real("loss_scale", rule, above=0)}
+    except TypeError as error:
+        raise ValueError(
+            f"Expected a number, 'dynamic' or a LossScale for loss_scale; got {loss_scale!r}."
+        ) from error

@@ -1,0 +1,157 @@
+"""Habits and mistakes of a first-time user: each works, or is told what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage.compat import experimental
+
+
+def pair():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda w: jax.jit(lambda x: (w * x).sum())(1.0),
+        lambda w: jax.lax.scan(lambda c, x: (c + (w * x).sum(), 0), 0.0, jnp.ones(2)),
+        lambda w: jax.make_jaxpr(lambda: w.value())(),
+    ],
+)
+def test_plain_tracing_does_not_freeze_a_variable(trace):
+    """Under `jax.jit` or `lax.scan` a variable that is not lent raises: it would go stale."""
+    with pytest.raises(ValueError, match="'w', whose value would be frozen"):
+        trace(pair()[0])
+
+
+def test_transformations_that_do_not_compile_may_read_variables():
+    """`jax.grad` and `jax.vmap` read a variable like any function that runs now."""
+    w, _ = pair()
+    assert jax.vmap(lambda x: w[0] * x)(jnp.arange(3.0)).tolist() == [0, 1, 2]
+    assert float(jax.grad(lambda x: (w * x).sum())(1.0)) == 3.0
+
+
+def test_a_jit_inside_of_a_loss_is_explained():
+    """A compiled function that reads variables by itself fails with a note on what to do."""
+    w, opt = pair()
+    loss = jax.jit(lambda: (w * w).sum())
+    opt.minimize(loss, [w])
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        opt.minimize(loss, [w])
+    notes = " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "pass it `variable.value()` as an argument" in notes
+
+
+def test_finalizing_before_the_first_step_keeps_the_weights():
+    """As long as every step was skipped there is no average, and nothing to finalize."""
+    w = gs.Variable(5.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), use_ema=True)
+    opt.apply([jnp.inf], [w])
+    opt.finalize_variable_values([w])
+    assert float(w) == 5.0
+
+
+def test_exclusions_take_lists_of_the_right_kind():
+    """A string is no list of names, and a name is no variable."""
+    with pytest.raises(TypeError, match="list of strings for var_names"):
+        gs.SGD().exclude_from_weight_decay(var_names="bias")
+    with pytest.raises(TypeError, match="made of Variables"):
+        gs.SGD().exclude_from_weight_decay(["bias"])
+
+
+def test_one_variable_or_a_dictionary_is_a_list_of_variables():
+    """`var_list` may be one variable, a dictionary of them, or an iterator."""
+    w, opt = pair()
+    for var_list in (w, {"w": w}, iter([w]), lambda: w):
+        opt.minimize(lambda: (w**2).sum(), var_list)
+    assert w.numpy().tolist() == [0.0, 0.0]
+
+
+def test_read_only_parts_of_a_wrapper():
+    """Rule, inner optimizer and first scale are settled, and an inner argument is set inside."""
+    _, opt = pair()
+    for name in ("rule", "inner_optimizer", "initial_scale"):
+        with pytest.raises(AttributeError):
+            setattr(opt, name, None)
+    with pytest.raises(AttributeError, match="momentum to be set on the inner optimizer"):
+        opt.momentum = 0.9
+    opt.remark = "free"
+    assert opt.remark == "free"
+
+
+def test_an_option_taken_back_is_no_longer_given():
+    """An option of the inner optimizer set to None may be given to the wrapper."""
+    sgd = gs.SGD(1.0, clipnorm=1.0)
+    sgd.clipnorm = None
+    assert gs.LossScaleOptimizer(sgd, clipvalue=3.0).clipvalue == 3.0
+
+
+def test_jit_of_jit_keeps_its_own_state():
+    """Compiling a compiled function again donates what the outer one was told to donate."""
+    w, _ = pair()
+    step = gs.jit(gs.jit(lambda: w.assign(w * 2), [w]), [w], donate=True)
+    step()
+    pointer = w._value.unsafe_buffer_pointer()
+    step()
+    assert w._value.unsafe_buffer_pointer() == pointer
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_a_rule_of_ones_own_cannot_break_the_scale(scale):
+    """Whatever a rule returns, the scale stays finite and positive, in float32."""
+
+    class Broken(gs.FixedLossScale):
+        def init(self):
+            return gs.ScaleState(8)
+
+        def update(self, state, finite):
+            return gs.ScaleState(jnp.float32(scale))
+
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=Broken(8.0))
+    opt.minimize(lambda: w * 1.0, [w])
+    assert opt.loss_scale.dtype == jnp.float32
+    assert 0 < float(opt.loss_scale) <= 2.0**126
+
+
+def test_an_update_step_that_returns_is_told_to_assign():
+    """Returning the new value, as in optax, is an error and changes nothing."""
+
+    class Returning(gs.Optimizer):
+        def update_step(self, gradient, variable, learning_rate):
+            return variable - learning_rate * gradient
+
+    w = gs.Variable(1.0)
+    with pytest.raises(TypeError, match="update_step to assign"):
+        Returning(0.1).apply([1.0], [w])
+    assert float(w) == 1.0
+
+
+def test_augmented_assignment_is_refused():
+    """`w += 1` would put an array in the variable's place; the error names what to call."""
+    w, _ = pair()
+    with pytest.raises(TypeError, match=r"assign_add.*'w'"):
+        w += 1
+
+
+def test_integer_variables_in_minimize():
+    """An integer variable is named before JAX complains about tangents."""
+    n = gs.Variable(1, name="n")
+    with pytest.raises(TypeError, match="'n' of dtype int32"):
+        gs.SGD().minimize(lambda: n * 1.0, [n])
+
+
+def test_the_live_object_and_the_rule_know_each_other():
+    """`update` with the other's arguments says where the other is; either is taken for a rule."""
+    live, rule = experimental.DynamicLossScale(8.0), gs.DynamicLossScale(8.0)
+    with pytest.raises(TypeError, match=r"gainstage.compat.experimental"):
+        rule.update([jnp.ones(2)])
+    with pytest.raises(TypeError, match=r"gainstage.DynamicLossScale"):
+        live.update(rule.init(), True)
+    assert gs.LossScaleOptimizer(gs.SGD(), rule=live).rule == live.rule
+    opt = experimental.LossScaleOptimizer(gs.SGD(), rule)
+    assert (opt.initial_scale, opt.dynamic_growth_steps) == (8.0, 2000)
