@@ -1,0 +1,316 @@
+"""`tf.compat.v1.train` optimizers and `tf.compat.v1.mixed_precision`, with live loss scales."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks, optimizers
+from gainstage import loss_scale as rules
+from gainstage import optimizer as core
+from gainstage.compat.live import (
+    FLOOR,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    UnscaledLossScaleOptimizer,
+)
+from gainstage.variable import Variable
+
+__all__ = [
+    "AdamOptimizer",
+    "DynamicLossScale",
+    "FixedLossScale",
+    "GradientDescentOptimizer",
+    "LossScale",
+    "MixedPrecisionLossScaleOptimizer",
+    "MomentumOptimizer",
+    "Optimizer",
+]
+
+Pairs = list[tuple[Any, Variable]]
+
+
+class Optimizer:
+    """What the v1 optimizers share: the documented methods over an optimizer of the core.
+
+    Args:
+        optimizer: the core's optimizer.
+        use_locking: accepted and kept; a step is always one transaction here.
+        name: a non-empty string.
+
+    Raises:
+        ValueError: an empty name, or no string.
+
+    Source: `tf.compat.v1.train.Optimizer`.
+    """
+
+    def __init__(self, optimizer: core.Optimizer, use_locking: bool, name: str):
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
+        self._optimizer, self._use_locking, self._name = optimizer, use_locking, name
+
+    def get_name(self) -> str:
+        """The name."""
+        return self._name
+
+    def variables(self) -> list[Variable]:
+        """All state, as a list."""
+        return self._optimizer.variables
+
+    def get_slot_names(self) -> list[str]:
+        """The names of slots, once there are any."""
+        return sorted({name for _, name in self._slots()})
+
+    def get_slot(self, var: Variable, name: str) -> Variable | None:
+        """The slot of a variable, or None."""
+        return self._slots().get((var, name))
+
+    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+        return self._optimizer._slot_of
+
+    def compute_gradients(
+        self,
+        loss: Callable[[], Any],
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = 1,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        grad_loss: Any = None,
+    ) -> Pairs:
+        """The (gradient, variable) pairs of a loss; None where it does not depend on a variable.
+
+        Args:
+            loss: a callable of no argument; what is not a scalar is summed.
+            var_list: the variables; there is no global collection of them here.
+            gate_gradients, aggregation_method, colocate_gradients_with_ops: accepted, without
+                effect: XLA decides.
+            grad_loss: what the loss's elements are weighted with, None for 1.
+
+        Raises:
+            TypeError: a loss that is not callable.
+            ValueError: no `var_list`.
+        """
+        if var_list is None:
+            raise ValueError("Expected var_list; got None: there is no collection of variables.")
+        if not callable(loss):
+            raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
+
+        def weighted() -> jax.Array:
+            value = jnp.asarray(loss())
+            return jnp.sum(value if grad_loss is None else value * jnp.asarray(grad_loss))
+
+        return self._optimizer.compute_gradients(weighted, var_list)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Takes a step; `global_step`, a `gainstage.Variable`, counts it unless it was skipped.
+
+        Raises:
+            RuntimeError: inside of `jax.shard_map`, a gradient that differs between devices.
+            ValueError: no variable, or no gradient at all.
+        """
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        if not pairs:
+            raise ValueError("Expected at least one (gradient, variable) pair; got none.")
+        for gradient, variable in pairs:
+            if _varies(gradient):
+                raise RuntimeError(
+                    f"Expected gradients that are the same on every device; that of "
+                    f"{variable.name!r} varies over a mesh axis. Reduce it with jax.lax.psum, or "
+                    f"use the form for a mesh: gainstage.compat.dtensor."
+                )
+        before = self._steps()
+        self._optimizer.apply_gradients(pairs)
+        if global_step is not None:
+            global_step.assign(global_step + (self._steps() - before))
+
+    def _steps(self) -> jax.Array:
+        optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
+        return optimizer._iterations.value()
+
+    def minimize(
+        self,
+        loss: Callable[[], Any],
+        global_step: Variable | None = None,
+        var_list: Sequence[Variable] | None = None,
+        gate_gradients: int = 1,
+        aggregation_method: Any = None,
+        colocate_gradients_with_ops: bool = False,
+        name: str | None = None,
+        grad_loss: Any = None,
+    ) -> None:
+        """`compute_gradients`, then `apply_gradients`."""
+        pairs = self.compute_gradients(loss, var_list, grad_loss=grad_loss)
+        self.apply_gradients(pairs, global_step, name)
+
+
+class GradientDescentOptimizer(Optimizer):
+    """Gradient descent: `w -= learning_rate * g`.
+
+    Source: `tf.compat.v1.train.GradientDescentOptimizer`.
+    """
+
+    def __init__(
+        self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
+    ):
+        super().__init__(optimizers.SGD(learning_rate), use_locking, name)
+
+
+class MomentumOptimizer(Optimizer):
+    """Momentum of version 1: `m = momentum * m + g; w -= learning_rate * m`, or, with
+    `use_nesterov`, `w -= learning_rate * (g + momentum * m)`.
+
+    Example:
+        >>> import gainstage as gs
+        >>> from gainstage.compat import v1
+        >>> var, step = gs.Variable(1.0), gs.Variable(0)
+        >>> opt = v1.MixedPrecisionLossScaleOptimizer(v1.MomentumOptimizer(0.5, 0.9), "dynamic")
+        >>> opt.minimize(lambda: var**2, step, [var])
+        >>> print(var.value(), step.value(), opt.get_slot_names())
+        0.0 1 ['momentum']
+
+    Source: `tf.compat.v1.train.MomentumOptimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        momentum: float,
+        use_locking: bool = False,
+        name: str = "Momentum",
+        use_nesterov: bool = False,
+    ):
+        nesterov = checks.flag("use_nesterov", use_nesterov)
+        super().__init__(_Momentum(learning_rate, momentum, nesterov), use_locking, name)
+
+
+class _Momentum(optimizers.SGD):
+    """The rule of version 1, in which the rate multiplies the momentum rather than the gradient."""
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        self.momentums = self.add_optimizer_variables(var_list, "momentum")
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        m = self.momentums[self._get_variable_index(variable)]
+        self.assign(m, self.momentum * m + gradient)
+        step = gradient + self.momentum * m if self.nesterov else m
+        self.assign_sub(variable, learning_rate * step)
+
+
+class AdamOptimizer(Optimizer):
+    """Adam, whose epsilon stands outside of the bias correction, as in `gainstage.Adam`.
+
+    Source: `tf.compat.v1.train.AdamOptimizer`.
+    """
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.001,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-08,
+        use_locking: bool = False,
+        name: str = "Adam",
+    ):
+        super().__init__(optimizers.Adam(learning_rate, beta1, beta2, epsilon), use_locking, name)
+
+    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+        names = {"momentum": "m", "velocity": "v"}
+        return {(var, names[name]): slot for (var, name), slot in super()._slots().items()}
+
+
+class MixedPrecisionLossScaleOptimizer(Optimizer):
+    """Loss scaling around a v1 optimizer: gradients come out unscaled, a step with one that is not
+    finite is skipped, and then does not count in `global_step`.
+
+    Args:
+        opt: a v1 optimizer, not wrapped.
+        loss_scale: a number >= 1, "dynamic", a `LossScale` of `compat` (also a subclass of yours)
+            or a rule of the core.
+        use_locking, name: by default those of `opt`.
+
+    Raises:
+        ValueError: no v1 optimizer, any other `loss_scale`, a malformed name.
+
+    Source: `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        loss_scale: Any,
+        use_locking: bool | None = None,
+        name: str | None = None,
+    ):
+        if not isinstance(opt, Optimizer) or isinstance(opt, MixedPrecisionLossScaleOptimizer):
+            raise ValueError(f"Expected a v1 optimizer that is not wrapped for opt; got {opt!r}.")
+        self._inner = opt
+        # A user's own scale decides by itself: for the core the scale then is 1.
+        self._own = None if hasattr(loss_scale, "rule") else loss_scale
+        if not isinstance(self._own, LossScale):
+            self._own = None
+        rule = rules.FixedLossScale(1.0) if self._own is not None else _rule(loss_scale)
+        name = opt.get_name() if name is None else name
+        use_locking = opt._use_locking if use_locking is None else use_locking
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
+        wrapper = UnscaledLossScaleOptimizer(opt._optimizer, rule=rule)
+        super().__init__(wrapper, use_locking, name)
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The current scale."""
+        wrapper: Any = self._optimizer
+        return wrapper.loss_scale if self._own is None else jnp.asarray(self._own(), jnp.float32)
+
+    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+        return self._inner._slots()
+
+    def compute_gradients(self, loss: Callable[[], Any], *args: Any, **kwargs: Any) -> Pairs:
+        """As `Optimizer.compute_gradients`; the loss is scaled, and the gradients unscaled."""
+        if self._own is None or not callable(loss):
+            return super().compute_gradients(loss, *args, **kwargs)
+        scale = self.loss_scale
+        scaled = super().compute_gradients(lambda: loss() * scale, *args, **kwargs)
+        return [(None if g is None else g / scale, v) for g, v in scaled]
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        global_step: Variable | None = None,
+        name: str | None = None,
+    ) -> None:
+        """As `Optimizer.apply_gradients`, on unscaled gradients, if they are finite."""
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        if self._own is not None and any(g is not None for g, _ in pairs):
+            _, should_apply = self._own.update([g for g, _ in pairs])
+            # What the user's scale refuses is made a step that is not finite.
+            keep = should_apply
+            pairs = [(g if g is None else jnp.where(keep, g, jnp.nan), v) for g, v in pairs]
+        super().apply_gradients(pairs, global_step, name)
+
+
+def _rule(loss_scale: Any) -> rules.LossScale:
+    """The rule that a `loss_scale` argument stands for."""
+    rule = getattr(loss_scale, "rule", loss_scale)
+    if isinstance(rule, str) and rule == "dynamic":
+        return rules.DynamicLossScale(min_scale=FLOOR)
+    if isinstance(rule, rules.LossScale):
+        return rule
+    return FixedLossScale(rule).rule  # pyright: ignore[reportArgumentType]
+
+
+def _varies(gradient: Any) -> bool:
+    """Whether a value differs between the devices of a mesh, inside of `jax.shard_map`."""
+    kind = jax.typeof(gradient) if isinstance(gradient, jax.Array) else None
+    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
+    return bool(axes)
