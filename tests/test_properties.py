@@ -116,6 +116,8 @@ def test_a_skipped_step_changes_nothing_but_the_scale(kind, dtype, seed, leaf, b
     rng = np.random.default_rng(seed)
     for _ in range(steps_before):
         weights, state = step(state, random_gradients(rng, 8.0, dtype), weights)
+    delicate = np.array([-0.0, np.finfo(dtype).smallest_subnormal, 1, 2, 3], dtype)
+    weights = [weights[0], delicate, weights[2]]
     grads = random_gradients(rng, 8.0, dtype)
     grads[leaf].reshape(-1)[rng.integers(grads[leaf].size)] = bad
 
