@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"checks", "configurable", "variable"},
     {"bridge", "gradients", "loss_scale", "options", "policy", "schedules"},
-    {"stateful"},
+    {"learning_rate", "stateful"},
     {"minimizer"},
     {"optimizer"},
     {"optimizers"},

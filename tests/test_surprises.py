@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
@@ -155,3 +156,73 @@ def test_the_live_object_and_the_rule_know_each_other():
     assert gs.LossScaleOptimizer(gs.SGD(), rule=live).rule == live.rule
     opt = experimental.LossScaleOptimizer(gs.SGD(), rule)
     assert (opt.initial_scale, opt.dynamic_growth_steps) == (8.0, 2000)
+
+
+def test_accumulated_gradients_cannot_overflow_into_the_weights():
+    """Two finite gradients whose sum is infinite: the second step is skipped."""
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(2.0**-100, gradient_accumulation_steps=2), 1.0)
+    opt.apply([np.float32(3e38)], [w])
+    state = [v.numpy() for v in opt.inner_optimizer.variables]
+    opt.apply([np.float32(3e38)])
+    assert float(w) == 1.0
+    assert float(opt.loss_scale) == 0.5
+    for variable, before in zip(opt.inner_optimizer.variables, state, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), before)
+
+
+def test_a_number_beyond_every_float_is_out_of_range():
+    """An integer that no float holds is a ValueError like any other number out of range."""
+    with pytest.raises(ValueError, match="initial_loss_scale"):
+        gs.DynamicLossScale(10**400)
+
+
+@pytest.mark.parametrize("count", [2**31 - 1, -(2**31)])
+def test_a_stored_count_cannot_overflow(count):
+    """A loaded count of good steps, however large, leads to growth and not to a wrapped count."""
+    rule = gs.DynamicLossScale(8.0, increment_period=2)
+    state = rule.init()._replace(good_steps=jnp.int32(count))
+    state = rule.update(state, finite=True)
+    assert int(state.good_steps) in (0, 1)
+
+
+def test_a_float32_gradient_does_not_narrow_a_float64_step():
+    """Adam corrects its bias in the variable's precision, whatever the gradient's."""
+    with jax.enable_x64(True):
+        weights = []
+        for dtype in (jnp.float32, jnp.float64):
+            w = gs.Variable(1.0, jnp.float64)
+            gs.Adam(0.125).apply([jnp.ones((), dtype)], [w])
+            weights.append(float(w))
+    assert weights[0] == weights[1]
+
+
+def test_a_forgotten_has_aux_is_named():
+    """A function that returns (loss, aux) without has_aux=True is told about it."""
+    state = gs.loss_scaled(optax.sgd(0.1)).init(jnp.float32(1.0))
+    with pytest.raises(TypeError, match="has_aux=True"):
+        gs.value_and_grad(lambda w: (w**2, 0), state)(jnp.float32(1.0))
+
+
+def test_a_plain_optax_state_is_told_how_to_make_one():
+    """`value_and_grad` on a state without loss scaling names `loss_scaled(tx).init(params)`."""
+    with pytest.raises(ValueError, match=r"loss_scaled\(tx\)\.init\(params\)"):
+        gs.value_and_grad(lambda w: w**2, optax.sgd(0.1).init(jnp.float32(1.0)))
+
+
+def test_a_build_that_forgets_its_base_is_named():
+    """A subclass whose `build` does not call the base's is told so at the first step."""
+
+    class Forgetful(gs.SGD):
+        def build(self, var_list):
+            pass
+
+    with pytest.raises(ValueError, match=r"super\(\).build"):
+        Forgetful(0.1).apply([1.0], [gs.Variable(1.0)])
+
+
+def test_values_of_another_structure_are_named():
+    """A pure function called with too few values says which it expects."""
+    w = gs.Variable(1.0, name="w")
+    with pytest.raises(ValueError, match="one for each of"):
+        gs.functional(lambda: None, [w])([])

@@ -101,7 +101,13 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
 
     @functools.wraps(fn)
     def pure(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        values = structure.flatten_up_to(values)
+        try:
+            values = structure.flatten_up_to(values)
+        except ValueError as error:
+            raise ValueError(
+                f"Expected values in the structure of the state, one for each of "
+                f"{[v.name for v in variables]}; got {jax.tree.structure(values)}."
+            ) from error
         values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
         with lent(variables, values):
             result = fn(*args, **kwargs)

@@ -34,7 +34,10 @@ def real(
         value = value.item()
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
         raise TypeError(f"Expected {expected} for {name}; got {value!r}.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond every float
+        number = math.inf
     if not (math.isfinite(number) and above < number < below and low <= number <= high):
         raise ValueError(f"Expected {expected} for {name}; got {value!r}.")
     return number

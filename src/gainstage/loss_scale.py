@@ -202,8 +202,10 @@ class DynamicLossScale(LossScale):
 
     def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
         finite = jnp.asarray(finite)
-        good_steps = jnp.where(finite, 1 + jnp.asarray(state.good_steps), 0)
-        bad_steps = None if state.bad_steps is None else jnp.where(finite, 0, state.bad_steps + 1)
+        good_steps = jnp.where(finite, _one_more(state.good_steps, self.increment_period), 0)
+        bad_steps = state.bad_steps
+        if bad_steps is not None:
+            bad_steps = jnp.where(finite, 0, _one_more(bad_steps, self.hysteresis))
         grow = good_steps >= self.increment_period
         lower = ~finite if bad_steps is None else bad_steps >= self.hysteresis
 
@@ -220,6 +222,11 @@ class DynamicLossScale(LossScale):
         if factor < 1:
             return jnp.maximum(scale * factor, self.min_scale)
         return jnp.minimum(scale * factor, self.max_scale)
+
+
+def _one_more(count: Any, limit: int) -> jax.Array:
+    """A count and one, at most `limit`: a stored count may be anything, and must not overflow."""
+    return jnp.clip(jnp.asarray(count), 0, limit - 1) + 1
 
 
 def start(rule: LossScale) -> Any:

@@ -158,6 +158,10 @@ class Minimizer(Stateful):
         _check_gradients(grads, variables)
         if not self.built:
             self.build(variables)
+        if not self.built:
+            raise ValueError(
+                f"Expected {type(self).__name__}.build to call super().build(var_list)."
+            )
         grads = self._in_order(grads, variables)
 
         state = (self.variables, list(self._index))

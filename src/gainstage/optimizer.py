@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 from gainstage import gradients
 from gainstage.bridge import keep_if, lent, read, variables_in
 from gainstage.configurable import deserialize
+from gainstage.learning_rate import LearningRate
 from gainstage.minimizer import Minimizer, check_floating
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
-from gainstage.schedules import LearningRate, LearningRateSchedule
+from gainstage.schedules import LearningRateSchedule
 from gainstage.variable import Variable, is_tracing
 
 
@@ -318,7 +319,10 @@ class Optimizer(Minimizer):
     ) -> jax.Array:
         """A step on scaled gradients: all of it, or nothing if one is not finite."""
         true = gradients.unscale(grads, scale)
-        finite = gradients.all_finite([true, gradients.clipped_norms(true, self._clips())])
+        # An accumulator is finite, so its sum with a gradient tells of both, and of overflow.
+        sums = [a + g for a, g in zip(self._accumulators, true, strict=False) if g is not None]
+        checked = [sums or true, gradients.clipped_norms(true, self._clips())]
+        finite = gradients.all_finite(checked)
 
         def update() -> None:
             # Unscaled again, inside: there it costs nothing, passed in it would cost a copy.

@@ -73,7 +73,10 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
         ValueError: out of range, or a second clip option.
     """
     if name not in OPTIONS:
-        raise TypeError(f"Expected options among {sorted(OPTIONS)}; got {name!r}.")
+        raise TypeError(
+            f"Expected options among {sorted(OPTIONS)}; got {name!r}. What belongs to the inner "
+            f"optimizer or to the loss-scale rule is given there."
+        )
     if value is None:
         if name in ("use_ema", "ema_momentum"):
             raise TypeError(f"Expected a value for {name}; got None.")

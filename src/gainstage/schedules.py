@@ -2,18 +2,14 @@
 
 import abc
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gainstage import checks
-from gainstage.configurable import serialize
-from gainstage.variable import Variable
 
 
 class LearningRateSchedule(abc.ABC):
@@ -271,69 +267,3 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, as lists."""
         return {**super().get_config(), "boundaries": [*self.boundaries], "values": [*self.values]}
-
-
-class LearningRate:
-    """What an optimizer was given as `learning_rate`: a number, or a callable.
-
-    A number lives in a variable, so that a compiled step takes a new one without being compiled
-    again. A callable of the step is traced into the step; a callable of no argument is called by
-    Python, once per eager step, and its value enters the step as an argument.
-
-    Raises:
-        TypeError: neither a number nor a callable of at most one argument.
-        ValueError: a number that is not finite.
-    """
-
-    def __init__(self, source: Any, owner: str):
-        self.source = source
-        self.variable: Variable | None = None
-        self._takes_step = False
-        if not callable(source) or isinstance(source, Variable):
-            number = source.value() if isinstance(source, Variable) else source
-            number = checks.real("learning_rate", number)
-            self.variable = Variable(number, jnp.float32, name=f"{owner}/learning_rate")
-        else:
-            self._takes_step = _takes_step(source)
-
-    def now(self) -> jax.Array | None:
-        """The value to pass to a compiled step; None where the step finds its rate itself."""
-        if self.variable is not None or self._takes_step:
-            return None
-        rate = self.source()
-        if isinstance(rate, Variable):
-            rate = rate.value()
-        if isinstance(rate, jax.Array):
-            return rate.astype(jnp.float32)
-        return jax.device_put(np.float32(checks.real("the result of learning_rate()", rate)))
-
-    def at(self, step: jax.Array) -> jax.Array:
-        """The rate of the step after `step` others."""
-        if self.variable is not None:
-            return self.variable.value()
-        if self._takes_step:
-            return jnp.asarray(self.source(step), jnp.float32)
-        rate = self.now()
-        assert rate is not None
-        return rate
-
-    def get_config(self) -> Any:
-        """A number, a schedule's description, or the callable itself."""
-        if self.variable is not None:
-            return float(str(np.float32(self.variable)))  # 0.1, not 0.10000000149011612
-        if isinstance(self.source, LearningRateSchedule):
-            return serialize(self.source)
-        return self.source
-
-
-def _takes_step(rate: Callable[..., Any]) -> bool:
-    """Whether a callable wants an argument: one without a default, or any number of them."""
-    parameters = inspect.signature(rate).parameters.values()
-    required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
-    if len(positional) > 1 or len(positional) < len(required):
-        raise TypeError(
-            f"Expected learning_rate to be a number, a schedule, or a callable of the step or of "
-            f"nothing; got {rate!r}."
-        )
-    return bool(positional)

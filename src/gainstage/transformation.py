@@ -101,6 +101,7 @@ def value_and_grad(
         overflowed is not finite.
 
     Raises:
+        TypeError: `fun` returns no scalar.
         ValueError: no loss-scale state, or several, in `opt_state`.
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
@@ -109,6 +110,10 @@ def value_and_grad(
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
+            raise TypeError(
+                f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got {loss!r}."
+            )
         loss = gradients.widen(loss)
         return loss * scale.astype(loss.dtype), (loss, aux)
 
@@ -126,7 +131,7 @@ def _loss_scaled_state(opt_state: Any) -> LossScaledState:
     found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
     if len(found) != 1:
         raise ValueError(
-            f"Expected exactly one state of gainstage.loss_scaled in opt_state; "
+            f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
             f"got {len(found)} in a {type(opt_state).__name__} of "
             f"{jax.tree.structure(opt_state, is_leaf=is_state)}."
         )

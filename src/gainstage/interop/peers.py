@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gainstage.loss_scale import DynamicLossScale, ScaleState
+from gainstage.loss_scale import SMALLEST, DynamicLossScale, ScaleState
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 
 Imported = tuple[DynamicLossScale, ScaleState]
@@ -86,10 +86,19 @@ def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
 
 
 def _imported(
-    scale: Any, count: Any, *, period: int, multiplier: Any, backoff: Any = None, floor: Any = None
+    scale: Any,
+    count: Any,
+    *,
+    period: int,
+    multiplier: Any,
+    backoff: Any = None,
+    floor: Any = DynamicLossScale.min_scale,
 ) -> Imported:
-    bounds = {} if floor is None or float(floor) < 2.0**-126 else {"min_scale": float(floor)}
     rule = DynamicLossScale(
-        float(scale), period, float(multiplier), backoff_factor=backoff, **bounds
+        float(scale),
+        period,
+        float(multiplier),
+        backoff_factor=backoff,
+        min_scale=max(float(floor), SMALLEST),
     )
     return rule, ScaleState(jnp.float32(scale), jnp.int32(count))

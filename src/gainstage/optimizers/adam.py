@@ -71,7 +71,7 @@ class Adam(Optimizer):
     ) -> None:
         i = self._get_variable_index(variable)
         m, v = self.momentums[i], self.velocities[i]
-        t = jnp.asarray(self.iterations, gradient.dtype) + 1
+        t = jnp.asarray(self.iterations, variable.dtype) + 1
         alpha = learning_rate * jnp.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t)
 
         self.assign_add(m, (gradient - m) * (1 - self.beta_1))

@@ -1,0 +1,145 @@
+"""Each importer continues its peer's run: the same scale, the same count, the same weights."""
+
+import json
+from pathlib import Path
+
+import flax.training.dynamic_scale
+import jax
+import jax.numpy as jnp
+import jmp
+import keras
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage.interop import peers
+
+# Recorded from `torch.amp.GradScaler` around SGD(0.5) on the loss `w[0] + i * w[1]` of step i,
+# times inf where a step is not finite, from w = (1, 1).
+TORCH = json.loads((Path(__file__).parent / "goldens/torch_grad_scaler.json").read_text())
+FLAGS = np.random.default_rng(0).random(60) < 0.8
+
+
+def resumed(rule, state, inner=None):
+    opt = gs.LossScaleOptimizer(inner or gs.SGD(0.5), rule=rule)
+    peers.resume(opt, state)
+    return opt
+
+
+@pytest.mark.parametrize("stop", range(1, len(TORCH["steps"])))
+def test_torch(stop):
+    """A GradScaler's state, taken after any step, leads to torch's scales, counts and weights."""
+    steps = TORCH["steps"]
+    opt = resumed(*peers.from_torch(steps[stop - 1]["state"]))
+    w = gs.Variable(steps[stop - 1]["weights"])
+    for i, step in enumerate(steps[stop:], stop):
+        gradient = jnp.array([1.0, i]) * (1.0 if step["finite"] else jnp.inf)
+        opt.apply([gradient * opt.loss_scale], [w])
+        assert float(opt.loss_scale) == step["state"]["scale"]
+        assert int(opt.step_counter) == step["state"]["_growth_tracker"]
+        assert w.numpy().tolist() == step["weights"]
+
+
+def test_torch_disabled():
+    """The empty state of a disabled GradScaler is refused by name."""
+    with pytest.raises(ValueError, match="enabled GradScaler"):
+        peers.from_torch({})
+
+
+@pytest.mark.parametrize("stop", [1, 7, 30])
+@pytest.mark.parametrize("floor", [None, 2.0**14])
+def test_flax(stop, floor):
+    """A flax DynamicScale, taken after any step, leads to flax's scales, with its late growth."""
+    peer = flax.training.dynamic_scale.DynamicScale(
+        growth_interval=3, backoff_factor=0.25, scale=2.0**15
+    )
+    peer = peer if floor is None else peer.replace(minimum_scale=floor)
+
+    def stepped(peer, finite):
+        grad_fn = peer.value_and_grad(lambda w: w * (1.0 if finite else jnp.inf))
+        return grad_fn(jnp.float32(1.0))[0]
+
+    for finite in FLAGS[:stop]:
+        peer = stepped(peer, finite)
+    opt, w = resumed(*peers.from_flax(peer)), gs.Variable(1.0)
+    for finite in FLAGS[stop:]:
+        peer = stepped(peer, finite)
+        opt.apply([1.0 if finite else jnp.inf], [w])
+        assert float(opt.loss_scale) == float(peer.scale)
+        assert int(opt.step_counter) == int(peer.fin_steps)
+
+
+@pytest.mark.parametrize("stop", [1, 7, 30])
+@pytest.mark.parametrize("floor", [1.0, 2.0**14])
+def test_jmp(stop, floor):
+    """A jmp DynamicLossScale, taken after any step, leads to jmp's scales and counts."""
+    peer = jmp.DynamicLossScale(
+        jnp.float32(2.0**15), period=3, factor=4, min_loss_scale=jnp.float32(floor)
+    )
+    for finite in FLAGS[:stop]:
+        peer = peer.adjust(jnp.asarray(finite))
+    rule, state = peers.from_jmp(peer)
+    assert rule.min_scale == floor
+    for finite in FLAGS[stop:]:
+        peer, state = peer.adjust(jnp.asarray(finite)), rule.update(state, finite)
+        assert (float(state.scale), int(state.good_steps)) == (peer.loss_scale, peer.counter)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda lib: lib.SGD(0.125, momentum=0.5, use_ema=True),
+        lambda lib: lib.Adam(0.125, amsgrad=True, weight_decay=0.1),
+        lambda lib: lib.RMSprop(0.125, centered=True, gradient_accumulation_steps=2),
+    ],
+)
+def test_keras(kind, dtype):
+    """What Keras's LossScaleOptimizer saved, loaded here, leads to Keras's weights."""
+    if dtype == "float16" and kind(gs).gradient_accumulation_steps:
+        pytest.skip("Keras cannot accumulate with float16 variables")
+    rng = np.random.default_rng(1)
+    start = rng.normal(size=4).astype(dtype)
+    peer = keras.optimizers.LossScaleOptimizer(
+        kind(keras.optimizers), initial_scale=8.0, dynamic_growth_steps=3
+    )
+    theirs = keras.Variable(start, dtype=dtype)
+    peer.build([theirs])
+    grads = [rng.normal(size=4).astype(dtype) for _ in range(24)]
+    for i in (5, 13):
+        grads[i][1] = np.nan
+
+    def stepped(grad):
+        values = [v.value for v in peer.variables]
+        (weights,), values = jax.jit(peer.stateless_apply)(values, [grad], [theirs.value])
+        theirs.assign(weights)
+        for variable, value in zip(peer.variables, values, strict=True):
+            variable.assign(value)
+
+    for grad in grads[:8]:
+        stepped(grad)
+    store = {}
+    peer.save_own_variables(store)
+    ours = gs.Variable(theirs.numpy())
+    opt = gs.LossScaleOptimizer(kind(gs), initial_scale=8.0, dynamic_growth_steps=3)
+    opt.build([ours])
+    peers.load_keras(opt, store)
+    assert float(opt.dynamic_scale) == float(peer.dynamic_scale)
+    for grad in grads[8:]:
+        stepped(grad)
+        opt.apply([grad])
+        assert float(opt.dynamic_scale) == float(peer.dynamic_scale)
+        tolerance = {"rtol": 1e-4, "atol": 2e-6} if dtype == "float32" else {"atol": 4e-3}
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), **tolerance)
+
+
+def test_keras_of_another_kind():
+    """What Keras saved of another optimizer is refused, and nothing is loaded."""
+    opt, w = gs.LossScaleOptimizer(gs.SGD(0.5)), gs.Variable([1.0, 2.0])
+    opt.build([w])
+    before = [v.numpy() for v in opt.variables]
+    with pytest.raises(ValueError, match="weights"):
+        peers.load_keras(opt, {str(i): np.float32(0) for i in range(5)})
+    for variable, value in zip(opt.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
