@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
 # How a step runs, not what it computes: not part of a configuration.
 _LEFT_OUT = ("jit_compile", "mesh")
@@ -53,15 +53,20 @@ class Configurable:
 
 
 def _full_signature(cls: type) -> inspect.Signature:
-    """The signature of `cls.__init__`, with the parent's parameters in the place of `*args`."""
+    """The signature of `cls.__init__`, with the parent's parameters in the place of `*args`.
+
+    Where `**kwargs` is typed as `Unpack` of a `TypedDict`, those parameters alone are handed on.
+    """
     own = list(inspect.signature(cls.__init__).parameters.values())[1:]
     parent = getattr(cls.__mro__[1], "__signature__", inspect.Signature())
-    kinds = {parameter.kind for parameter in own}
+    kinds = {parameter.kind: parameter for parameter in own}
     named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     handed_on = []
     if inspect.Parameter.VAR_KEYWORD in kinds:
         names = {parameter.name for parameter in named}
         handed_on = [p for p in parent.parameters.values() if p.name not in names]
+        for typed in get_args(kinds[inspect.Parameter.VAR_KEYWORD].annotation):
+            handed_on = [p for p in handed_on if p.name in typed.__annotations__]
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             handed_on = [p.replace(kind=p.KEYWORD_ONLY) for p in handed_on]
     return inspect.Signature(sorted(named + handed_on, key=lambda parameter: parameter.kind))

@@ -1,0 +1,144 @@
+"""Every class can be described, made again, pickled and copied."""
+
+import copy
+import inspect
+import pickle
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gainstage as gs
+from gainstage.compat import dtensor, experimental, tf2, v1
+
+CORE = [gs.SGD, gs.Adam, gs.AdamW, gs.RMSprop, gs.Adagrad, gs.Adadelta, gs.Lion]
+MESH = [dtensor.SGD, dtensor.Adam, dtensor.AdamW, dtensor.RMSprop, dtensor.Adagrad]
+# A value for each option that is not its default; what else a constructor takes is below.
+OPTIONS = {
+    "learning_rate": gs.schedules.ExponentialDecay(0.5, 2, 0.5),
+    "weight_decay": 0.125,
+    "clipnorm": 2.0,
+    "clipvalue": 2.0,
+    "global_clipnorm": 2.0,
+    "use_ema": True,
+    "ema_momentum": 0.5,
+    "ema_overwrite_frequency": 3,
+    "loss_scale_factor": 4.0,
+    "gradient_accumulation_steps": 2,
+    "name": "mine",
+    "momentum": 0.5,
+    "nesterov": True,
+    "beta_1": 0.5,
+    "beta_2": 0.5,
+    "epsilon": 0.5,
+    "amsgrad": True,
+    "rho": 0.5,
+    "centered": True,
+    "initial_accumulator_value": 0.5,
+    "gradients_clip_option": dtensor.GradientsClipOption(clipvalue=2.0),
+    "ema_option": dtensor.EMAOption(True, 0.5, 2),
+    "initial_scale": 2.0**9,
+    "dynamic_growth_steps": 7,
+    "rule": gs.DynamicLossScale(hysteresis=2),
+}
+NOT_OPTIONAL = {"jit_compile", "mesh", "inner_optimizer", "optimizer", "dynamic", "options"}
+
+
+def wrapped(**options):
+    return gs.LossScaleOptimizer(gs.SGD(0.1), **options)
+
+
+def wrapped_fixed(**options):
+    return gs.LossScaleOptimizer(gs.SGD(0.1), 2.0, dynamic=False, **options)
+
+
+def cases():
+    for cls in [*CORE, *MESH, gs.LossScaleOptimizer]:
+        for name in inspect.signature(cls).parameters:
+            only_false = cls is dtensor.SGD and name == "amsgrad"
+            if name not in NOT_OPTIONAL and not only_false:
+                yield pytest.param(cls, name, id=f"{cls.__module__}.{cls.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("cls", "name"), [*cases()])
+def test_every_option_survives_a_round_trip(cls, name):
+    """`from_config(get_config())` describes itself alike, and the option has kept its value."""
+    make = wrapped if cls is gs.LossScaleOptimizer else cls
+    opt = make(**{name: OPTIONS[name]})
+    config = opt.get_config()
+    assert config != {**make().get_config(), "name": config["name"]} or name == "name"
+    twin = cls.from_config(config)
+    assert type(twin) is cls
+    assert twin.get_config() == config
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        wrapped_fixed,
+        lambda: experimental.LossScaleOptimizer(gs.Adam(0.5), "dynamic"),
+        lambda: experimental.LossScaleOptimizer(gs.Adam(0.5), 8),
+        lambda: tf2.LossScaleOptimizer(gs.SGD(0.5), False, 8.0),
+        lambda: tf2.LossScaleOptimizer(gs.SGD(0.5), True, 8.0, 3),
+        lambda: experimental.FixedLossScale(4),
+        lambda: experimental.DynamicLossScale(4, 3, 4),
+        lambda: gs.FixedLossScale(4.0),
+        lambda: gs.DynamicLossScale(4.0, 3, 4.0, backoff_factor=0.5, hysteresis=2),
+        lambda: gs.Policy("mixed_float16"),
+    ],
+)
+def test_every_class_survives_a_round_trip(make):
+    """What has `get_config` is made again by `from_config`, described alike."""
+    thing = make()
+    config = thing.get_config()
+    assert type(thing).from_config(config).get_config() == config
+
+
+def by_pair(opt, w):
+    opt.apply_gradients([(jnp.ones(2), w)])
+
+
+def by_loss(opt, w):
+    opt.minimize(lambda: (w * w).sum(), var_list=[w])
+
+
+@pytest.mark.filterwarnings("ignore:Expected get_scaled_loss:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        *((lambda cls=cls: cls(0.1), by_pair) for cls in [*CORE, *MESH]),
+        (wrapped, by_pair),
+        (lambda: gs.SGD(OPTIONS["learning_rate"]), by_pair),
+        (lambda: experimental.LossScaleOptimizer(gs.SGD(0.1), "dynamic"), by_pair),
+        (lambda: tf2.LossScaleOptimizer(gs.SGD(0.1)), by_pair),
+        (lambda: v1.GradientDescentOptimizer(0.1), by_loss),
+        (lambda: v1.MomentumOptimizer(0.1, 0.9), by_loss),
+        (lambda: v1.AdamOptimizer(0.1), by_loss),
+        (
+            lambda: v1.MixedPrecisionLossScaleOptimizer(v1.AdamOptimizer(0.1), "dynamic"),
+            by_loss,
+        ),
+    ],
+)
+def test_every_optimizer_pickles_and_copies(make, step):
+    """A pickle and a deep copy of weights and optimizer, taken mid-run, continue it alike."""
+    opt, w = make(), gs.Variable([1.0, 2.0])
+    step(opt, w)
+    twins = [pickle.loads(pickle.dumps((opt, w))), copy.deepcopy((opt, w))]
+    for pair in [(opt, w), *twins]:
+        for _ in range(3):
+            step(*pair)
+    for _, twin in twins:
+        assert twin.numpy().tolist() == w.numpy().tolist()
+
+
+def test_an_optax_chain_is_copied():
+    """`Optax` is deep-copied; it cannot be pickled, as optax's functions cannot."""
+    opt, w = gs.Optax(optax.adam(0.1)), gs.Variable([1.0, 2.0])
+    by_pair(opt, w)
+    twin, other = copy.deepcopy((opt, w))
+    by_pair(opt, w)
+    by_pair(twin, other)
+    assert other.numpy().tolist() == w.numpy().tolist()
+    with pytest.raises(AttributeError, match="local object"):
+        pickle.dumps(opt)
