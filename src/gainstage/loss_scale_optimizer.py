@@ -156,7 +156,7 @@ class LossScaleOptimizer(Optimizer):
 
     def check_finite(self, grads: Iterable[Any]) -> jax.Array:
         """Whether all gradients are finite, as a bool scalar; None counts as finite."""
-        return gradients.all_finite(gradients.widen(list(grads)))
+        return gradients.all_finite(list(grads))
 
     def _loss_scale(self) -> jax.Array:
         factor = self._option("loss_scale_factor")

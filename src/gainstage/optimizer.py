@@ -310,7 +310,8 @@ class Optimizer(Minimizer):
     def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
         scale = self._loss_scale()
         if scale is None:
-            self._update(gradients.widen(grads), rate)
+            norms = [] if self._accumulators else gradients.norms(grads, self._clips())
+            self._update(gradients.widen(grads), norms, rate)
         else:
             self._update_if_finite(grads, scale, rate)
 
@@ -318,20 +319,17 @@ class Optimizer(Minimizer):
         self, grads: list[Any], scale: jax.Array, rate: jax.Array | None
     ) -> jax.Array:
         """A step on scaled gradients: all of it, or nothing if one is not finite."""
-        true = gradients.unscale(grads, scale)
-        # An accumulator is finite, so its sum with a gradient tells of both, and of overflow.
-        sums = [a + g for a, g in zip(self._accumulators, true, strict=False) if g is not None]
-        checked = [sums or true, gradients.clipped_norms(true, self._clips())]
-        finite = gradients.all_finite(checked)
+        limits = {} if self._accumulators else self._clips()
+        seen = gradients.inspect(grads, scale, limits, onto=read(self._accumulators))
 
         def update() -> None:
-            # Unscaled again, inside: there it costs nothing, passed in it would cost a copy.
-            self._update(gradients.unscale(grads, scale), rate)
+            # Unscaled inside: there it costs nothing, passed in it would cost a copy.
+            self._update(gradients.unscale(grads, scale), seen.norms, rate)
 
-        keep_if(finite, update, (list(self._index), self.variables))
-        return finite
+        keep_if(seen.finite, update, (list(self._index), self.variables))
+        return seen.finite
 
-    def _update(self, grads: list[Any], rate: jax.Array | None) -> None:
+    def _update(self, grads: list[Any], norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
         """Everything after the finite check, on variables held in float32 or wider."""
         variables = list(self._index)
         rate = self._rate.at(self._iterations.value()) if rate is None else rate
@@ -339,7 +337,7 @@ class Optimizer(Minimizer):
             if self._accumulators:
                 self._accumulate(grads, rate)
             else:
-                self._update_weights(grads, rate)
+                self._update_weights(grads, norms, rate)
             if self._averages:
                 self._average()
             for variable in variables:
@@ -362,14 +360,17 @@ class Optimizer(Minimizer):
             for _, accumulator in present:
                 accumulator.assign(jnp.zeros_like(accumulator.value()))
             pairs = zip(grads, sums, strict=True)
-            self._update_weights([None if g is None else s / steps for g, s in pairs], rate)
+            means = [None if g is None else s / steps for g, s in pairs]
+            self._update_weights(means, gradients.norms(means, self._clips()), rate)
 
         due = (self._iterations + 1) % steps == 0
         keep_if(due, update, (list(self._index), self.variables))
 
-    def _update_weights(self, grads: list[Any], rate: jax.Array) -> None:
+    def _update_weights(
+        self, grads: list[Any], norms: Sequence[jax.Array], rate: jax.Array
+    ) -> None:
         """Clips and decays, then updates every variable that has a gradient."""
-        decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips())
+        decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips(), norms)
         for variable, gradient in zip(self._index, grads, strict=True):
             if decay is not None and gradient is not None and self._decays(variable):
                 variable.assign(variable - variable * decay * rate)

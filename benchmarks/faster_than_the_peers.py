@@ -1,0 +1,37 @@
+"""A scaled step is faster than with the other libraries that scale losses, or check, in JAX."""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import harness
+import peers
+
+VARIANTS = (
+    peers.OPTAX,
+    peers.OURS,
+    peers.OURS_IN_OPTAX,
+    "optax.apply_if_finite",
+    "Keras LossScaleOptimizer",
+    "flax DynamicScale",
+    "jmp",
+    "mpx",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures the step alone; all are compiled and donate their state."""
+    options = harness.arguments(
+        __doc__,
+        argv,
+        sets=("one resnet50", "tiny20"),
+        optimizers=("sgd adam", "sgd adam"),
+        dtypes=("float32 float16", "float32 float16"),
+    )
+    cells = product(options.sets, options.optimizers, options.dtypes)
+    cases = [peers.case(VARIANTS, peers.OPTAX, *cell) for cell in cells]
+    harness.run(Path(__file__).stem, __doc__, cases, options)
+
+
+if __name__ == "__main__":
+    main()

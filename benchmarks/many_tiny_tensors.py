@@ -1,0 +1,28 @@
+"""Thousands of small tensors cost little more than handing them to a program and back.
+
+The floor is a program with the same arguments, all donated, and the same results, that does
+nothing else.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import harness
+import peers
+
+VARIANTS = (peers.OPTAX, peers.PASS_THROUGH, peers.OURS, peers.OURS_IN_OPTAX, peers.OURS_GROUPED)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures sets of tensors of 64 elements."""
+    options = harness.arguments(
+        __doc__, argv, sets=("tiny1000 tiny5000", "tiny20"), optimizers=("sgd adam", "sgd adam")
+    )
+    cells = product(options.sets, options.optimizers)
+    cases = [peers.case(VARIANTS, peers.OPTAX, *cell) for cell in cells]
+    harness.run(Path(__file__).stem, __doc__, cases, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The page and the picture of the benchmarks, made of nothing but what `results/` holds."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import LIMIT, RESULTS
+from matplotlib.figure import Figure
+
+DOCS = Path(__file__).parents[1] / "docs"
+INTRODUCTION = """# Benchmarks
+
+`python benchmarks/run_all.py` measures all of this and writes this page. Variants take turns in
+one process, with donated state. A ratio is the median, over rounds, of the time that a variant
+took over that of the baseline in the same round. In parentheses stand the smallest and the
+largest ratio of the repeats or, where there was one run, the quartiles of its rounds. Where a
+case names no model, only the optimizer's step is measured, on given gradients.
+
+![Every ratio to the first baseline](benchmarks.png)
+"""
+COLORS = ["#00798c", "#d1495b", "#edae49", "#66a182"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes `benchmarks.md` and `benchmarks.png`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", default=RESULTS, metavar="DIR", help="folder of the results")
+    parser.add_argument("--docs", default=DOCS, metavar="DIR", help="folder of the page")
+    options = parser.parse_args(argv)
+    write(Path(options.output), Path(options.docs))
+
+
+def write(results: Path, docs: Path) -> None:
+    """Makes the page and the picture in `docs` of all files in `results`."""
+    devices = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    docs.mkdir(parents=True, exist_ok=True)
+    (docs / "benchmarks.md").write_text(page(devices))
+    picture(devices).savefig(docs / "benchmarks.png")
+
+
+# ── the page ─────────────────────────────────────────────────────────────────────────────────
+
+
+def page(devices: dict[str, Any]) -> str:
+    """All claims on all devices, in Markdown."""
+    parts = [INTRODUCTION]
+    for device, claims in devices.items():
+        parts.append(f"## On {device}\n")
+        parts += [section(name, claim) for name, claim in claims.items()]
+    return "\n".join(parts)
+
+
+def section(name: str, claim: dict[str, Any]) -> str:
+    """A claim with its tables: one for each baseline, and one of the times."""
+    cases = list(claim["cases"].values())
+    versions = [f"{key} {value}" for key, value in claim["environment"].items() if value]
+    runs = {f"{case['rounds']} rounds, {case['repeats']} repeats" for case in cases}
+    names = list(dict.fromkeys(name for case in cases for name in variants(case)))
+    parts = [f"### {claim['claim']}", f"`benchmarks/{name}.py`; {'; '.join(sorted(runs))}"]
+    for baseline in dict.fromkeys(b for case in cases for b in case["baselines"]):
+        others = [name for name in names if name != baseline]
+        rows = [[ratio(case, other, baseline) for other in others] for case in cases]
+        parts.append(f"Times over that of **{baseline}**:\n\n{table(cases, others, rows)}")
+    title = "Milliseconds a step / seconds to compile"
+    title += (
+        " / part of the memory's bandwidth" if any(LIMIT in c["variants"] for c in cases) else ""
+    )
+    rows = [[times(case, name) for name in names] for case in cases]
+    parts.append(f"{title}:\n\n{table(cases, names, rows)}")
+    return "\n\n".join([*parts, ", ".join(versions) + ".", ""])
+
+
+def table(cases: list[Any], names: list[str], rows: list[list[str]]) -> str:
+    """One row for each case."""
+    labels = list(dict.fromkeys(label for case in cases for label in case["labels"]))
+    lines = [[*labels, *names], ["---"] * len(labels) + ["---:"] * len(names)]
+    for case, row in zip(cases, rows, strict=True):
+        lines.append([*(case["labels"].get(label, "") for label in labels), *row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def variants(case: dict[str, Any]) -> list[str]:
+    """The variants of a case, the missing ones last."""
+    return [name for name in [*case["variants"], *case["missing"]] if name != LIMIT]
+
+
+def ratio(case: dict[str, Any], name: str, baseline: str) -> str:
+    """A ratio with its spread."""
+    numbers = case["variants"].get(name, {}).get("ratios", {}).get(baseline)
+    if numbers is None:
+        return case["missing"].get(name, "")
+    low, high = ("low", "high") if case["repeats"] > 1 else ("q1", "q3")
+    return f"{numbers['median']:.3g} ({numbers[low]:.3g}-{numbers[high]:.3g})"
+
+
+def times(case: dict[str, Any], name: str) -> str:
+    """How long a step takes, and its compilation."""
+    numbers = case["variants"].get(name)
+    if numbers is None:
+        return ""
+    share = f" / {numbers['of_bandwidth']:.0%}" if "of_bandwidth" in numbers else ""
+    return f"{numbers['ms']:.3g} / {numbers['compile_s']:.1f}{share}"
+
+
+# ── the picture ──────────────────────────────────────────────────────────────────────────────
+
+
+def picture(devices: dict[str, Any]) -> Figure:
+    """One panel a claim, one line a variant, one dot a case."""
+    claims = list(dict.fromkeys(name for claims in devices.values() for name in claims))
+    rows = {claim: lines(devices, claim) for claim in claims}
+    heights = [len(names) + 2 for names in rows.values()]
+    figure = Figure(figsize=(10, 0.34 * sum(heights)), dpi=110, layout="constrained")
+    panels = figure.subplots(len(claims), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, claim in zip(panels, claims, strict=True):
+        draw(axes, {d: c[claim] for d, c in devices.items() if claim in c}, rows[claim])
+    return figure
+
+
+def lines(devices: dict[str, Any], claim: str) -> list[str]:
+    """The variants of a claim that are held against another."""
+    cases = [case for c in devices.values() if claim in c for case in c[claim]["cases"].values()]
+    names = dict.fromkeys(name for case in cases for name in variants(case))
+    measured = [name for name in names if any(name in case["variants"] for case in cases)]
+    return [name for name in measured if any(name != case["baselines"][0] for case in cases)]
+
+
+def draw(axes: Any, devices: dict[str, Any], names: list[str]) -> None:
+    """The ratios of one claim, with a bar at their median."""
+    for color, (device, claim) in zip(COLORS * len(devices), devices.items(), strict=False):
+        for height, name in enumerate(names):
+            ratios = [
+                case["variants"][name]["ratios"][case["baselines"][0]]["median"]
+                for case in claim["cases"].values()
+                if name in case["variants"]
+            ]
+            if not ratios:
+                continue
+            axes.plot(ratios, [height] * len(ratios), "o", color=color, alpha=0.5, label=device)
+            axes.plot(statistics.median(ratios), height, "|", color=color, ms=18, mew=3)
+    example = next(iter(devices.values()))
+    baseline = next(iter(example["cases"].values()))["baselines"][0]
+    axes.axvline(1, color="#9aa5b8", zorder=0)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_title(example["claim"], loc="left", fontsize=9, fontweight="bold")
+    axes.set_xlabel(f"time / that of {baseline}", fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(devices) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(*zip(*dict(zip(labels, handles, strict=True)).items(), strict=True)[::-1])
+
+
+if __name__ == "__main__":
+    main()

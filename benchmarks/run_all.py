@@ -1,0 +1,52 @@
+"""Measures all claims, or those that are named, and writes their results, page and picture."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import harness
+import report
+
+CLAIMS = (
+    "scaling_is_free_beside_optax",
+    "clipping_shares_its_norm_with_the_check",
+    "options_cost_what_they_cost_in_optax",
+    "train_steps_do_not_notice_scaling",
+    "faster_than_the_peers",
+    "many_tiny_tensors",
+    "eager_apply",
+    "beside_torch",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the scripts one after the other; each adds to the results as it goes."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("claims", nargs="*", type=claim, help=f"some of: {', '.join(CLAIMS)}")
+    parser.add_argument("--docs", default=report.DOCS, metavar="DIR", help="folder of the page")
+    parser.add_argument("--torch-python", default=sys.executable, metavar="PATH")
+    parser.add_argument("--torch-threads", default="0", metavar="N")
+    options = parser.parse_args(argv)
+    words = [f"--{name}={getattr(options, name)}" for name in ("repeats", "budget", "output")]
+    words += ["--quick"] if options.quick else []
+    words += [f"--rounds={options.rounds}"] if options.rounds else []
+    for name in options.claims or CLAIMS:
+        torch = [
+            f"--torch-python={options.torch_python}",
+            f"--torch-threads={options.torch_threads}",
+        ]
+        importlib.import_module(name).main(words + torch * (name == "beside_torch"))
+    report.write(Path(options.output), Path(options.docs))
+
+
+def claim(word: str) -> str:
+    """The name of a claim."""
+    if word not in CLAIMS:
+        raise argparse.ArgumentTypeError(f"Expected one of {', '.join(CLAIMS)}; got {word}.")
+    return word
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A whole train step takes as long with loss scaling as without.
+
+Scaling puts the update behind a conditional, and that alone changes what XLA fuses with what. So
+there are two baselines: a step without scaling, and one whose update stands in a conditional that
+is always true, though XLA cannot know.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import harness
+import jax
+import jax.numpy as jnp
+import models
+import optax
+
+import gainstage as gs
+
+RATE, EPSILON, SCALE = 1e-3, 1e-7, 2.0**10
+PLAIN, BARRIER = "no scaling", "no scaling, in a conditional"
+OPTAX, KERAS = "ours, in an optax loop", "ours, LossScaleOptimizer"
+
+
+def plain(model: models.Model, barrier: bool = False) -> harness.Variant:
+    """Adam in optax, without scaling."""
+    tx = optax.adam(RATE, eps=EPSILON)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        inner, count = state
+        loss, grads = jax.value_and_grad(model.loss)(params, batch)
+
+        def update(old: Any) -> Any:
+            updates, inner = tx.update(grads, old[1], old[0])
+            return optax.apply_updates(old[0], updates), inner
+
+        if barrier:
+            params, inner = jax.lax.cond(count >= 0, update, lambda old: old, (params, inner))
+        else:
+            params, inner = update((params, inner))
+        return params, (inner, count + 1), loss
+
+    return pure(step, model, (tx.init(model.params), jnp.int32(0)))
+
+
+def in_optax(model: models.Model) -> harness.Variant:
+    """Adam in optax, with `gs.loss_scaled` and `gs.value_and_grad`."""
+    tx = gs.loss_scaled(optax.adam(RATE, eps=EPSILON), gs.DynamicLossScale(SCALE))
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = gs.value_and_grad(model.loss, state)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return pure(step, model, tx.init(model.params))
+
+
+def keras_style(model: models.Model) -> harness.Variant:
+    """`gs.jit` over `minimize`."""
+    params = jax.tree.map(gs.Variable, model.params)
+    variables = jax.tree.leaves(params)
+    optimizer = gs.LossScaleOptimizer(gs.Adam(RATE, epsilon=EPSILON), initial_scale=SCALE)
+    optimizer.build(variables)
+
+    def step(batch: Any) -> jax.Array:
+        def loss() -> jax.Array:
+            return model.loss(jax.tree.map(lambda v: v.value(), params), batch)
+
+        return optimizer.minimize(loss, variables)
+
+    program = gs.jit(step, (variables, optimizer.variables), donate=True)
+    return lambda _, batch: (variables, program(batch)), (variables, None)
+
+
+def pure(step: Any, model: models.Model, state: Any) -> harness.Variant:
+    """A variant out of `(params, state, batch) -> (params, state, loss)`, which donates both."""
+    program = jax.jit(step, donate_argnums=(0, 1))
+
+    def call(carry: Any, batch: Any) -> Any:
+        params, state, loss = program(*carry[1:3], batch)
+        return jax.tree.leaves(params)[:1], params, state, loss
+
+    params = jax.tree.map(jnp.copy, model.params)
+    return call, (jax.tree.leaves(params)[:1], params, state, None)
+
+
+def steps(name: str, dtype: str) -> tuple[harness.Builders, Any]:
+    """The variants for one model and the dtype that it computes in."""
+    model = models.model(name, dtype)
+    return {
+        PLAIN: partial(plain, model),
+        BARRIER: partial(plain, model, barrier=True),
+        OPTAX: partial(in_optax, model),
+        KERAS: partial(keras_style, model),
+    }, model.batch
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures Adam on each model, in each dtype to compute in."""
+    options = harness.arguments(
+        __doc__, argv, models=("mlp transformer", "mlp"), dtypes=("float32 float16",) * 2
+    )
+    cases = [
+        harness.Case(
+            {"model": name, "computes in": dtype}, partial(steps, name, dtype), [PLAIN, BARRIER]
+        )
+        for name, dtype in product(options.models, options.dtypes)
+    ]
+    harness.run(Path(__file__).stem, __doc__, cases, options)
+
+
+if __name__ == "__main__":
+    main()
