@@ -1,5 +1,6 @@
 """Traces recorded from TensorFlow's DTensor optimizers, on one device and on a mesh of eight."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -163,3 +164,27 @@ def test_siblings(name):
     )
     getattr(gs, name)(0.1, clipvalue=0.5).apply([[1.0, 0.1]], [b])
     np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6)
+
+
+def test_siblings_have_the_arguments_of_their_rule():
+    """A sibling's signature, configuration and clashes know its own arguments."""
+    parameters = inspect.signature(dtensor.Adam).parameters
+    assert [*parameters][:5] == ["learning_rate", "beta_1", "beta_2", "epsilon", "amsgrad"]
+    opt = dtensor.Adam(0.1, 0.5)
+    assert dtensor.Adam.from_config(opt.get_config()).beta_1 == 0.5
+    assert gs.LossScaleOptimizer(opt, weight_decay=0.1).inner_optimizer is opt
+    with pytest.raises(ValueError, match="clipnorm"):
+        gs.LossScaleOptimizer(dtensor.Adam(clipnorm=1.0), clipnorm=2.0)
+
+
+def test_slots_of_ones_own_in_the_documented_order():
+    """`add_variable` takes (shape, dtype, initializer, name), the other an initial value."""
+    opt, var = dtensor.SGD(), gs.Variable([1.0, 2.0])
+    count = opt.add_variable((), "int32", "ones", "count")
+    assert (int(count), count.dtype, count.name) == (1, jnp.int32, "SGD/count")
+    assert opt.add_variable(name="x").shape == ()
+    slot = opt.add_variable_from_reference(
+        model_variable=var, variable_name="slot", initial_value=[3.0, 4.0]
+    )
+    assert slot.numpy().tolist() == [3.0, 4.0]
+    assert opt.add_variable_from_reference(var, "other").numpy().tolist() == [0.0, 0.0]

@@ -1960,9 +1960,9 @@ row(5, "ValueError: loss_scale_value below 1")(
 )
 
 
-@row(5, "TypeError: initial_loss_scale or multiplier is None")
+@row(5, "TypeError: an argument is None")
 def _():
-    for name in ("initial_loss_scale", "multiplier"):
+    for name in ("initial_loss_scale", "increment_period", "multiplier"):
         failing(TypeError, name, experimental.DynamicLossScale, **{name: None})
 
 

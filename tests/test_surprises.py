@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.compat import experimental
+from gainstage.compat import experimental, tf2, v1
 
 
 def pair():
@@ -226,3 +226,30 @@ def test_values_of_another_structure_are_named():
     w = gs.Variable(1.0, name="w")
     with pytest.raises(ValueError, match="one for each of"):
         gs.functional(lambda: None, [w])([])
+
+
+def test_an_optimizer_adds_lists():
+    """`optimizer.assign_add` and `assign_sub` take whatever a variable's own methods take."""
+    w, opt = pair()
+    opt.assign_add(w, [0.5, 0.5])
+    opt.assign_sub(w, [0.25, 0.0])
+    assert w.numpy().tolist() == [1.25, 2.5]
+
+
+def test_computed_gradients_are_known_to_be_unscaled():
+    """`tf2` gradients from `compute_gradients` need no reminder to unscale them."""
+    w = gs.Variable(1.0)
+    opt = tf2.LossScaleOptimizer(gs.SGD(0.25))
+    opt.apply_gradients(opt.compute_gradients(lambda: w**2, [w]))
+    assert float(w) == 0.5
+
+
+def test_errors_name_the_argument_of_the_document():
+    """A wrong `loss_scale` or period is refused under its own name, in the documents' bounds."""
+    with pytest.raises(ValueError, match=r">= 1, 'dynamic' or a LossScale for loss_scale"):
+        v1.MixedPrecisionLossScaleOptimizer(v1.AdamOptimizer(), "fast")
+    with pytest.raises(TypeError, match="increment_period"):
+        experimental.DynamicLossScale(8.0, None)
+    with pytest.raises(TypeError, match="jit_compile"):
+        gs.SGD(jit_compile="yes")
+    assert v1.AdamOptimizer.GATE_OP == 1

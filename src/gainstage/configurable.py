@@ -1,7 +1,7 @@
 """Objects that can be described by their constructor's arguments, and made again from them."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
 # How a step runs, not what it computes: not part of a configuration.
@@ -53,23 +53,33 @@ class Configurable:
 
 
 def _full_signature(cls: type) -> inspect.Signature:
-    """The signature of `cls.__init__`, with the parent's parameters in the place of `*args`.
+    """The signature of `cls.__init__`, with the parameters of those after it for `*args`."""
+    parameters: list[inspect.Parameter] = []
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Configurable) and "__init__" in vars(base):
+            parameters = _with_own(base.__init__, parameters)
+    return inspect.Signature(parameters)
 
-    Where `**kwargs` is typed as `Unpack` of a `TypedDict`, those parameters alone are handed on.
+
+def _with_own(
+    init: Callable[..., None], inherited: list[inspect.Parameter]
+) -> list[inspect.Parameter]:
+    """The parameters of a constructor, and those that it hands on.
+
+    Where `**kwargs` is typed as `Unpack` of a `TypedDict`, those alone are handed on.
     """
-    own = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    parent = getattr(cls.__mro__[1], "__signature__", inspect.Signature())
+    own = list(inspect.signature(init).parameters.values())[1:]
     kinds = {parameter.kind: parameter for parameter in own}
     named = [p for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     handed_on = []
     if inspect.Parameter.VAR_KEYWORD in kinds:
         names = {parameter.name for parameter in named}
-        handed_on = [p for p in parent.parameters.values() if p.name not in names]
+        handed_on = [p for p in inherited if p.name not in names]
         for typed in get_args(kinds[inspect.Parameter.VAR_KEYWORD].annotation):
             handed_on = [p for p in handed_on if p.name in typed.__annotations__]
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             handed_on = [p.replace(kind=p.KEYWORD_ONLY) for p in handed_on]
-    return inspect.Signature(sorted(named + handed_on, key=lambda parameter: parameter.kind))
+    return sorted(named + handed_on, key=lambda parameter: parameter.kind)
 
 
 def serialize(obj: Any) -> dict[str, Any]:

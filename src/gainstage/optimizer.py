@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gainstage import gradients
+from gainstage import checks, gradients
 from gainstage.bridge import keep_if, lent, read, variables_in
 from gainstage.configurable import deserialize
 from gainstage.learning_rate import LearningRate
@@ -115,7 +115,7 @@ class Optimizer(Minimizer):
         cls = type(self).__name__
         snake = cls if cls.isupper() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls).lower()
         self.name = name or snake
-        self.jit_compile = jit_compile
+        self.jit_compile = checks.flag("jit_compile", jit_compile)
         self._wrapper: Optimizer | None = None
         self._slots: list[Variable] = []
         self._slot_of: dict[tuple[Variable, str], Variable] = {}

@@ -113,11 +113,11 @@ class Stateful(Configurable, abc.ABC):
 
     def assign_add(self, variable: Any, value: Any) -> None:
         """Adds to a variable."""
-        variable.assign(variable + value)
+        variable.assign_add(value)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
         """Subtracts from a variable."""
-        variable.assign(variable - value)
+        variable.assign_sub(value)
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────
 

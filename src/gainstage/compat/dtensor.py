@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gainstage import checks, optimizers
 from gainstage.optimizer import Optimizer
 from gainstage.options import check_option
+from gainstage.variable import Variable
 
 LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never meant anything here
 
@@ -109,6 +111,28 @@ class _MeshOptimizer(Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
         Optimizer.learning_rate.fset(self, learning_rate)  # type: ignore[attr-defined]
+
+    def add_variable(
+        self,
+        shape: Any = (),
+        dtype: Any = None,
+        initializer: Any = "zeros",
+        name: str | None = None,
+    ) -> Variable:
+        """A new variable of the optimizer's state, with the documented order of arguments."""
+        return super().add_variable(shape, initializer, dtype, name=name)
+
+    def add_variable_from_reference(
+        self, model_variable: Variable, variable_name: str | None = None, initial_value: Any = None
+    ) -> Variable:
+        """A slot like `model_variable`, in its layout; it starts at `initial_value`, or at 0."""
+        if initial_value is None or isinstance(initial_value, str) or callable(initial_value):
+            initializer = initial_value or "zeros"
+        else:
+            initializer = lambda shape, dtype: jnp.broadcast_to(  # noqa: E731
+                jnp.asarray(initial_value, dtype), shape
+            )
+        return super().add_variable_from_reference(model_variable, variable_name, initializer)
 
     def update_step(self, gradient: jax.Array, variable: Any) -> None:
         """Assigns the new value of one variable; override it with these two arguments.

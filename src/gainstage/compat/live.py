@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from gainstage import gradients
+from gainstage import checks, gradients
 from gainstage import loss_scale as rules
 from gainstage.bridge import read
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
@@ -110,7 +110,10 @@ class DynamicLossScale(LossScale):
         multiplier: float = 2.0,
     ):
         self.rule = rules.DynamicLossScale(
-            initial_loss_scale, increment_period or 1, multiplier, min_scale=FLOOR
+            initial_loss_scale,
+            max(checks.integer("increment_period", increment_period, low=0), 1),
+            multiplier,
+            min_scale=FLOOR,
         )
         names = {"scale": "current_loss_scale"}
         self._state = jax.tree.map(Variable, rules.start(self.rule))

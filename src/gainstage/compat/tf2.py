@@ -106,8 +106,11 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         """Scales, differentiates, unscales and applies; returns the true loss."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
-        self._forgotten.clear()
         return super().minimize(loss, var_list)
+
+    def _loss_and_gradients(self, loss: Callable[[], Any], var_list: Any) -> Any:
+        self._forgotten.clear()  # it scales and unscales by itself
+        return super()._loss_and_gradients(loss, var_list)
 
     def apply_gradients(
         self,

@@ -46,6 +46,8 @@ class Optimizer:
     Source: `tf.compat.v1.train.Optimizer`.
     """
 
+    GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
+
     def __init__(self, optimizer: core.Optimizer, use_locking: bool, name: str):
         if not isinstance(name, str) or not name:
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
@@ -306,7 +308,13 @@ def _rule(loss_scale: Any) -> rules.LossScale:
         return rules.DynamicLossScale(min_scale=FLOOR)
     if isinstance(rule, rules.LossScale):
         return rule
-    return FixedLossScale(rule).rule  # pyright: ignore[reportArgumentType]
+    try:
+        return rules.FixedLossScale(checks.real("loss_scale", rule, low=FLOOR))
+    except TypeError as error:
+        raise ValueError(
+            f"Expected a number >= {FLOOR:g}, 'dynamic' or a LossScale for loss_scale; "
+            f"got {loss_scale!r}."
+        ) from error
 
 
 def _varies(gradient: Any) -> bool:
