@@ -9,6 +9,7 @@ from typing import Any
 
 from harness import LIMIT, RESULTS
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 DOCS = Path(__file__).parents[1] / "docs"
 INTRODUCTION = """# Benchmarks
@@ -91,7 +92,7 @@ def ratio(case: dict[str, Any], name: str, baseline: str) -> str:
     """A ratio with its spread."""
     numbers = case["variants"].get(name, {}).get("ratios", {}).get(baseline)
     if numbers is None:
-        return case["missing"].get(name, "")
+        return case["missing"].get(name, "").replace("|", "/")
     low, high = ("low", "high") if case["repeats"] > 1 else ("q1", "q3")
     return f"{numbers['median']:.3g} ({numbers[low]:.3g}-{numbers[high]:.3g})"
 
@@ -125,7 +126,12 @@ def lines(devices: dict[str, Any], claim: str) -> list[str]:
     cases = [case for c in devices.values() if claim in c for case in c[claim]["cases"].values()]
     names = dict.fromkeys(name for case in cases for name in variants(case))
     measured = [name for name in names if any(name in case["variants"] for case in cases)]
-    return [name for name in measured if any(name != case["baselines"][0] for case in cases)]
+    return [name for name in measured if any(name != first_baseline(case) for case in cases)]
+
+
+def first_baseline(case: dict[str, Any]) -> str | None:
+    """The first of the baselines that could be measured."""
+    return next(iter(case["baselines"]), None)
 
 
 def draw(axes: Any, devices: dict[str, Any], names: list[str]) -> None:
@@ -133,19 +139,23 @@ def draw(axes: Any, devices: dict[str, Any], names: list[str]) -> None:
     for color, (device, claim) in zip(COLORS * len(devices), devices.items(), strict=False):
         for height, name in enumerate(names):
             ratios = [
-                case["variants"][name]["ratios"][case["baselines"][0]]["median"]
+                case["variants"][name]["ratios"][first_baseline(case)]["median"]
                 for case in claim["cases"].values()
-                if name in case["variants"]
+                if name in case["variants"] and case["baselines"]
             ]
             if not ratios:
                 continue
             axes.plot(ratios, [height] * len(ratios), "o", color=color, alpha=0.5, label=device)
             axes.plot(statistics.median(ratios), height, "|", color=color, ms=18, mew=3)
     example = next(iter(devices.values()))
-    baseline = next(iter(example["cases"].values()))["baselines"][0]
+    baseline = first_baseline(next(iter(example["cases"].values())))
     axes.axvline(1, color="#9aa5b8", zorder=0)
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.45), max(high, 2.2))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title(example["claim"], loc="left", fontsize=9, fontweight="bold")
     axes.set_xlabel(f"time / that of {baseline}", fontsize=8)
     axes.set_yticks(range(len(names)), names)

@@ -14,9 +14,10 @@ SRC = Path(gs.__file__).parent
 ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
-    {"checks", "configurable", "variable"},
+    {"checks", "configurable", "joining", "variable"},
     {"bridge", "gradients", "loss_scale", "options", "policy", "schedules"},
-    {"learning_rate", "stateful"},
+    {"groups", "learning_rate"},
+    {"stateful"},
     {"minimizer"},
     {"optimizer"},
     {"optimizers"},

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from gainstage.variable import Variable
@@ -44,13 +45,16 @@ def read(state: Any) -> Any:
 
 def write(state: Any, values: Any) -> None:
     """Puts `values`, which nobody else holds, into the variables of `state`."""
-
-    def put(variable: Variable, value: jax.Array) -> None:
-        shared = variable._shared and value is variable._value
-        variable._set(value)
-        variable._shared = shared
-
-    jax.tree.map(put, state, values)
+    values = jax.tree.leaves(values)
+    traced = any(isinstance(value, Tracer) for value in values[:1])  # all of them, or none
+    for variable, value in zip(jax.tree.leaves(state), values, strict=True):
+        if value is variable._value:
+            continue
+        if traced:
+            variable._set(value)
+        else:
+            variable._value = value  # thousands of times a step
+        variable._shared = False
 
 
 @contextlib.contextmanager
@@ -179,14 +183,19 @@ def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
     return result
 
 
-def keep_or_skip(keep: jax.Array, take: Callable[[Any], Any], old: Any) -> Any:
-    """`take(old)` if `keep` holds, else `old` bit for bit: the one place that decides a step."""
+def keep_or_skip(
+    keep: jax.Array, take: Callable[[Any], Any], skip: Callable[[Any], Any], old: Any
+) -> Any:
+    """`take(old)` if `keep` holds, else `skip(old)`: the one place that decides a step."""
     # A `cond` updates in place; a `where` over the results copies every slot on CPU.
-    return lax.cond(keep, take, lambda old: old, old)
+    return lax.cond(keep, take, skip, old)
 
 
 def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
     """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none."""
     variables = variables_in(state)
     pure = functional(fn, variables)
-    write(variables, keep_or_skip(keep, lambda values: pure(values)[1], read(variables)))
+    write(
+        variables,
+        keep_or_skip(keep, lambda values: pure(values)[1], lambda old: old, read(variables)),
+    )

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+
+from gainstage.joining import bundle, is_spread
 
 ROW = 2**15  # elements: so many float32 fit into a core's cache
 
@@ -29,10 +30,38 @@ def widen(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+class Gradient(NamedTuple):
+    """A gradient as it came, and the scalars that make it the one to use: small until it is."""
+
+    array: jax.Array
+    factors: tuple[jax.Array, ...] = ()
+
+    def value(self) -> jax.Array:
+        """The gradient, in float32 or wider."""
+        value = widen(self.array)
+        # XLA computes a product again in every kernel that wants it, but would store a quotient.
+        for factor in self.factors:
+            value = value * factor.astype(value.dtype)
+        return value
+
+    def times(self, factor: jax.Array) -> "Gradient":
+        """The gradient times one more scalar."""
+        return Gradient(self.array, (*self.factors, factor))
+
+
+Gradients = list[Gradient | None]
+
+
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """The true gradients of a loss that was multiplied by `scale`, never in half precision."""
-    # XLA computes a product again in every kernel that wants it, but would store a quotient.
-    return jax.tree.map(lambda g: g * (1 / scale.astype(g.dtype)), widen(grads))
+    leaves, structure = jax.tree.flatten(grads)
+    return structure.unflatten(g and g.value() for g in divided(leaves, scale))
+
+
+def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
+    """Arrays, or None, as gradients of a loss that was multiplied by `scale`."""
+    inverse = functools.cache(lambda dtype: () if scale is None else (1 / scale.astype(dtype),))
+    return [None if g is None else Gradient(g, inverse(wide(g.dtype))) for g in grads]
 
 
 class Inspection(NamedTuple):
@@ -62,6 +91,9 @@ def inspect(
     """
     limits, leaves = limits or {}, [g for g in grads if g is not None]
     onto = [a for a, g in zip(onto, grads, strict=True) if g is not None] if onto else []
+    columns = (leaves, onto) if onto else (leaves,)
+    rows = [*zip(*columns, strict=True)] if "clipnorm" in limits else bundle(*columns)
+    leaves = [row[0] for row in rows]
     total, each = sums_of_squares(leaves)
     norms = _norms(total, each, scale, limits)
     # What is below 2**100 does not move a finite sum of float32 beyond the largest number.
@@ -72,8 +104,8 @@ def inspect(
     def ask() -> Inspection:
         norms = _norms(*sums_of_squares(leaves, scale), 1.0, limits) if limits else []
         finite = jnp.array([jnp.isfinite(norm) for norm in norms], bool).all()
-        for arrays in zip(leaves, onto, strict=True) if onto else zip(leaves, strict=True):
-            finite, _ = _by_rows(_finite_sum(scale), _ALL, finite, *arrays)
+        for row in rows:
+            finite, _ = _by_rows(_finite_sum(scale), _ALL, finite, *row)
         return Inspection(finite, norms)
 
     return lax.cond(vouched, lambda: Inspection(jnp.array(True), norms), ask)
@@ -130,7 +162,7 @@ def _by_rows(fn: Callable[..., Any], fold: _Fold, total: jax.Array, *arrays: jax
     size = arrays[0].size
     row = next(n for n in range(min(size, ROW), 0, -1) if size % n == 0) if size else 1
     at_once = functools.partial(_at_once, fn, fold)
-    if size <= ROW or row < ROW // 32 or any(map(_is_spread, arrays)):
+    if size <= ROW or row < ROW // 32 or any(map(is_spread, arrays)):
         return at_once(total, *arrays)
 
     def by_rows(total: jax.Array, *arrays: jax.Array) -> Folded:
@@ -145,13 +177,6 @@ def _by_rows(fn: Callable[..., Any], fold: _Fold, total: jax.Array, *arrays: jax
         return lax.fori_loop(0, size // row, one_more, (total, nothing))
 
     return lax.platform_dependent(total, *arrays, cpu=by_rows, default=at_once)
-
-
-def _is_spread(x: jax.Array) -> bool:
-    """Whether an array is known to be spread over devices, where it has no rows of its own."""
-    if isinstance(x, Tracer):
-        return any(jax.typeof(x).sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
-    return len(x.devices()) > 1
 
 
 def _norms(
@@ -194,11 +219,11 @@ def norms(grads: Sequence[Any], limits: Mapping[str, float]) -> list[jax.Array]:
     return _norms(*sums_of_squares(g for g in grads if g is not None), 1.0, limits)
 
 
-def clip(grads: list[Any], limits: Mapping[str, float], norms: Sequence[jax.Array]) -> list[Any]:
+def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Array]) -> Gradients:
     """The gradients, clipped.
 
     Args:
-        grads: one array, or None, per variable.
+        grads: a gradient, or None, per variable.
         limits: by name, at most one of `clipnorm` (the norm of each), `global_clipnorm` (the norm
             of all together) and `clipvalue` (the absolute value of each element).
         norms: for the first, that of each gradient; for the second, that of all; else empty.
@@ -206,7 +231,7 @@ def clip(grads: list[Any], limits: Mapping[str, float], norms: Sequence[jax.Arra
     """
     if "clipvalue" in limits:
         limit = limits["clipvalue"]
-        return jax.tree.map(lambda g: jnp.clip(g, -limit, limit), grads)
+        return [g and Gradient(jnp.clip(g.value(), -limit, limit)) for g in grads]
     factors = [
         jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, limit), jnp.nan)
         for norm in norms
@@ -215,4 +240,4 @@ def clip(grads: list[Any], limits: Mapping[str, float], norms: Sequence[jax.Arra
     if not factors:
         return grads
     each = iter(factors if "clipnorm" in limits else itertools.repeat(factors[0]))
-    return [g if g is None else g * next(each).astype(g.dtype) for g in grads]
+    return [g and g.times(next(each)) for g in grads]

@@ -188,6 +188,10 @@ class LossScaleOptimizer(Optimizer):
         return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
 
     @property
+    def groups(self) -> list[list[list[Any]]]:
+        return self.inner_optimizer.groups
+
+    @property
     def iterations(self) -> Any:
         """The inner optimizer's: a skipped step does not count."""
         return self.inner_optimizer.iterations

@@ -33,6 +33,7 @@ class OptimizerOptions(WrapperOptions, total=False):
     """All keywords that a subclass of `Optimizer` hands on to it."""
 
     name: str | None
+    group_small: bool
 
 
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])

@@ -1,16 +1,21 @@
 """Objects that own variables: they make them, name them and save them."""
 
 import abc
+import json
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from gainstage import gradients
+from gainstage.bridge import read
 from gainstage.configurable import Configurable
+from gainstage.groups import Group
+from gainstage.joining import join
 from gainstage.variable import Variable
 
 Initializer = str | Callable[..., Any]
@@ -23,6 +28,7 @@ class Stateful(Configurable, abc.ABC):
     mesh: Mesh | None
     _slots: list[Variable]
     _slot_of: dict[tuple[Variable, str], Variable]
+    _group_of: dict[Variable, Group]
 
     @property
     @abc.abstractmethod
@@ -33,6 +39,12 @@ class Stateful(Configurable, abc.ABC):
     @abc.abstractmethod
     def built(self) -> bool:
         """Whether the trainable variables are known, so that all state exists."""
+
+    @property
+    @abc.abstractmethod
+    def groups(self) -> list[list[list[Any]]]:
+        """With `group_small`, for each group of small variables whose slots share buffers: the
+        name, shape and first element of each variable's part."""
 
     @abc.abstractmethod
     def _forget_program(self) -> None:
@@ -73,8 +85,12 @@ class Stateful(Configurable, abc.ABC):
         returns the same slot."""
         key = (reference_variable, name or "var")
         if key not in self._slot_of:
-            self._slot_of[key] = self._slot_like(*key, initializer)
-            self._slots.append(self._slot_of[key])
+            group = self._group_of.get(reference_variable)
+            if group is None:
+                self._slot_of[key] = slot = self._slot_like(*key, initializer)
+            else:
+                slot = self._slot_of_group(group, key[1], initializer)
+            self._slots.append(slot)
             self._forget_program()
         return self._slot_of[key]
 
@@ -97,6 +113,15 @@ class Stateful(Configurable, abc.ABC):
         slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
         if reference._layout is not None:
             slot._place(reference._layout)
+        return slot
+
+    def _slot_of_group(self, group: Group, name: str, initializer: Initializer) -> Variable:
+        starts = [self._slot_like(variable, name, initializer) for variable in group.members]
+        slot = Variable(
+            join(read(starts)), name=f"{self.name}/{group.name}_{name}", trainable=False
+        )
+        self._slot_of |= {(variable, name): slot for variable in group.members}
+        group.slots.append(slot)
         return slot
 
     def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
@@ -143,19 +168,27 @@ class Stateful(Configurable, abc.ABC):
         return variable._fitted(weight)
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ..."""
+        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ...
+
+        With `group_small` the table of names and places in the buffers stands under "groups"."""
         for i, variable in enumerate(self.variables):
             store[str(i)] = variable.numpy()
+        if self.groups:
+            store["groups"] = np.frombuffer(json.dumps(self.groups).encode(), np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
         """Sets all of `variables` from what `save_own_variables` stored, or none.
 
         Raises:
-            ValueError: not built, a key missing, or an array that does not fit.
+            ValueError: not built, a key missing, an array that does not fit, or other groups.
         """
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built before load_own_variables.")
-        keys = [str(i) for i in range(max(len(self.variables), len(store.keys())))]
+        table = json.loads(bytes(np.asarray(store["groups"]))) if "groups" in store else []
+        if table != self.groups:
+            raise ValueError(f"Expected the groups {self.groups} in the store; got {table}.")
+        count = len(store.keys()) - ("groups" in store)
+        keys = [str(i) for i in range(max(len(self.variables), count))]
         missing = [key for key in keys if key not in store]
         if missing:
             raise ValueError(

@@ -69,12 +69,15 @@ def loss_scaled(
         measured = gradients.measure(rule.measures, grads, extra.get("value"))
 
         def take(old: Any) -> Any:
-            updates, inner = tx.update(grads, old[1], params, **extra)
-            return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), inner, old[1])
+            grads, inner = old
+            updates, new = tx.update(grads, inner, params, **extra)
+            return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, inner)
 
-        shapes = jax.eval_shape(lambda: tx.update(grads, state.inner, params, **extra)[0])
-        nothing = jax.tree.map(lambda s: jnp.full(s.shape, -0.0, s.dtype), shapes)
-        updates, inner = keep_or_skip(finite, take, (nothing, state.inner))
+        def skip(old: Any) -> Any:
+            shapes, _ = jax.eval_shape(take, old)
+            return jax.tree.map(lambda s: jnp.full(s.shape, -0.0, s.dtype), shapes), old[1]
+
+        updates, inner = keep_or_skip(finite, take, skip, (grads, state.inner))
         return updates, LossScaledState(advance(rule, state.loss_scale, finite, **measured), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -77,6 +77,8 @@ class EMAOption:
 class _MeshOptimizer(Optimizer):
     """What the documented classes share: option objects, and `update_step` of two arguments."""
 
+    elementwise = True
+
     def __init__(
         self,
         *args: Any,
@@ -143,12 +145,10 @@ class _MeshOptimizer(Optimizer):
         """
         super().update_step(gradient, variable, self.learning_rate)
 
-    def _update_all(self, grads: list[Any], rate: jax.Array) -> None:
+    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
         self._step_rate = rate
         try:
-            for variable, gradient in zip(self._index, grads, strict=True):
-                if gradient is not None:
-                    self.update_step(gradient, variable)
+            self.update_step(gradient, variable)
         finally:
             self._step_rate = None
 

@@ -195,6 +195,8 @@ class MomentumOptimizer(Optimizer):
 class _Momentum(optimizers.SGD):
     """The rule of version 1, in which the rate multiplies the momentum rather than the gradient."""
 
+    elementwise = True
+
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
         self.momentums = self.add_optimizer_variables(var_list, "momentum")

@@ -40,6 +40,8 @@ class Adadelta(Optimizer):
     Source: `keras.optimizers.Adadelta`; Zeiler, 2012, arXiv:1212.5701.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         learning_rate: Any = 0.001,

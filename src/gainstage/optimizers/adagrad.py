@@ -38,6 +38,8 @@ class Adagrad(Optimizer):
     Source: `keras.optimizers.Adagrad`; Duchi et al., 2011.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         learning_rate: Any = 0.001,

@@ -41,6 +41,8 @@ class Adam(Optimizer):
     Source: `keras.optimizers.Adam`; Kingma and Ba, 2014, arXiv:1412.6980; Reddi et al., 2018.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         learning_rate: Any = 0.001,

@@ -38,6 +38,8 @@ class Lion(Optimizer):
     Source: `keras.optimizers.Lion`; Chen et al., 2023, arXiv:2302.06675.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         learning_rate: Any = 0.001,

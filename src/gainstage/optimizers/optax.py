@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from gainstage.bridge import read
-from gainstage.gradients import widen
+from gainstage.gradients import Gradients, widen
 from gainstage.optimizer import Optimizer
 from gainstage.options import WrapperOptions
 from gainstage.variable import Variable
@@ -70,9 +70,10 @@ class Optax(Optimizer):
         self._replicate([slot for slot in slots if slot.ndim == 0], var_list)
         self._forget_program()
 
-    def _update_all(self, grads: list[Any], rate: jax.Array) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
         values = [variable.value() for variable in self._index]
-        given = [jnp.zeros_like(v) if g is None else g for g, v in zip(grads, values, strict=True)]
+        pairs = zip(grads, values, strict=True)
+        given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
         updates: Any
         updates, state = self.tx.update(given, read(self._state), values)
         jax.tree.map(Variable.assign, self._state, state)

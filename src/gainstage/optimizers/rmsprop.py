@@ -43,6 +43,8 @@ class RMSprop(Optimizer):
     Source: `keras.optimizers.RMSprop`; Hinton, 2012, lecture 6e.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         learning_rate: Any = 0.001,

@@ -40,6 +40,8 @@ class SGD(Optimizer):
     Source: `keras.optimizers.SGD`; Sutskever et al., 2013.
     """
 
+    elementwise = True
+
     def __init__(
         self,
         learning_rate: Any = 0.01,

@@ -1,0 +1,69 @@
+"""Small variables that an optimizer updates together, with one buffer for each kind of slot."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage.bridge import lent, read
+from gainstage.gradients import Gradients
+from gainstage.joining import SMALL, join, offsets, part
+from gainstage.variable import Variable
+
+
+class Group:
+    """Variables whose slots of one kind are one flat buffer, in the variables' order."""
+
+    def __init__(self, name: str, members: Sequence[Variable]):
+        self.name, self.members = name, list(members)
+        self.shapes = [variable.shape for variable in members]
+        self.slots: list[Variable] = []
+
+    @property
+    def table(self) -> list[list[Any]]:
+        """The name, shape and first element of each variable's part of a buffer."""
+        rows = zip(self.members, self.shapes, offsets(self.shapes), strict=True)
+        return [[variable.name, list(shape), start] for variable, shape, start in rows]
+
+    def update(self, grads: Gradients, update_step: Callable[[Any, Variable], Any]) -> None:
+        """Calls `update_step` once, on the first variable, lent the values of all of them."""
+        if all(gradient is None for gradient in grads):
+            return
+        first, slots = self.members[0], self.slots
+        values = [variable.value() for variable in self.members]
+        gradient = joined(grads, values)
+        old = [join(values), *read(slots)]
+        with lent([first], old[:1]):
+            update_step(gradient, first)
+            new = [first.value(), *read(slots)]
+        missing = [g is None for g in grads]
+        if any(missing):
+            absent = np.repeat(missing, [variable.size for variable in self.members])
+            new = [jnp.where(absent, o, n) for o, n in zip(old, new, strict=True)]
+        for slot, value in zip(slots, new[1:], strict=True):
+            slot.assign(value)
+        for variable, value in zip(self.members, part(new[0], self.shapes), strict=True):
+            variable.assign(value)
+
+
+def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
+    """The values of gradients as one flat array; what is common to all is done after joining."""
+    kinds = {g and (g.array.dtype, *map(id, g.factors)) for g in grads}
+    first = grads[0]
+    if first is not None and len(kinds) == 1:
+        return first._replace(array=join(g.array for g in grads if g is not None)).value()
+    return join(
+        jnp.zeros_like(x) if g is None else g.value() for g, x in zip(grads, like, strict=True)
+    )
+
+
+def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> list[Group]:
+    """Groups of small variables, on one device, with slots of one dtype; at least two a group."""
+    small: dict[Any, list[Variable]] = {}
+    for variable in variables:
+        if variable.size <= SMALL and variable._layout is None:
+            small.setdefault(dtype_of(variable.dtype), []).append(variable)
+    several = [members for members in small.values() if len(members) > 1]
+    return [Group(f"group_{i}", members) for i, members in enumerate(several)]
