@@ -145,35 +145,40 @@ class jit:  # noqa: N801 - reads as the function it stands for
         5.0
     """
 
-    def __init__(self, fn: Callable[..., Any], state: Any, donate: Any = False):
-        everything = variables_in(state)
-        # Privately, `donate` may also be the part of the state to donate.
-        donated = set(variables_in(donate) if not isinstance(donate, bool) else everything * donate)
-        self._donated = [v for v in everything if v in donated]
-        self._kept = [v for v in everything if v not in donated]
-        self._pure = functional(fn, (self._donated, self._kept))
-        self._compiled = jax.jit(self._program, donate_argnums=0)
+    def __init__(self, fn: Callable[..., Any], state: Any, donate: bool = False):
+        self._state, self._donate = variables_in(state), donate
+        self._pure = functional(fn, self._state)
+        self._compiled = jax.jit(self._program, donate_argnums=0 if donate else ())
         functools.update_wrapper(self, fn, updated=())
 
-    def _program(self, donated: Any, kept: Any, args: Any, kwargs: Any) -> Any:
-        # XLA gives a donated buffer to the first result of its shape: donated values go first,
-        # in the order of the arguments, so that each new value takes the place of its old one.
-        result, (donated, kept) = self._pure((donated, kept), *args, **kwargs)
-        return donated, kept, result
+    def _program(self, values: Any, args: Any, kwargs: Any) -> Any:
+        # XLA gives a donated buffer to the first result of its shape: the state goes first, in the
+        # order of the arguments, so that each new value takes the place of its old one.
+        result, values = self._pure(values, *args, **kwargs)
+        return values, result
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        donated = [jnp.copy(v._value) if v._shared else v._value for v in self._donated]
-        return donated, read(self._kept), args, kwargs
+        values = [variable._value for variable in self._state]
+        held = [i for i, variable in enumerate(self._state) if variable._shared]
+        if self._donate and held:
+            for i, copy in zip(held, _copies([values[i] for i in held]), strict=True):
+                values[i] = copy
+        return values, args, kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, and puts the new values into the variables."""
-        donated, kept, result = self._compiled(*self._arguments(args, kwargs))
-        write((self._donated, self._kept), (donated, kept))
+        values, result = self._compiled(*self._arguments(args, kwargs))
+        write(self._state, values)
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program for these arguments, as `jax.jit(f).lower` gives it."""
         return self._compiled.lower(*self._arguments(args, kwargs))
+
+
+@jax.jit
+def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.copy(array) for array in arrays]
 
 
 def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:

@@ -133,6 +133,8 @@ class Minimizer(Stateful):
     def apply(self, grads: Sequence[Any], trainable_variables: VarList | None = None) -> None:
         """Takes a step: one compiled program, in which nothing is read back by Python.
 
+        It reuses the memory of the weights; an array that `value()` has handed out is copied first.
+
         Args:
             grads: gradients of `scale_loss(loss)`, each of its variable's shape, of any floating
                 dtype and placement; None leaves a variable, its slots and its decay alone. An
@@ -170,7 +172,7 @@ class Minimizer(Stateful):
         elif not self.jit_compile:
             run(self._apply, state, grads, self._rate_now())
         else:
-            self._program = self._program or jit(self._apply, state, donate=self.variables)
+            self._program = self._program or jit(self._apply, state, donate=True)
             self._program(grads, self._rate_now())
 
     def stateless_apply(

@@ -1,0 +1,102 @@
+"""What decides the speed of a step and can be read off its program, whatever the clock says."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+
+# A few of the shapes of ResNet-50, and one that no power of two divides.
+SHAPES = [(7, 7, 3, 64), (64,), (3, 3, 256, 256), (1, 1, 512, 2048), (2048,), (2048, 1000), (999,)]
+KINDS = {
+    "sgd": (lambda **o: gs.SGD(0.01, 0.9, **o), {}),
+    "adam": (lambda **o: gs.Adam(0.01, **o), {}),
+    "clipped": (lambda **o: gs.Adam(0.01, **o), {"global_clipnorm": 1.0}),
+    "each clipped": (lambda **o: gs.SGD(0.01, 0.9, **o), {"clipnorm": 1.0}),
+    "averaged": (lambda **o: gs.Adam(0.01, **o), {"use_ema": True}),
+}
+
+
+def make(kind, shapes, dtype, **more):
+    rule, options = KINDS[kind]
+    variables = [gs.Variable(np.ones(s, np.float32), name=f"v{i}") for i, s in enumerate(shapes)]
+    opt = gs.LossScaleOptimizer(rule(**options, **more))
+    opt.build(variables)
+    return variables, opt, [jnp.ones(shape, dtype) for shape in shapes]
+
+
+def through_jit(variables, opt, grads):
+    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    return step.lower(grads).compile(), [*variables, *opt.variables]
+
+
+def through_apply(variables, opt, grads):
+    opt.apply(grads)
+    return opt._program.lower(grads, None).compile(), [*variables, *opt.variables]
+
+
+def through_stateless_apply(variables, opt, grads):
+    step = jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))
+    values = [[v.value() for v in group] for group in (variables, opt.variables)]
+    return step.lower(*values, grads).compile(), [*variables, *opt.variables]
+
+
+def bytes_of(variables):
+    return sum(v.size * v.dtype.itemsize for v in variables)
+
+
+def large_copies(compiled, size=4096):
+    """The copies of whole arrays that a program makes."""
+    shapes = re.findall(r"= \w+\[([\d,]+)\]\S* copy\(", compiled.as_text())
+    return [shape for shape in shapes if np.prod([int(n) for n in shape.split(",")]) >= size]
+
+
+@pytest.mark.parametrize("through", [through_jit, through_apply, through_stateless_apply])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["float32", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_stores_nothing_on_the_way(kind, dtype, through):
+    """Temporary memory stays below 1 % of the weights', all state is updated in place, uncopied."""
+    variables, opt, grads = make(kind, SHAPES, dtype)
+    compiled, in_place = through(variables, opt, grads)
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 0.01 * bytes_of(variables) + 2**16
+    assert memory.alias_size_in_bytes == bytes_of(in_place)
+    assert not large_copies(compiled)
+
+
+@pytest.mark.parametrize("group_small", [False, True])
+def test_programs_grow_linearly(group_small):
+    """Four times the tensors are about four times the program, and no sixteenfold compilation."""
+    sizes, seconds = [], []
+    for count in (60, 240):
+        _, opt, grads = make("adam", [(64,)] * count, jnp.float32, group_small=group_small)
+        step = gs.jit(opt.apply, (list(opt._index), opt.variables), donate=True)
+        lowered = step.lower(grads)
+        start = time.perf_counter()
+        sizes.append(len(lowered.compile().as_text()))
+        seconds.append(time.perf_counter() - start)
+    assert sizes[1] < 5 * sizes[0]
+    assert seconds[1] < 10 * seconds[0]
+
+
+def test_an_optax_loop_stores_its_updates_only():
+    """`loss_scaled` in an optax loop needs one more buffer than optax, that of the updates."""
+    import optax
+
+    params = {f"w{i}": jnp.ones(shape) for i, shape in enumerate(SHAPES)}
+    tx = gs.loss_scaled(optax.adam(0.01))
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    arguments = (params, tx.init(params), params)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
+    memory, weights = compiled.memory_analysis(), sum(p.nbytes for p in params.values())
+    assert memory.temp_size_in_bytes < 1.01 * weights + 2**16
+    state = sum(x.nbytes for x in jax.tree.leaves(arguments[1]))
+    assert memory.alias_size_in_bytes == weights + state
