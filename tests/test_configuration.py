@@ -32,6 +32,7 @@ OPTIONS = {
     "beta_2": 0.5,
     "epsilon": 0.5,
     "amsgrad": True,
+    "group_small": True,
     "rho": 0.5,
     "centered": True,
     "initial_accumulator_value": 0.5,

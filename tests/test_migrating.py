@@ -1244,6 +1244,15 @@ def _():
     assert (float(w), int(opt.iterations)) == (2.5, 1)
 
 
+@row(3, "new: group_small")
+def _():
+    variables = [gs.Variable([1.0, 2.0]), gs.Variable(3.0)]
+    opt = dtensor.SGD(0.5, 0.9, group_small=True)
+    opt.apply_gradients(zip([jnp.ones(2), jnp.ones(())], variables, strict=True))
+    assert opt.momentums[0] is opt.momentums[1]
+    assert [v.numpy().tolist() for v in variables] == [[0.5, 1.5], 2.5]
+
+
 @row(3, "new: gradient_accumulation_steps")
 def _():
     opt, w = dtensor.SGD(0.5, gradient_accumulation_steps=2), gs.Variable(3.0)

@@ -54,7 +54,7 @@ Gradients = list[Gradient | None]
 
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """The true gradients of a loss that was multiplied by `scale`, never in half precision."""
-    leaves, structure = jax.tree.flatten(grads)
+    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
     return structure.unflatten(g and g.value() for g in divided(leaves, scale))
 
 
