@@ -333,9 +333,9 @@ def arguments(
     return parse(parser(doc), argv, **choices)
 
 
-def parser(doc: str) -> argparse.ArgumentParser:
+def parser(doc: str, prog: str | None = None) -> argparse.ArgumentParser:
     """What every script understands."""
-    result = argparse.ArgumentParser(description=doc.split("\n\n")[0])
+    result = argparse.ArgumentParser(prog=prog, description=doc.split("\n\n")[0])
     result.add_argument("--quick", action="store_true", help="few rounds, small sets")
     result.add_argument("--rounds", type=int, metavar="N", help="rounds (15; quick: 3)")
     result.add_argument("--repeats", type=int, default=1, metavar="N", help="repeats (1)")

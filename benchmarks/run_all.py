@@ -21,13 +21,20 @@ CLAIMS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the scripts one after the other; each adds to the results as it goes."""
-    parser = harness.parser(__doc__)
+def main(argv: Sequence[str] | None = None, here: bool = False) -> None:
+    """Runs the scripts one after the other; each adds to the results as it goes.
+
+    Args:
+        argv: the words of the command line, by default those of the process.
+        here: whether all files are written below the current folder, unless the words say where.
+    """
+    parser = harness.parser(__doc__, prog="gainstage bench" if here else None)
     parser.add_argument("claims", nargs="*", type=claim, help=f"some of: {', '.join(CLAIMS)}")
     parser.add_argument("--docs", default=report.DOCS, metavar="DIR", help="folder of the page")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--torch-threads", default="0", metavar="N")
+    if here:
+        parser.set_defaults(output="gainstage-bench", docs="gainstage-bench")
     options = parser.parse_args(argv)
     words = [f"--{name}={getattr(options, name)}" for name in ("repeats", "budget", "output")]
     words += ["--quick"] if options.quick else []

@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`."""
+"""The command line: `gainstage demo`, `gainstage bench`."""
 
 import argparse
 import importlib
@@ -18,18 +18,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 where something is missing. Wrong words exit with 2.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
+        if words[:1] == ["bench"]:
+            _bench(words[1:])  # it reads its own words
+            return 0
+        arguments = parser.parse_args(words)
+        if arguments.command is None:
+            parser.print_help()
+            return 0
         demo = importlib.import_module("gainstage.demo")
     except ModuleNotFoundError as error:
-        wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[demo]"'
+        extra = words[0]
+        wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
         print(wanted, file=sys.stderr)
         return 1
     demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
     return 0
+
+
+def _bench(words: list[str]) -> None:
+    """Runs the benchmarks, which lie in the package or, in a checkout, beside `src`."""
+    package = Path(__file__).parent
+    folders = [package / "benchmarks", package.parents[1] / "benchmarks"]
+    sys.path.insert(0, str(next(folder for folder in folders if folder.is_dir())))
+    importlib.import_module("run_all").main(words, here=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="random seed (0)")
     demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    commands.add_parser(
+        "bench",
+        help="measure on this machine what the documentation claims about speed",
+        add_help=False,
+    )
     return parser
 
 
