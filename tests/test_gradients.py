@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage import gradients
+from gainstage import gradients, inspection
 
 SIZES = (1, 1024, 4096, 210_000)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -20,7 +20,7 @@ def planted(size, dtype):
 
     def check(position, value):
         tensor = jnp.ones(size, dtype).at[position].set(value.astype(dtype))
-        return optimizer.check_finite([jnp.zeros(3), tensor]), gradients.all_finite({"a": tensor})
+        return optimizer.check_finite([jnp.zeros(3), tensor]), inspection.all_finite({"a": tensor})
 
     return jax.jit(check)
 
@@ -55,9 +55,9 @@ def test_one_bad_element_skips_the_step(size, dtype, rng):
 def test_the_largest_finite_values_are_finite(dtype):
     """Tensors full of the largest value are finite: their sum and norm are not asked."""
     tensor = jnp.full(5000, jnp.finfo(dtype).max, dtype)
-    assert gradients.all_finite([tensor, -tensor, None, jnp.zeros((0, 3))])
+    assert inspection.all_finite([tensor, -tensor, None, jnp.zeros((0, 3))])
     assert gs.LossScaleOptimizer(gs.SGD()).check_finite([tensor, -tensor])
-    assert gradients.all_finite([])
+    assert inspection.all_finite([])
 
 
 def test_unscaling_is_never_done_in_half():
@@ -84,7 +84,7 @@ def test_clipping_is_that_of_numpy(name, limit, rng):
     """Each clip agrees with float64 numpy, leaves small gradients alone, and keeps zeros."""
     grads = [rng.normal(size=(4, 3)), np.zeros(5), rng.normal(size=7) * 3]
     arrays, limits = [None, *map(jnp.float32, grads)], {name: limit}
-    norms = gradients.norms(arrays, limits)
+    norms = inspection.norms(arrays, limits)
     clipped = [g and g.value() for g in gradients.clip(gradients.divided(arrays), limits, norms)]
     assert clipped[0] is None
     norm = np.sqrt(sum((g**2).sum() for g in grads))
@@ -106,6 +106,6 @@ def test_an_infinite_norm_is_not_finite(name):
     opt.apply(huge, [var])
     assert var.numpy().tolist() == [1, 1, 1, 1]
     assert float(opt.loss_scale) == 1.0
-    norms = gradients.norms(huge, {name: 1.0})
+    norms = inspection.norms(huge, {name: 1.0})
     (clipped,) = gradients.clip(gradients.divided(huge), {name: 1.0}, norms)
     assert jnp.isnan(clipped.value()).all()

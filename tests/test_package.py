@@ -14,11 +14,12 @@ SRC = Path(gs.__file__).parent
 ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
-    {"checks", "configurable", "joining", "variable"},
+    {"checks", "configurable", "joining", "sharding", "variable"},
     {"bridge", "gradients", "loss_scale", "options", "policy", "schedules"},
-    {"groups", "learning_rate"},
+    {"groups", "inspection", "learning_rate"},
     {"stateful"},
     {"minimizer"},
+    {"step"},
     {"optimizer"},
     {"optimizers"},
     {"loss_scale_optimizer", "transformation"},

@@ -58,23 +58,27 @@ def write(state: Any, values: Any) -> None:
 
 
 @contextlib.contextmanager
-def lent(variables: Sequence[Variable], values: Sequence[jax.Array]) -> Iterator[None]:
+def lent(
+    variables: Sequence[Variable], values: Sequence[jax.Array], layouts: Sequence[Any] | None = None
+) -> Iterator[None]:
     """Lends `values` to the variables, which hold their own again on exit.
 
-    While lent a variable has the dtype of what it holds, and may hold traced values. It is the box
-    itself that changes: no other thread should read it meanwhile.
+    While lent a variable has the dtype of what it holds (and the layout, if `layouts` says so),
+    and may hold traced values. It is the box itself that changes: no other thread should read it
+    meanwhile.
     """
-    own, shared = read(variables), [variable._shared for variable in variables]
+    own = [(variable._value, variable._shared, variable._layout) for variable in variables]
     trace = get_opaque_trace_state()
-    for variable, value in zip(variables, values, strict=True):
+    layouts = [variable._layout for variable in variables] if layouts is None else layouts
+    for variable, value, layout in zip(variables, values, layouts, strict=True):
         variable._traces.append(trace)
-        variable._value = value
+        variable._value, variable._layout = value, layout
     try:
         yield
     finally:
-        for variable, value, held in zip(variables, own, shared, strict=True):
+        for variable, before in zip(variables, own, strict=True):
             variable._traces.pop()
-            variable._value, variable._shared = value, held
+            variable._value, variable._shared, variable._layout = before
 
 
 def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
 # How a step runs, not what it computes: not part of a configuration.
-_LEFT_OUT = ("jit_compile", "mesh")
+_LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
 
 
 class Configurable:

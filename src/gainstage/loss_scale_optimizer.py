@@ -10,6 +10,7 @@ import numpy as np
 from gainstage import checks, gradients
 from gainstage.bridge import read
 from gainstage.configurable import deserialize, serialize
+from gainstage.inspection import all_finite
 from gainstage.loss_scale import (
     LARGEST,
     SMALLEST,
@@ -156,7 +157,7 @@ class LossScaleOptimizer(Optimizer):
 
     def check_finite(self, grads: Iterable[Any]) -> jax.Array:
         """Whether all gradients are finite, as a bool scalar; None counts as finite."""
-        return gradients.all_finite(list(grads))
+        return all_finite(list(grads))
 
     def _loss_scale(self) -> jax.Array:
         factor = self._option("loss_scale_factor")

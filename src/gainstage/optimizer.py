@@ -1,4 +1,4 @@
-"""The optimizer: an update rule for one variable, and the fixed order of a step around it."""
+"""The optimizer: its options and state, to which a subclass adds the rule for one variable."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,21 +6,22 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from gainstage import checks, gradients
-from gainstage.bridge import keep_if, lent, read, variables_in
+from gainstage.bridge import variables_in
 from gainstage.configurable import deserialize
-from gainstage.gradients import Gradients
 from gainstage.groups import Group, groups_of
 from gainstage.learning_rate import LearningRate
-from gainstage.minimizer import Minimizer, check_floating
+from gainstage.minimizer import check_floating
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRateSchedule
+from gainstage.sharding import divided, mesh_of
+from gainstage.step import Step
 from gainstage.variable import Variable, is_tracing
 
 
-class Optimizer(Minimizer):
+class Optimizer(Step):
     """The base of every optimizer; subclass it and say the rule for one variable.
 
     A subclass writes `update_step`, and `build` if it needs state. The code is imperative, and
@@ -52,6 +53,11 @@ class Optimizer(Minimizer):
         group_small: whether the slots of variables of at most 4096 elements share buffers, which
             makes steps on hundreds of them faster. Only for rules that are `elementwise`, and
             variables on one device. `groups` is the table of what lies where.
+        master_weights: whether half-precision variables have a float32 copy in the state, which
+            takes the updates; the variable is what it rounds to. A variable that was assigned
+            from outside starts a new copy.
+        shard_state_over: the name, or names, of a mesh axis over which slots, averages,
+            accumulators and master weights are divided (ZeRO, stage 1); the steps are the same.
 
     A rule that treats every element by itself, with slots of the variable's shape and nothing else,
     may say `elementwise = True` beside its `update_step`: then it can be called for several
@@ -92,12 +98,17 @@ class Optimizer(Minimizer):
         jit_compile: bool = True,
         mesh: Mesh | None = None,
         group_small: bool = False,
+        master_weights: bool = False,
+        shard_state_over: str | Sequence[str] | None = None,
     ):
         self._start(name, jit_compile)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
         self.mesh = mesh
         self.group_small = checks.flag("group_small", group_small)
+        self.master_weights = checks.flag("master_weights", master_weights)
+        over = (shard_state_over,) if isinstance(shard_state_over, str) else shard_state_over or ()
+        self.shard_state_over = tuple(over)
         options = {
             "weight_decay": weight_decay,
             "clipnorm": clipnorm,
@@ -115,6 +126,7 @@ class Optimizer(Minimizer):
         self._rate = LearningRate(learning_rate, self.name)
         self._averages: list[Variable] = []
         self._accumulators: list[Variable] = []
+        self._masters: dict[Variable, Variable] = {}
         self._places: dict[Variable, int] = {}
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
@@ -142,9 +154,10 @@ class Optimizer(Minimizer):
     @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        moving averages, accumulators, then what `build` added."""
+        moving averages, accumulators, master weights, then what `build` added."""
         rate = [] if self._rate.variable is None else [self._rate.variable]
-        return [self._iterations, *rate, *self._averages, *self._accumulators, *self._slots]
+        copies = [*self._averages, *self._accumulators, *self._masters.values()]
+        return [self._iterations, *rate, *copies, *self._slots]
 
     @property
     def built(self) -> bool:
@@ -191,6 +204,21 @@ class Optimizer(Minimizer):
         if name in CLIPS and not CLIPS.isdisjoint(given):
             return given.get(name)  # one clip option is in force, of whichever kind
         return given.get(name, getattr(self, name))
+
+    def _check_axes(self, mesh: Mesh | None) -> None:
+        known = () if mesh is None else mesh.axis_names
+        for axis in self.shard_state_over:
+            if axis not in known:
+                raise ValueError(
+                    f"Expected axes of the variables' mesh, {known}, for shard_state_over; "
+                    f"got {axis!r}."
+                )
+
+    def _state_layout(self, reference: Variable) -> Any:
+        layout = reference._layout
+        if not self.shard_state_over or not isinstance(layout, NamedSharding):
+            return layout
+        return divided(layout, reference.shape, self.shard_state_over)
 
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
@@ -247,11 +275,17 @@ class Optimizer(Minimizer):
                 f"`build(variables)` before it."
             )
         check_floating(variables)
+        self._check_axes(mesh_of(variables))
         self._replicate(self.variables, variables)
         if self._option("use_ema"):
             self._averages = [self._slot_like(v, "average") for v in variables]
         if self._option("gradient_accumulation_steps"):
             self._accumulators = [self._slot_like(v, "gradient_accumulator") for v in variables]
+        if self.master_weights:
+            half = [v for v in variables if v.dtype != gradients.wide(v.dtype)]
+            self._masters = {v: self._slot_like(v, "master") for v in half}
+            for variable, master in self._masters.items():
+                master.assign(variable)
         self._places = {variable: place for place, variable in enumerate(variables)}
         if self.group_small and self._is_elementwise():
             for group in groups_of(variables, gradients.wide):
@@ -301,142 +335,14 @@ class Optimizer(Minimizer):
         names = self._undecayed_names
         return variable not in self._undecayed and not (names and names.search(variable.name))
 
-    # ── the order of a step ──────────────────────────────────────────────────────────────────
-
-    def scale_loss(self, loss: Any) -> Any:
-        """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
-        scale = self._loss_scale()
-        return loss if scale is None else gradients.widen(loss) * scale
-
-    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives the variables their moving averages, at the end of training with `use_ema`.
-
-        Raises:
-            ValueError: a variable that the optimizer was not built with.
-        """
-        if not self._option("use_ema"):
-            return
-        places = [(variable, self._get_variable_index(variable)) for variable in var_list]
-        started = self._iterations.value() > 0  # before that there is no average
-        for variable, place in places:
-            average = self._averages[place].value()
-            variable.assign(jnp.where(started, average, variable.value()))
-
-    def _loss_scale(self) -> jax.Array | None:
-        factor = self._option("loss_scale_factor")
-        return None if factor is None else jnp.asarray(factor, jnp.float32)
-
-    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
-        scale = self._loss_scale()
-        if scale is None:
-            norms = [] if self._accumulators else gradients.norms(grads, self._clips())
-            self._update(gradients.divided(grads), norms, rate)
-        else:
-            self._update_if_finite(grads, scale, rate)
-
-    def _update_if_finite(
-        self, grads: list[Any], scale: jax.Array, rate: jax.Array | None
-    ) -> jax.Array:
-        """A step on scaled gradients: all of it, or nothing if one is not finite."""
-        limits = {} if self._accumulators else self._clips()
-        seen = gradients.inspect(grads, scale, limits, onto=read(self._accumulators))
-
-        def update() -> None:
-            self._update(gradients.divided(grads, scale), seen.norms, rate)
-
-        keep_if(seen.finite, update, (list(self._index), self.variables))
-        return seen.finite
-
-    def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
-        """Everything after the finite check, on variables held in float32 or wider."""
-        variables = list(self._index)
-        rate = self._rate.at(self._iterations.value()) if rate is None else rate
-        with lent(variables, [v.value().astype(gradients.wide(v.dtype)) for v in variables]):
-            if self._accumulators:
-                self._accumulate(grads, rate)
-            else:
-                self._update_weights(grads, norms, rate)
-            if self._averages:
-                self._average()
-            for variable in variables:
-                if variable.constraint is not None:
-                    variable.assign(variable.constraint(variable.value()))
-            new = read(variables)
-        for variable, value in zip(variables, new, strict=True):
-            variable.assign(value)
-        self._iterations.assign_add(1)
-
-    def _accumulate(self, grads: Gradients, rate: jax.Array) -> None:
-        """Adds to the accumulators; every so many steps, updates with their average."""
-        steps = self._option("gradient_accumulation_steps")
-        present = [(g, a) for g, a in zip(grads, self._accumulators, strict=True) if g is not None]
-        for gradient, accumulator in present:
-            accumulator.assign(accumulator + gradient.value())
-
-        def update() -> None:
-            sums = [a.value() for a in self._accumulators]
-            for _, accumulator in present:
-                accumulator.assign(jnp.zeros_like(accumulator.value()))
-            pairs = zip(grads, sums, strict=True)
-            means = [None if g is None else s / steps for g, s in pairs]
-            norms = gradients.norms(means, self._clips())
-            self._update_weights(gradients.divided(means), norms, rate)
-
-        due = (self._iterations + 1) % steps == 0
-        keep_if(due, update, (list(self._index), self.variables))
-
-    def _update_weights(
-        self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
-    ) -> None:
-        """Clips and decays, then updates every variable that has a gradient."""
-        decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips(), norms)
-        for variable, gradient in zip(self._index, grads, strict=True):
-            if decay is not None and gradient is not None and self._decays(variable):
-                variable.assign(variable - variable * decay * rate)
-        self._update_all(grads, rate)
-
-    def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
-        gradient_of = dict(zip(self._index, grads, strict=True))
-        for group in dict.fromkeys(self._group_of.values()):
-            members = [gradient_of.pop(variable) for variable in group.members]
-            group.update(members, lambda g, v: self._update_one(g, v, rate))
-        for variable, gradient in gradient_of.items():
-            if gradient is not None:
-                self._update_one(gradient.value(), variable, rate)
-
-    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
-        if self.update_step(gradient, variable, rate) is not None:
-            raise TypeError(
-                f"Expected {type(self).__name__}.update_step to assign the new value and "
-                f"return None; got a result."
-            )
-
-    def _is_elementwise(self) -> bool:
-        """Whether the class that wrote the rule says so: one that overrides it has to repeat it."""
-        wrote = next(vars(cls) for cls in type(self).__mro__ if "update_step" in vars(cls))
-        return wrote.get("elementwise", False)
-
-    def _average(self) -> None:
-        """Moves the averages towards the variables, and, when due, the variables onto them."""
-        frequency = self._option("ema_overwrite_frequency")
-        steps = self._option("gradient_accumulation_steps")
-        updates = self._iterations.value() // (steps or 1)
-        momentum = jnp.where(updates == 0, 0.0, self._option("ema_momentum"))
-        for variable, average in zip(self._index, self._averages, strict=True):
-            average.assign(momentum * average + (1 - momentum) * variable)
-            if frequency:
-                due = (updates + 1) % frequency == 0
-                variable.assign(jnp.where(due, average.value(), variable.value()))
-
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, JSON-serializable but for callables; the learning rate
         is the current one. How a step runs (`jit_compile`, `mesh`) is left out."""
         config = {**super().get_config(), "learning_rate": self._rate.get_config()}
-        return (
-            config if self.group_small else {k: v for k, v in config.items() if k != "group_small"}
-        )
+        unset = [name for name in ("group_small", "master_weights") if not config[name]]
+        return {name: value for name, value in config.items() if name not in unset}
 
     @classmethod
     def from_config(

@@ -1,6 +1,6 @@
 """The options that every optimizer takes: their names, and what they may be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from jax.sharding import Mesh
@@ -34,6 +34,8 @@ class OptimizerOptions(WrapperOptions, total=False):
 
     name: str | None
     group_small: bool
+    master_weights: bool
+    shard_state_over: str | Sequence[str] | None
 
 
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])

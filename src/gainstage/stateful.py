@@ -16,6 +16,7 @@ from gainstage.bridge import read
 from gainstage.configurable import Configurable
 from gainstage.groups import Group
 from gainstage.joining import join
+from gainstage.sharding import mesh_of
 from gainstage.variable import Variable
 
 Initializer = str | Callable[..., Any]
@@ -109,11 +110,16 @@ class Stateful(Configurable, abc.ABC):
     def _slot_like(
         self, reference: Variable, name: str, initializer: Initializer = "zeros"
     ) -> Variable:
-        value = _initialized(initializer, reference.shape, gradients.wide(reference.dtype))
+        dtype, layout = gradients.wide(reference.dtype), self._state_layout(reference)
+        value = _initialized(initializer, reference.shape, dtype, layout)
         slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
-        if reference._layout is not None:
-            slot._place(reference._layout)
+        if layout is not None:
+            slot._place(layout)
         return slot
+
+    def _state_layout(self, reference: Variable) -> jax.sharding.Sharding | None:
+        """Where the state for a variable lies: with it; None off a mesh."""
+        return reference._layout
 
     def _slot_of_group(self, group: Group, name: str, initializer: Initializer) -> Variable:
         starts = [self._slot_like(variable, name, initializer) for variable in group.members]
@@ -126,8 +132,7 @@ class Stateful(Configurable, abc.ABC):
 
     def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
         """Puts scalars on the mesh of the optimizer, or else of the variables."""
-        layouts = [v._layout for v in variables if isinstance(v._layout, NamedSharding)]
-        mesh = self.mesh or next((layout.mesh for layout in layouts), None)
+        mesh = self.mesh or mesh_of(variables)
         if mesh is not None:
             for scalar in scalars:
                 scalar._place(NamedSharding(mesh, PartitionSpec()))
@@ -207,7 +212,9 @@ def check_count(what: str, values: Sequence[Any], variables: Sequence[Variable])
         )
 
 
-def _initialized(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _initialized(
+    initializer: Initializer, shape: tuple[int, ...], dtype: Any, layout: Any = None
+) -> jax.Array:
     known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
     create = known.get(initializer) if isinstance(initializer, str) else initializer
     if not callable(create):
@@ -215,4 +222,7 @@ def _initialized(initializer: Initializer, shape: tuple[int, ...], dtype: Any) -
             f'Expected "zeros", "ones" or a callable of (shape, dtype) for initializer; '
             f"got {initializer!r}."
         )
-    return create(shape, dtype)
+    if layout is None:
+        return create(shape, dtype)
+    # Every device makes its own part: the whole need not fit into one.
+    return jax.jit(lambda: create(shape, dtype), out_shardings=layout)()

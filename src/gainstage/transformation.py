@@ -9,6 +9,7 @@ import optax
 
 from gainstage import gradients
 from gainstage.bridge import keep_or_skip
+from gainstage.inspection import all_finite
 from gainstage.loss_scale import DynamicLossScale, LossScale, advance, as_rule, start
 
 
@@ -65,7 +66,7 @@ def loss_scaled(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         grads, params = gradients.widen(updates), gradients.widen(params)
-        finite = gradients.all_finite(grads)
+        finite = all_finite(grads)
         measured = gradients.measure(rule.measures, grads, extra.get("value"))
 
         def take(old: Any) -> Any:

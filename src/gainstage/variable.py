@@ -102,7 +102,7 @@ class Variable:
         Raises:
             ValueError: another shape, or a traced value that would outlive its trace.
         """
-        value = _placed(self._fitted(value), self._layout)
+        value = placed(self._fitted(value), self._layout)
         self._set(value)
         self._shared = True  # the caller may hold the same array
 
@@ -254,7 +254,7 @@ def _unboxed(value: Any) -> Any:
     return value.value() if isinstance(value, Variable) else value
 
 
-def _placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
+def placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
     """`value` with the layout that its variable has had from the start."""
     if layout is None or not isinstance(value, Tracer):
         return value if layout is None else jax.device_put(value, layout)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gainstage import checks, gradients
 from gainstage import loss_scale as rules
 from gainstage.bridge import read
+from gainstage.inspection import all_finite
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.variable import Variable
 
@@ -161,7 +162,7 @@ class DynamicLossScale(LossScale):
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
-        finite = gradients.all_finite(leaves)
+        finite = all_finite(leaves)
         new = rules.advance(self.rule, read(self._state), finite)
         jax.tree.map(Variable.assign, self._state, new)
         return None, finite

@@ -1,0 +1,62 @@
+"""Where the state of an optimizer lies on a mesh: with its variable, or divided more (ZeRO-1)."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+SMALL = 1024  # elements: what has fewer stays as it is
+
+
+def mesh_of(variables: Sequence[Any]) -> Mesh | None:
+    """The mesh that variables lie on, None if all are on one device.
+
+    Raises:
+        ValueError: two meshes, or a layout over several devices that names no mesh.
+    """
+    spread = [v for v in variables if v._layout is not None]
+    for variable in spread:
+        if not isinstance(variable._layout, NamedSharding):
+            raise ValueError(
+                f"Expected a jax.sharding.NamedSharding for {variable.name!r}; "
+                f"got {variable._layout}."
+            )
+        if variable._layout.mesh != spread[0]._layout.mesh:
+            raise ValueError(
+                f"Expected all variables on one mesh; got {spread[0].name!r} on "
+                f"{spread[0]._layout.mesh} and {variable.name!r} on {variable._layout.mesh}."
+            )
+    return spread[0]._layout.mesh if spread else None
+
+
+def axes_of(spec: PartitionSpec) -> frozenset[str]:
+    """The axes of the mesh over which a sharding divides an array."""
+    return frozenset(axis for entry in spec for axis in _axes(entry))
+
+
+def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) -> NamedSharding:
+    """The layout of the state for a variable of that layout, divided over more axes of the mesh.
+
+    Among the dimensions that can be divided the one with the most elements on a device is, the
+    first of several. What is small, cannot be divided evenly, or is divided over these axes
+    already stays as it is.
+
+    Source: Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
+    """
+    sizes = dict(layout.mesh.shape)
+    parts, used = math.prod(sizes[axis] for axis in over), axes_of(layout.spec)
+    if math.prod(shape) < SMALL or used & set(over):
+        return layout
+    entries = [_axes(entry) for entry in layout.spec] + [()] * (len(shape) - len(layout.spec))
+    shards = [math.prod(sizes[axis] for axis in entry) for entry in entries]
+    fit = [i for i, n in enumerate(shape) if n % (shards[i] * parts) == 0]
+    if not fit:
+        return layout
+    chosen = max(fit, key=lambda i: shape[i] // shards[i])
+    entries[chosen] = (*entries[chosen], *over)
+    return NamedSharding(layout.mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())

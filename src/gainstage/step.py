@@ -1,0 +1,192 @@
+"""The order of a step: what happens to gradients and variables around an update rule."""
+
+import abc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import gradients
+from gainstage.bridge import keep_if, lent, read
+from gainstage.gradients import Gradients
+from gainstage.inspection import inspect
+from gainstage.inspection import norms as norms_of
+from gainstage.learning_rate import LearningRate
+from gainstage.minimizer import Minimizer
+from gainstage.variable import Variable, placed
+
+
+class Step(Minimizer):
+    """A step, in an order that never changes, whatever options are in force.
+
+    Finite check (with a loss scale), unscale, accumulate, clip, decoupled weight decay,
+    `update_step`, moving average, constraints, `iterations` + 1. `Optimizer` says what state and
+    which options there are, its subclasses the rule for one variable.
+    """
+
+    _iterations: Variable
+    _rate: LearningRate
+    _averages: list[Variable]
+    _accumulators: list[Variable]
+    _masters: dict[Variable, Variable]
+
+    @abc.abstractmethod
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        """Assigns the new value of one variable, and of its slots."""
+
+    @abc.abstractmethod
+    def _option(self, name: str) -> Any:
+        """The option in force."""
+
+    @abc.abstractmethod
+    def _clips(self) -> dict[str, float]:
+        """The clip option in force, if any, with its limit."""
+
+    @abc.abstractmethod
+    def _decays(self, variable: Variable) -> bool:
+        """Whether weight decay touches a variable."""
+
+    def _layouts(self) -> list[Any]:
+        """Where the state of each trainable variable lies, None off a mesh."""
+        return [self._state_layout(variable) for variable in self._index]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
+        scale = self._loss_scale()
+        return loss if scale is None else gradients.widen(loss) * scale
+
+    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
+        """Gives the variables their moving averages, at the end of training with `use_ema`.
+
+        Raises:
+            ValueError: a variable that the optimizer was not built with.
+        """
+        if not self._option("use_ema"):
+            return
+        places = [(variable, self._get_variable_index(variable)) for variable in var_list]
+        started = self._iterations.value() > 0  # before that there is no average
+        for variable, place in places:
+            average = self._averages[place].value()
+            variable.assign(jnp.where(started, average, variable.value()))
+
+    def _loss_scale(self) -> jax.Array | None:
+        factor = self._option("loss_scale_factor")
+        return None if factor is None else jnp.asarray(factor, jnp.float32)
+
+    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+        scale = self._loss_scale()
+        if scale is None:
+            norms = [] if self._accumulators else norms_of(grads, self._clips(), self._layouts())
+            self._update(gradients.divided(grads), norms, rate)
+        else:
+            self._update_if_finite(grads, scale, rate)
+
+    def _update_if_finite(
+        self, grads: list[Any], scale: jax.Array, rate: jax.Array | None
+    ) -> jax.Array:
+        """A step on scaled gradients: all of it, or nothing if one is not finite."""
+        limits = {} if self._accumulators else self._clips()
+        seen = inspect(grads, scale, limits, read(self._accumulators), self._layouts())
+
+        def update() -> None:
+            self._update(gradients.divided(grads, scale), seen.norms, rate)
+
+        keep_if(seen.finite, update, (list(self._index), self.variables))
+        return seen.finite
+
+    def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
+        """Everything after the finite check, on variables held in float32 or wider."""
+        variables, layouts = list(self._index), self._layouts()
+        rate = self._rate.at(self._iterations.value()) if rate is None else rate
+        values = [placed(self._wide(v), s) for v, s in zip(variables, layouts, strict=True)]
+        grads = [g and g.on(layout) for g, layout in zip(grads, layouts, strict=True)]
+        with lent(variables, values, layouts):
+            if self._accumulators:
+                self._accumulate(grads, rate)
+            else:
+                self._update_weights(grads, norms, rate)
+            if self._averages:
+                self._average()
+            for variable in variables:
+                if variable.constraint is not None:
+                    variable.assign(variable.constraint(variable.value()))
+            new = read(variables)
+        for variable, value in zip(variables, new, strict=True):
+            if variable in self._masters:
+                self._masters[variable].assign(value)
+            variable.assign(value)
+        self._iterations.assign_add(1)
+
+    def _wide(self, variable: Variable) -> jax.Array:
+        """A variable's value in float32 or wider: its master copy's, where that rounds to it."""
+        value = variable.value()
+        wide = value.astype(gradients.wide(value.dtype))
+        if variable not in self._masters:
+            return wide
+        master = self._masters[variable].value()
+        return jnp.where(master.astype(value.dtype) == value, master, wide)
+
+    def _accumulate(self, grads: Gradients, rate: jax.Array) -> None:
+        """Adds to the accumulators; every so many steps, updates with their average."""
+        steps = self._option("gradient_accumulation_steps")
+        present = [(g, a) for g, a in zip(grads, self._accumulators, strict=True) if g is not None]
+        for gradient, accumulator in present:
+            accumulator.assign(accumulator + gradient.value())
+
+        def update() -> None:
+            sums = [a.value() for a in self._accumulators]
+            for _, accumulator in present:
+                accumulator.assign(jnp.zeros_like(accumulator.value()))
+            pairs = zip(grads, sums, strict=True)
+            means = [None if g is None else s / steps for g, s in pairs]
+            norms = norms_of(means, self._clips(), self._layouts())
+            self._update_weights(gradients.divided(means), norms, rate)
+
+        due = (self._iterations + 1) % steps == 0
+        keep_if(due, update, (list(self._index), self.variables))
+
+    def _update_weights(
+        self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
+    ) -> None:
+        """Clips and decays, then updates every variable that has a gradient."""
+        decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips(), norms)
+        for variable, gradient in zip(self._index, grads, strict=True):
+            if decay is not None and gradient is not None and self._decays(variable):
+                variable.assign(variable - variable * decay * rate)
+        self._update_all(grads, rate)
+
+    def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
+        gradient_of = dict(zip(self._index, grads, strict=True))
+        for group in dict.fromkeys(self._group_of.values()):
+            members = [gradient_of.pop(variable) for variable in group.members]
+            group.update(members, lambda g, v: self._update_one(g, v, rate))
+        for variable, gradient in gradient_of.items():
+            if gradient is not None:
+                self._update_one(gradient.value(), variable, rate)
+
+    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
+        if self.update_step(gradient, variable, rate) is not None:
+            raise TypeError(
+                f"Expected {type(self).__name__}.update_step to assign the new value and "
+                f"return None; got a result."
+            )
+
+    def _is_elementwise(self) -> bool:
+        """Whether the class that wrote the rule says so: one that overrides it has to repeat it."""
+        wrote = next(vars(cls) for cls in type(self).__mro__ if "update_step" in vars(cls))
+        return wrote.get("elementwise", False)
+
+    def _average(self) -> None:
+        """Moves the averages towards the variables, and, when due, the variables onto them."""
+        frequency = self._option("ema_overwrite_frequency")
+        steps = self._option("gradient_accumulation_steps")
+        updates = self._iterations.value() // (steps or 1)
+        momentum = jnp.where(updates == 0, 0.0, self._option("ema_momentum"))
+        for variable, average in zip(self._index, self._averages, strict=True):
+            average.assign(momentum * average + (1 - momentum) * variable)
+            if frequency:
+                due = (updates + 1) % frequency == 0
+                variable.assign(jnp.where(due, average.value(), variable.value()))

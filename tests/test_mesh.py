@@ -1,0 +1,336 @@
+"""A step on a mesh of eight devices: one small sum, one decision everywhere, state in place."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+from gainstage import inspection, sharding
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
+SPECS = [("data", "model"), (), (None, "model"), (), (), (("data", "model"), None)]
+COLLECTIVE = r"= (\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
+
+
+def mesh_of(shape, kind=AUTO):
+    devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def layouts_on(mesh):
+    return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in SPECS]
+
+
+def random(rng, dtype=np.float32, scale=1.0):
+    return [np.asarray(scale * rng.normal(size=shape), dtype) for shape in SHAPES]
+
+
+def put(arrays, layouts):
+    return [jax.device_put(a, layout) for a, layout in zip(arrays, layouts, strict=True)]
+
+
+def make(layouts, rule=gs.Adam, dtype=np.float32, scale=8.0, **options):
+    values = random(np.random.default_rng(0), dtype)
+    if layouts:
+        values = put(values, layouts)
+    variables = [gs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
+    opt = gs.LossScaleOptimizer(rule(0.1, **options), scale)
+    opt.build(variables)
+    return variables, opt
+
+
+def collectives(compiled):
+    """The shapes that each collective of a program moves."""
+    return re.findall(COLLECTIVE, compiled.as_text())
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize(
+    ("options", "floats"),
+    [({}, 1), ({"global_clipnorm": 1.0}, 2), ({"clipnorm": 1.0}, 1 + len(SHAPES))],
+    ids=["plain", "global", "each"],
+)
+def test_a_step_makes_one_sum_over_the_mesh(options, floats, kind):
+    """Check and norm together are one all-reduce: 4 bytes, and 4 for each norm; all is in place."""
+    layouts = layouts_on(mesh_of((4, 2), kind))
+    variables, opt = make(layouts, **options)
+    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    compiled = step.lower(put(random(np.random.default_rng(1)), layouts)).compile()
+    assert collectives(compiled) == [(f"f32[{floats}]{{0}}", "all-reduce")]
+    state = [*variables, *opt.variables]
+    shards = sum(v._value.addressable_shards[0].data.nbytes for v in state)
+    assert compiled.memory_analysis().alias_size_in_bytes == shards
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (8, 1)], ids=str)
+@pytest.mark.parametrize("clip", ["global_clipnorm", "clipnorm"])
+def test_norms_are_those_of_numpy(clip, shape, kind):
+    """Norms of replicated and spread gradients agree with float64 numpy, on any mesh."""
+    arrays = random(np.random.default_rng(2))
+    layouts = layouts_on(mesh_of(shape, kind))
+    if shape == (2, 4):
+        layouts[4] = layouts[1]
+    norms = jax.jit(lambda g: inspection.norms(g, {clip: 1.0}, layouts))(put(arrays, layouts))
+    squares = [(a.astype(np.float64) ** 2).sum() for a in arrays]
+    expected = np.sqrt([sum(squares)] if clip == "global_clipnorm" else squares)
+    np.testing.assert_allclose(norms, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3), (6, 1)], ids=str)
+def test_norms_on_meshes_that_are_no_power_of_two(shape):
+    """What is replicated is counted once where no reciprocal of the replicas is exact."""
+    arrays = random(np.random.default_rng(3))
+    mesh = mesh_of(shape)
+    specs = [("data",) if len(s) and s[0] % shape[0] == 0 else () for s in SHAPES]
+    layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+    (norm,) = inspection.norms(put(arrays, layouts), {"global_clipnorm": 1.0}, layouts)
+    expected = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in arrays))
+    np.testing.assert_allclose(norm, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.float16, jnp.bfloat16], ids=lambda d: d.__name__
+)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_one_bad_element_anywhere_is_found_everywhere(kind, dtype):
+    """NaN, inf and -inf in the first, middle or last element of any leaf, on any device."""
+    layouts = layouts_on(mesh_of((4, 2), kind))
+    arrays = random(np.random.default_rng(4), np.float32)
+    check = jax.jit(lambda g: inspection.inspect(g, jnp.float32(8), {}, (), layouts).finite)
+    good = put([jnp.asarray(a, dtype) for a in arrays], layouts)
+    assert check(good)
+    for leaf, array in enumerate(arrays):
+        for place in {0, array.size // 2, array.size - 1}:
+            for bad in (np.nan, np.inf, -np.inf):
+                broken = array.copy()
+                broken.reshape(-1)[place] = bad
+                grads = list(good)
+                grads[leaf] = jax.device_put(jnp.asarray(broken, dtype), layouts[leaf])
+                assert not check(grads), (leaf, place, bad)
+
+
+@pytest.mark.parametrize("size", [1, 1024, 4096, 210_000])
+def test_a_bad_replica_skips_everywhere(size):
+    """A NaN in one replica only of a replicated gradient is found, on each of the devices."""
+    mesh = mesh_of((4, 2))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    check = jax.jit(lambda g: inspection.inspect([g], 1.0, {}, (), [everywhere]).finite)
+    for device in jax.devices():
+        good = np.ones(size, np.float32)
+        bad = good.copy()
+        bad[size // 2] = np.nan
+        parts = [jax.device_put(bad if d == device else good, d) for d in mesh.devices.flat]
+        one = jax.make_array_from_single_device_arrays((size,), everywhere, parts)
+        finite = check(one)
+        assert [bool(shard.data) for shard in finite.addressable_shards] == [False] * 8
+
+
+RULES = [gs.SGD, gs.Adam, gs.AdamW, gs.RMSprop, gs.Adagrad, gs.Adadelta, gs.Lion]
+
+
+def trained(layouts, rule, **options):
+    variables, opt = make(layouts, rule, **options)
+    rng = np.random.default_rng(5)
+    for step in range(4):
+        grads = random(rng, scale=8.0)
+        if step == 2:
+            grads[0][0, 0] = np.inf
+        opt.apply(put(grads, layouts) if layouts else grads, variables)
+    return variables, opt
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_every_layout_takes_the_same_steps(rule):
+    """The same gradients give the same bits on every mesh, and on one device."""
+    runs = []
+    for shape in [(1, 1), (2, 1), (2, 2), (4, 2), (2, 4), (8, 1)]:
+        layouts = layouts_on(mesh_of(shape))
+        layouts = layouts if shape != (2, 4) else [*layouts[:4], layouts[1], layouts[1]]
+        variables, opt = trained(layouts, rule, use_ema=True)
+        runs.append([v.numpy().tobytes() for v in [*variables, *opt.variables]])
+    assert all(run == runs[0] for run in runs)
+
+
+@pytest.mark.parametrize("options", [{"global_clipnorm": 1.0}, {"clipnorm": 0.5}], ids=str)
+def test_clipped_steps_differ_by_rounding_only(options):
+    """With a norm, whose sum depends on the layout, runs agree to 1e-6, and in all counters."""
+    reference, opt = trained(None, gs.Adam, **options)
+    for shape in [(2, 1), (4, 2), (8, 1)]:
+        variables, other = trained(layouts_on(mesh_of(shape)), gs.Adam, **options)
+        for a, b in zip(variables, reference, strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, atol=1e-6)
+        assert float(other.loss_scale) == float(opt.loss_scale) == 4.0
+        assert int(other.iterations) == int(opt.iterations) == 3
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, lambda *a, **o: gs.Adam(*a, amsgrad=True, **o)])
+def test_state_lies_like_its_variable(rule, kind):
+    """Slots, averages and accumulators have their variable's layout, scalars lie on all devices."""
+    mesh = mesh_of((4, 2), kind)
+    layouts = layouts_on(mesh)
+    variables, opt = trained(layouts, rule, use_ema=True, gradient_accumulation_steps=2)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    for slot in opt.variables:
+        like = [v for v in variables if f"/{v.name}_" in slot.name]
+        expected = like[0].sharding if like else replicated
+        assert slot.value().sharding.is_equivalent_to(expected, slot.ndim), slot.name
+        assert len(slot.value().sharding.device_set) == 8
+
+
+# ── divided state ────────────────────────────────────────────────────────────────────────────
+
+WIDE = [(64, 48), (48, 128), (128,), (2048, 8), (37, 5), ()]
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+@pytest.mark.parametrize("rule", [gs.Adam, lambda *a, **o: gs.SGD(*a, momentum=0.9, **o)])
+def test_divided_state_takes_the_same_steps_in_an_eighth_of_the_memory(rule, kind):
+    """ZeRO-1: slots, averages and accumulators hold 1/8 on each device; steps are bit-equal."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    runs = []
+    for over in (None, "data"):
+        rng = np.random.default_rng(0)
+        variables = [
+            gs.Variable(jax.device_put(np.float32(rng.normal(size=s)), everywhere), name=f"v{i}")
+            for i, s in enumerate(WIDE)
+        ]
+        options = {"use_ema": True, "gradient_accumulation_steps": 2, "shard_state_over": over}
+        opt = gs.LossScaleOptimizer(rule(0.1, **options), 8.0)
+        for step in range(6):
+            grads = [np.float32(8 * rng.normal(size=s)) for s in WIDE]
+            if step == 2:
+                grads[0][3, 3] = np.nan
+            opt.apply([jax.device_put(g, everywhere) for g in grads], variables)
+        assert float(opt.loss_scale) == 4.0
+        runs.append((variables, opt))
+    (one, whole), (other, parts) = runs
+    for a, b in zip([*one, *whole.variables], [*other, *parts.variables], strict=True):
+        assert a.numpy().tobytes() == b.numpy().tobytes(), a.name
+    assert all(v.value().sharding.is_equivalent_to(everywhere, v.ndim) for v in other)
+
+    def bytes_on_one(opt):
+        return sum(v.value().addressable_shards[0].data.nbytes for v in opt.variables)
+
+    assert bytes_on_one(parts) <= (1 / 8 + 0.01) * bytes_on_one(whole) + 8 * 4 * 314
+
+
+def test_divided_state_adds_to_the_layout_of_the_variable():
+    """The largest local dimension that divides takes the axis, beside what divides it already."""
+    mesh = mesh_of((4, 2))
+
+    def spec(shape, *entries):
+        layout = NamedSharding(mesh, PartitionSpec(*entries))
+        return tuple(sharding.divided(layout, shape, ("data",)).spec)
+
+    assert spec((64, 32), None, "model") == ("data", "model")
+    assert spec((16, 128), "model", None) == ("model", "data")
+    assert spec((50257, 768)) == (None, "data")
+    assert spec((3, 3, 3, 64)) == (None, None, None, "data")
+    assert spec((1024, 6), "model") == (("model", "data"), None)
+    for shape in [(37, 50), (7,), (), (1000,)]:  # indivisible, or small
+        assert spec(shape) == ()
+    assert spec((64, 32), "data") == ("data",)
+
+
+def test_a_clipped_divided_step_makes_the_one_sum():
+    """The check and the norm of divided gradients are the same 8 bytes; weights are gathered."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    variables = [gs.Variable(jax.device_put(np.ones((64, 64), np.float32), everywhere))]
+    opt = gs.LossScaleOptimizer(gs.Adam(0.1, global_clipnorm=1.0, shard_state_over="data"))
+    opt.build(variables)
+    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    found = collectives(step.lower([variables[0].value()]).compile())
+    assert [c for c in found if c[1] == "all-reduce"] == [("f32[2]{0}", "all-reduce")]
+    assert [c[1] for c in found if c[1] != "all-reduce"] == ["all-gather"]
+
+
+@pytest.mark.parametrize("over", ["model", ("data", "pipe")])
+def test_an_axis_that_is_not_there_is_named(over):
+    """`shard_state_over` names axes of the variables' mesh, which is said at `build`."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
+    var = gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec())))
+    with pytest.raises(ValueError, match="shard_state_over"):
+        gs.SGD(shard_state_over=over).build([var])
+    with pytest.raises(ValueError, match="shard_state_over"):
+        gs.SGD(shard_state_over=over).build([gs.Variable(1.0)])
+
+
+def test_variables_on_two_meshes_are_refused():
+    """All variables lie on one mesh; the error names one of each."""
+    variables = [
+        gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh_of(s), PartitionSpec())), name=n)
+        for s, n in [((4, 2), "a"), ((2, 4), "b")]
+    ]
+    with pytest.raises(ValueError, match=r"'a' on .* and 'b' on"):
+        gs.SGD().build(variables)
+
+
+def test_slots_are_made_in_place():
+    """A slot is created part by part: no device ever holds the whole of it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
+    layout = NamedSharding(mesh, PartitionSpec("data"))
+    seen = []
+
+    def initializer(shape, dtype):
+        seen.append(isinstance(jnp.zeros(()), jax.core.Tracer))
+        return jnp.full(shape, 0.5, dtype)
+
+    opt = gs.SGD()
+    var = gs.Variable(jax.device_put(np.ones(16), layout))
+    opt.build([var])
+    slot = opt.add_variable_from_reference(var, "slot", initializer)
+    assert seen == [True]
+    assert slot.numpy().tolist() == [0.5] * 16
+    assert slot.value().sharding.is_equivalent_to(layout, 1)
+
+
+# ── master weights ───────────────────────────────────────────────────────────────────────────
+
+
+def test_master_weights_keep_small_updates():
+    """A float16 weight of 1 moves after many updates of 2**-14, which alone each round away."""
+    weights = []
+    for master in (False, True):
+        var = gs.Variable(jnp.float16(1.0))
+        opt = gs.LossScaleOptimizer(gs.SGD(2.0**-14, master_weights=master), 2.0)
+        for _ in range(64):
+            opt.apply([jnp.float16(2.0)], [var])
+        weights.append(float(var))
+    assert weights == [1.0, 1.0 - 2.0**-8]
+
+
+def test_master_weights_are_a_float32_run_rounded():
+    """With master weights a float16 run is the float32 run, each weight rounded once."""
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(8, 3)).astype(np.float16)
+    half, full = gs.Variable(start), gs.Variable(start.astype(np.float32))
+    opt, reference = gs.Adam(0.01, master_weights=True, use_ema=True), gs.Adam(0.01)
+    for _ in range(20):
+        gradient = rng.normal(size=(8, 3)).astype(np.float16)
+        opt.apply([gradient], [half])
+        reference.apply([gradient.astype(np.float32)], [full])
+        assert (half.numpy() == full.numpy().astype(np.float16)).all()
+    (master,) = [v for v in opt.variables if "master" in v.name]
+    np.testing.assert_allclose(master.numpy(), full.numpy(), rtol=1e-6)
+    assert gs.Adam.from_config(opt.get_config()).master_weights is True
+
+
+def test_a_weight_assigned_from_outside_wins_over_its_master():
+    """What a user assigns, a loaded checkpoint for one, is where the next step starts."""
+    var = gs.Variable(jnp.float16([1.0, 2.0]))
+    opt = gs.SGD(0.5, master_weights=True)
+    opt.apply([jnp.float16([0.001, 0.001])], [var])
+    var.assign([5.0, var.numpy()[1]])
+    opt.apply([jnp.float16([1.0, 0.0])], [var])
+    assert float(var[0]) == 4.5
+    (master,) = [v for v in opt.variables if "master" in v.name]
+    np.testing.assert_allclose(master.numpy(), [4.5, 2 - 0.5 * 0.001], rtol=1e-6)
