@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
-from gainstage.joining import bundle, is_spread
+from gainstage.joining import SMALL, bundle, is_spread
 from gainstage.sharding import axes_of
 from gainstage.variable import placed
 
@@ -73,7 +73,10 @@ def norms(
     grads: Sequence[Any], limits: Mapping[str, float], layouts: Sequence[Any] = ()
 ) -> list[jax.Array]:
     """What `gradients.clip` divides by, of gradients that are not scaled."""
-    return inspect(grads, 1.0, limits, layouts=layouts).norms if limits else []
+    if any(isinstance(layout, NamedSharding) for layout in layouts):
+        return inspect(grads, 1.0, limits, layouts=layouts).norms if limits else []
+    sums = _sums_of_squares([g for g in grads if g is not None] if limits else [])
+    return list(jnp.sqrt(_wanted(*sums, limits)))
 
 
 def _read(
@@ -92,12 +95,8 @@ def _read(
     rows = [*zip(*columns, strict=True)] if "clipnorm" in limits else bundle(*columns)
     leaves = [row[0] for row in rows]
 
-    def wanted(total: jax.Array, each: list[jax.Array]) -> jax.Array:
-        chosen = each if "clipnorm" in limits else [total] if "global_clipnorm" in limits else []
-        return jnp.array(chosen, total.dtype)
-
     total, each = _sums_of_squares(leaves)
-    norms = jnp.sqrt(wanted(total, each)) / scale
+    norms = jnp.sqrt(_wanted(total, each, limits)) / scale
     # What is below 2**100 does not move a finite sum of float32 beyond the largest number.
     vouched = jnp.sqrt(total) / scale < 2.0**100
     # Squares that were flushed to zero are those of norms far below any such limit.
@@ -107,9 +106,15 @@ def _read(
         finite = jnp.array(True)
         for row in rows:
             finite, _ = _by_rows(_finite_sum(scale), _ALL, finite, *row)
-        return Sums(finite, wanted(*_sums_of_squares(leaves if limits else [], scale)))
+        return Sums(finite, _wanted(*_sums_of_squares(leaves if limits else [], scale), limits))
 
     return lax.cond(vouched, lambda: Sums(jnp.array(True), jnp.square(norms)), ask)
+
+
+def _wanted(total: jax.Array, each: list[jax.Array], limits: Mapping[str, float]) -> jax.Array:
+    """The sums that clipping wants."""
+    chosen = each if "clipnorm" in limits else [total] if "global_clipnorm" in limits else []
+    return jnp.array(chosen, total.dtype)
 
 
 def _read_mesh(
@@ -198,9 +203,10 @@ def _at_once(fn: Callable[..., Any], fold: _Fold, total: jax.Array, *arrays: jax
 def _by_rows(fn: Callable[..., Any], fold: _Fold, total: jax.Array, *arrays: jax.Array) -> Folded:
     """The same; on CPU row by row, as XLA stores there what it computes on the way."""
     size = arrays[0].size
-    row = next(n for n in range(min(size, ROW), 0, -1) if size % n == 0) if size else 1
+    # At least two rows: XLA would unroll a loop over one.
+    row = next((n for n in range(min(size // 2, ROW), 0, -1) if size % n == 0), 1)
     at_once = functools.partial(_at_once, fn, fold)
-    if size <= ROW or row < ROW // 32 or any(map(is_spread, arrays)):
+    if row < SMALL // 4 or any(map(is_spread, arrays)):
         return at_once(total, *arrays)
 
     def by_rows(total: jax.Array, *arrays: jax.Array) -> Folded:
