@@ -33,6 +33,7 @@ OPTIONS = {
     "epsilon": 0.5,
     "amsgrad": True,
     "group_small": True,
+    "master_weights": True,
     "rho": 0.5,
     "centered": True,
     "initial_accumulator_value": 0.5,
@@ -42,7 +43,15 @@ OPTIONS = {
     "dynamic_growth_steps": 7,
     "rule": gs.DynamicLossScale(hysteresis=2),
 }
-NOT_OPTIONAL = {"jit_compile", "mesh", "inner_optimizer", "optimizer", "dynamic", "options"}
+NOT_OPTIONAL = {
+    "jit_compile",
+    "mesh",
+    "shard_state_over",
+    "inner_optimizer",
+    "optimizer",
+    "dynamic",
+    "options",
+}
 
 
 def wrapped(**options):

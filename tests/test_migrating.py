@@ -1253,6 +1253,27 @@ def _():
     assert [v.numpy().tolist() for v in variables] == [[0.5, 1.5], 2.5]
 
 
+@row(3, "new: master_weights")
+def _():
+    w = gs.Variable(jnp.float16(1.0))
+    opt = dtensor.SGD(2.0**-14, master_weights=True)
+    for _ in range(64):
+        opt.apply_gradients([(jnp.float16(1.0), w)])
+    assert float(w) == 1.0 - 2.0**-8
+
+
+@row(3, "new: shard_state_over")
+def _():
+    mesh = mesh_of_all()
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    w = gs.Variable(jax.device_put(np.ones((64, 32), np.float32), everywhere))
+    opt = dtensor.SGD(0.5, 0.9, shard_state_over=mesh.axis_names)
+    opt.apply_gradients([(w.value(), w)])
+    part = opt.momentums[0].value().addressable_shards[0].data
+    assert part.size * len(jax.devices()) == w.size
+    assert (w.numpy() == 0.5).all()
+
+
 @row(3, "new: gradient_accumulation_steps")
 def _():
     opt, w = dtensor.SGD(0.5, gradient_accumulation_steps=2), gs.Variable(3.0)

@@ -106,7 +106,8 @@ def _read(
         finite = jnp.array(True)
         for row in rows:
             finite, _ = _by_rows(_finite_sum(scale), _ALL, finite, *row)
-        return Sums(finite, _wanted(*_sums_of_squares(leaves if limits else [], scale), limits))
+        squares = _wanted(*_sums_of_squares(leaves if limits else [], scale), limits)
+        return Sums(finite, squares.astype(norms.dtype))
 
     return lax.cond(vouched, lambda: Sums(jnp.array(True), jnp.square(norms)), ask)
 

@@ -210,6 +210,9 @@ class LossScaleOptimizer(Optimizer):
     def _index(self) -> dict[Variable, int]:
         return self.inner_optimizer._index
 
+    def _state_layout(self, reference: Variable) -> Any:
+        return self.inner_optimizer._state_layout(reference)
+
     def _rate_now(self) -> jax.Array | None:
         return self.inner_optimizer._rate_now()
 
