@@ -8,16 +8,11 @@ from jax import lax
 from jax.core import Tracer
 
 SMALL = 4096  # elements: what has at most so many is joined with others
-AT_ONCE = 32  # arrays: XLA compiles a tree of short concatenations faster than a long one
 
 
 def join(arrays: Iterable[jax.Array]) -> jax.Array:
     """All elements of arrays of one dtype, in order, as one flat array."""
-    flat = [x.reshape(-1) for x in arrays]
-    while len(flat) > 1:
-        groups = [flat[i : i + AT_ONCE] for i in range(0, len(flat), AT_ONCE)]
-        flat = [lax.concatenate(group, 0) for group in groups]
-    return flat[0]
+    return lax.concatenate([x.reshape(-1) for x in arrays], 0)
 
 
 def part(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
