@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -80,9 +79,12 @@ def transformer(dtype: Any) -> Model:
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, heads: int) -> jax.Array:
     """Causal attention; the softmax is taken in float32."""
-    split = partial(jnp.reshape, shape=(*q.shape[:2], heads, -1))
-    y = jax.nn.dot_product_attention(split(q), split(k), split(v), is_causal=True)
-    return y.reshape(q.shape)
+    q, k, v = (x.reshape(*x.shape[:2], heads, -1) for x in (q, k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32) / math.sqrt(q.shape[-1])
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)).astype(v.dtype)
+    y = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return y.reshape(*y.shape[:2], -1)
 
 
 def normed(x: jax.Array, scale: jax.Array) -> jax.Array:

@@ -100,3 +100,20 @@ def test_an_optax_loop_stores_its_updates_only():
     assert memory.temp_size_in_bytes < 1.01 * weights + 2**16
     state = sum(x.nbytes for x in jax.tree.leaves(arguments[1]))
     assert memory.alias_size_in_bytes == weights + state
+
+
+def test_a_half_precision_gradient_is_stored_once():
+    """XLA for CPU computes it transposed: the check and the update share one array in order."""
+    w = gs.Variable(np.ones((192, 320), np.float32))
+    opt = gs.LossScaleOptimizer(gs.Adam(0.01))
+    opt.build([w])
+
+    def step(x):
+        half = jnp.float16
+        return opt.minimize(lambda: ((x.astype(half) @ w.value().astype(half)) ** 2).mean(), [w])
+
+    program = gs.jit(step, ([w], opt.variables), donate=True)
+    text = program.lower(jnp.ones((64, 192))).compile().as_text()
+    main = text[text.index("\nENTRY") :]
+    assert len(re.findall(r"= f32\[192,320\]\S* (fusion|copy)\(\S*dot", main)) == 1
+    assert not re.findall(r"= f32\[192,320\]\{0,1\}", main)

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from gainstage.variable import placed
 
@@ -25,6 +28,20 @@ def widen(tree: Any) -> Any:
         return x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(one, tree)
+
+
+def in_order(gradient: Any) -> Any:
+    """A gradient on one device, stored in the order of its variable's elements; None stays None.
+
+    XLA for CPU may compute that of a product in half precision transposed. Left to itself it would
+    store it both ways, for the check and for the update. An array on several devices it would
+    gather.
+    """
+    if not isinstance(gradient, Tracer) or gradient.ndim < 2:
+        return gradient
+    rows = Layout(tuple(range(gradient.ndim)))
+    pin = functools.partial(with_layout_constraint, layouts=rows)
+    return lax.platform_dependent(gradient, cpu=pin, default=lambda x: x)
 
 
 class Gradient(NamedTuple):

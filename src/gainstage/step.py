@@ -88,8 +88,10 @@ class Step(Minimizer):
         self, grads: list[Any], scale: jax.Array, rate: jax.Array | None
     ) -> jax.Array:
         """A step on scaled gradients: all of it, or nothing if one is not finite."""
-        limits = {} if self._accumulators else self._clips()
-        seen = inspect(grads, scale, limits, read(self._accumulators), self._layouts())
+        limits, layouts = {} if self._accumulators else self._clips(), self._layouts()
+        pairs = zip(grads, layouts, strict=True)
+        grads = [gradients.in_order(g) if layout is None else g for g, layout in pairs]
+        seen = inspect(grads, scale, limits, read(self._accumulators), layouts)
 
         def update() -> None:
             self._update(gradients.divided(grads, scale), seen.norms, rate)

@@ -66,6 +66,8 @@ def loss_scaled(
         updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         grads, params = gradients.widen(updates), gradients.widen(params)
+        if jax.device_count() == 1:
+            grads = jax.tree.map(gradients.in_order, grads)
         finite = all_finite(grads)
         measured = gradients.measure(rule.measures, grads, extra.get("value"))
 
