@@ -201,3 +201,43 @@ def test_it_runs_under_vmap_and_scan():
     assert state.loss_scale.scale.tolist() == [2.0**15, 2.0**14]
     assert jnp.isfinite(params["w"]).all()
     assert float(losses[0, 1]) == float(losses[1, 2])
+
+
+def test_state_that_moves_about_is_kept_leaf_by_leaf():
+    """States may swap leaves, hand them on, repeat a value or change its dtype: a step is that of
+    the transformation itself, and a skipped one changes no bit."""
+
+    def init(params):
+        return {"swapped": (jnp.float32(1), jnp.float32(2)), "same": jnp.int32(7)} | {
+            name: jax.tree.map(jnp.zeros_like, params) for name in ("sum", "copy", "last")
+        }
+
+    def update(updates, state, params=None):
+        total = jax.tree.map(jnp.add, state["sum"], updates)
+        doubled = jax.tree.map(lambda t: (t * 2).astype(jnp.float16), total)
+        new = {
+            "swapped": state["swapped"][::-1],
+            "same": state["same"],
+            "sum": total,
+            "copy": total,
+            "last": doubled,
+        }
+        return jax.tree.map(lambda t, d: t + d, total, doubled), new
+
+    plain = optax.GradientTransformation(init, update)
+    params, tx, state = make(plain)
+    expected = plain.init(params)
+    scaled, step = jax.jit(tx.update), jax.jit(plain.update)
+    for factor in (1.0, np.inf, 3.0, np.nan, 0.5):
+        grads = jax.tree.map(lambda p, f=factor: jnp.full_like(p, f), params)
+        before = state.inner
+        updates, state = scaled(grads, state, params)
+        if np.isfinite(factor):
+            wanted, expected = step(grads, expected, params)
+            expected = jax.tree.map(lambda new, old: new.astype(old.dtype), expected, before)
+        else:
+            wanted = jax.tree.map(lambda p: jnp.full_like(p, -0.0), params)
+        for got, want in [(updates, wanted), (state.inner, expected)]:
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                assert one.dtype == other.dtype
+                assert one.tobytes() == other.tobytes()

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
+from jax.extend.core import Literal, get_opaque_trace_state
 
 from gainstage.variable import Variable
 
@@ -192,19 +192,51 @@ def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
     return result
 
 
-def keep_or_skip(
-    keep: jax.Array, take: Callable[[Any], Any], skip: Callable[[Any], Any], old: Any
-) -> Any:
-    """`take(old)` if `keep` holds, else `skip(old)`: the one place that decides a step."""
-    # A `cond` updates in place; a `where` over the results copies every slot on CPU.
-    return lax.cond(keep, take, skip, old)
+def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
+    """`(result, new)` of `fn(old)`, with `old` in the place of `new` where `keep` does not hold.
+
+    For a result that stands only if `keep` does, and is to be fused with what is done to it: it is
+    computed from what was kept. A `where` around all of `fn` would make XLA compute each new value
+    twice, for the state and for the result, and copy the old one, which the first has overwritten.
+    """
+    before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)(old)
+    jaxpr = program.jaxpr
+    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known |= zip(jaxpr.invars, before, strict=True)
+    outputs = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
+    wanted = {v: b for v, b in zip(outputs, before, strict=True) if not isinstance(v, Literal)}
+    kept = {}
+
+    def value_of(variable: Any) -> Any:
+        return variable.val if isinstance(variable, Literal) else known[variable]
+
+    for equation in jaxpr.eqns:
+        primitive, params = equation.primitive, equation.primitive.get_bind_params(equation.params)
+        with equation.ctx.manager:
+            values = primitive.bind(*map(value_of, equation.invars), **params)
+        values = values if primitive.multiple_results else [values]
+        for v, value in zip(equation.outvars, values, strict=True):
+            known[v] = value
+            if v in wanted and value.dtype == wanted[v].dtype:
+                known[v] = kept[v] = lax.select(keep, value, wanted[v])
+
+    result = [value_of(v) for v in jaxpr.outvars[: len(jaxpr.outvars) - len(before)]]
+    new = [
+        kept[v]
+        if not isinstance(v, Literal) and v in kept and wanted[v] is b
+        else lax.select(keep, jnp.asarray(value_of(v), b.dtype), b)
+        for v, b in zip(outputs, before, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), [*result, *new])
 
 
 def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
     """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none."""
     variables = variables_in(state)
     pure = functional(fn, variables)
+    # A `cond` updates in place; a `where` over the results copies every slot on CPU.
     write(
         variables,
-        keep_or_skip(keep, lambda values: pure(values)[1], lambda old: old, read(variables)),
+        lax.cond(keep, lambda values: pure(values)[1], lambda old: old, read(variables)),
     )

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from gainstage import gradients
-from gainstage.bridge import keep_or_skip
+from gainstage.bridge import select
 from gainstage.inspection import all_finite
 from gainstage.loss_scale import DynamicLossScale, LossScale, advance, as_rule, start
 
@@ -68,19 +69,15 @@ def loss_scaled(
         grads, params = gradients.widen(updates), gradients.widen(params)
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
-        finite = all_finite(grads)
+        # The barrier keeps XLA from storing squares that `tx` happens to need too.
+        finite = all_finite(lax.optimization_barrier(grads))
         measured = gradients.measure(rule.measures, grads, extra.get("value"))
 
-        def take(old: Any) -> Any:
-            grads, inner = old
-            updates, new = tx.update(grads, inner, params, **extra)
-            return updates, jax.tree.map(lambda new, old: new.astype(old.dtype), new, inner)
+        def step(inner: Any) -> Any:
+            return tx.update(grads, inner, params, **extra)
 
-        def skip(old: Any) -> Any:
-            shapes, _ = jax.eval_shape(take, old)
-            return jax.tree.map(lambda s: jnp.full(s.shape, -0.0, s.dtype), shapes), old[1]
-
-        updates, inner = keep_or_skip(finite, take, skip, (grads, state.inner))
+        updates, inner = select(finite, step, state.inner)
+        updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0).astype(u.dtype), updates)
         return updates, LossScaledState(advance(rule, state.loss_scale, finite, **measured), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
