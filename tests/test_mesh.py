@@ -1,15 +1,21 @@
 """A step on a mesh of eight devices: one small sum, one decision everywhere, state in place."""
 
+import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import inspection, sharding
+
+import programs
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
@@ -273,6 +279,102 @@ def test_variables_on_two_meshes_are_refused():
     ]
     with pytest.raises(ValueError, match=r"'a' on .* and 'b' on"):
         gs.SGD().build(variables)
+    with pytest.raises(ValueError, match=r"on the mesh of 'SGD', .*'a' on"):
+        gs.SGD(mesh=mesh_of((8, 1))).build(variables[:1])
+    alone = gs.Variable(1.0, name="c")
+    with pytest.raises(ValueError, match="Expected 'c' on the mesh of 'a'; got it on one device"):
+        gs.SGD().build([variables[0], alone])
+
+
+def test_a_layout_that_does_not_divide_its_variable_is_refused():
+    """The error names the variable, the dimension, its size, the axis and the axis' size."""
+    layout = NamedSharding(mesh_of((4, 2)), PartitionSpec(None, ("data", "model")))
+    plan = gs.Variable(jax.ShapeDtypeStruct((8, 63), jnp.float32, sharding=layout), name="w")
+    wanted = r"dimension 1 of 'w', of size 63, to be a multiple of 8, over mesh axes .*'data': 4"
+    with pytest.raises(ValueError, match=wanted):
+        gs.SGD().build([plan])
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_a_step_is_compiled_once(kind):
+    """However a layout is written: with or without a None at the end, one axis as a tuple."""
+    mesh = mesh_of((4, 2), kind)
+    specs = [("data", None), ("data",), (("data",),), (None, "model"), (None, None), ()]
+    layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
+    values = [jax.device_put(np.ones((8, 8), np.float32), layout) for layout in layouts]
+    variables = [gs.Variable(value) for value in values]
+    opt = gs.LossScaleOptimizer(gs.Adam(0.1, shard_state_over="data"))
+    opt.build(variables)
+    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+    for _ in range(3):
+        step(values)
+        opt.apply(values)
+    assert step._compiled._cache_size() == 1
+    assert opt._program._compiled._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_an_optax_loop_keeps_its_layouts(kind):
+    """State of `loss_scaled` lies with its parameters from `init` on, scalars on all devices; the
+    check gathers nothing, and on Explicit axes it is one sum of 4 bytes."""
+    mesh = mesh_of((4, 2), kind)
+    layouts = layouts_on(mesh)
+    params = put(random(np.random.default_rng(0), np.float16), layouts)
+    tx = gs.loss_scaled(optax.adam(0.1))
+    state = tx.init(params)
+    adam = state.inner[0]
+    for slots in (adam.mu, adam.nu):
+        for slot, layout in zip(slots, layouts, strict=True):
+            assert slot.sharding.is_equivalent_to(layout, slot.ndim)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    for scalar in [*state.loss_scale[:2], adam.count]:
+        assert scalar.sharding.is_equivalent_to(everywhere, 0)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    arrays = random(np.random.default_rng(1))
+    grads = put(arrays, layouts)
+    program = jax.jit(step).lower(params, state, grads).compile()
+    found = collectives(program)
+    assert {kind for _, kind in found} == {"all-reduce"}
+    if kind is EXPLICIT:
+        assert found == [("f32[1]{0}", "all-reduce")]
+    alone = [[jnp.asarray(np.asarray(x)) for x in tree] for tree in (params, grads)]
+    here, _ = step(alone[0], tx.init(alone[0]), alone[1])
+    for one, other in zip(program(params, state, grads)[0], here, strict=True):
+        np.testing.assert_array_equal(one, other)
+    arrays[2][0, 0] = np.nan
+    for one, other in zip(program(params, state, put(arrays, layouts))[0], params, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def compiled_on(devices, tensors, repeats=1):
+    """What `programs.py` tells of the step on so many devices."""
+    words = [sys.executable, programs.__file__, str(devices), ",".join(map(str, tensors))]
+    done = subprocess.run([*words, str(repeats)], capture_output=True, text=True, check=True)
+    return {int(count): about for count, about in json.loads(done.stdout).items()}
+
+
+def test_the_program_is_the_same_on_8_64_and_512_devices():
+    """One sum of 8 bytes for check and norm, and as many instructions, however many devices."""
+    runs = [compiled_on(devices, [4, 64]) for devices in (8, 64, 512)]
+    for run in runs:
+        for tensors, about in run.items():
+            assert about["collectives"] == [["f32[2]{0}", "all-reduce"]]
+            assert about["instructions"] == runs[0][tensors]["instructions"]
+
+
+@pytest.mark.slow
+def test_256_tensors_compile_in_10_seconds_on_any_number_of_devices():
+    """Median of three; within a factor of two on 8 and 512 devices."""
+    few, many = (compiled_on(devices, [256], 3)[256] for devices in (8, 512))
+    for about in (few, many):
+        assert about["collectives"] == [["f32[2]{0}", "all-reduce"]]
+        assert about["instructions"] == few["instructions"]
+        assert about["seconds"] < 10
+    assert many["seconds"] < 2 * few["seconds"]
 
 
 def test_slots_are_made_in_place():

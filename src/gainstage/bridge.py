@@ -152,7 +152,11 @@ class jit:  # noqa: N801 - reads as the function it stands for
     def __init__(self, fn: Callable[..., Any], state: Any, donate: bool = False):
         self._state, self._donate = variables_in(state), donate
         self._pure = functional(fn, self._state)
-        self._compiled = jax.jit(self._program, donate_argnums=0 if donate else ())
+        # A layout that is equivalent but written otherwise would be compiled for once more.
+        layouts = [variable._layout for variable in self._state]
+        self._compiled = jax.jit(
+            self._program, donate_argnums=0 if donate else (), out_shardings=(layouts, None)
+        )
         functools.update_wrapper(self, fn, updated=())
 
     def _program(self, values: Any, args: Any, kwargs: Any) -> Any:

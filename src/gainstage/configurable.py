@@ -1,6 +1,7 @@
 """Objects that can be described by their constructor's arguments, and made again from them."""
 
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
@@ -91,6 +92,15 @@ def serialize(obj: Any) -> dict[str, Any]:
         "config": obj.get_config(),
         "registered_name": None,
     }
+
+
+def readable(config: Any) -> Any:
+    """A configuration as JSON can hold it: a callable or other object by its name alone."""
+
+    def name(value: Any) -> str:
+        return getattr(value, "__qualname__", type(value).__qualname__)
+
+    return json.loads(json.dumps(config, default=name))
 
 
 def deserialize(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
 from gainstage.joining import SMALL, bundle, is_spread
@@ -48,20 +48,32 @@ def inspect(
         scale: what they were multiplied by.
         limits: the clip option in force, as for `gradients.clip`.
         onto: finite accumulators, to which the true gradients will be added: the sums are asked.
-        layouts: the sharding of each, None for those that are not on a mesh; all None by default.
+        layouts: the sharding of each, None for those that are on one device; if empty, only what
+            the arrays themselves tell is known.
     """
+    known = bool(layouts) or jax.device_count() == 1
+    layouts = layouts or [_typed_layout(gradient) for gradient in grads]
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
     leaves = [grads[i] for i in here]
     onto = [onto[i] for i in here] if onto else []
-    spread = {i: layouts[i] for i in here if layouts and isinstance(layouts[i], NamedSharding)}
+    spread = {i: layouts[i] for i in here if isinstance(layouts[i], NamedSharding)}
     limits = limits or {}
-    if not spread or jax.sharding.get_abstract_mesh().manual_axes:
+    if jax.sharding.get_abstract_mesh().manual_axes:
         sums = _read(leaves, onto, scale, limits)
+    elif not spread:
+        sums = _read(leaves, onto, scale, limits, ordered=known)
     else:
         alone = NamedSharding(next(iter(spread.values())).mesh, PartitionSpec())
         sums = _read_mesh(leaves, onto, scale, limits, [spread.get(i, alone) for i in here])
     norms = jnp.sqrt(sums.squares)
     return Inspection(sums.finite & jnp.isfinite(norms).all(), list(norms))
+
+
+def _typed_layout(x: Any) -> NamedSharding | None:
+    """The layout that is part of an array's type: on a mesh of Explicit axes."""
+    layout = None if x is None else jax.typeof(x).sharding
+    kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())
+    return layout if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -84,18 +96,20 @@ def _read(
     onto: Sequence[jax.Array],
     scale: jax.Array | float,
     limits: Mapping[str, float],
+    ordered: bool = True,
 ) -> Sums:
-    """Reads arrays on one device.
+    """Reads arrays on one device; with `ordered=False` they may be on many, for all we know.
 
     Terms of a finite sum are finite. So the sums of squares, the cheapest reading there is and one
     that clipping needs anyway, vouch for almost every step; elements are asked one by one only
     where a sum says nothing, because it is too large or not finite itself.
     """
     columns = (leaves, onto) if onto else (leaves,)
-    rows = [*zip(*columns, strict=True)] if "clipnorm" in limits else bundle(*columns)
+    alone = "clipnorm" in limits or not ordered
+    rows = [*zip(*columns, strict=True)] if alone else bundle(*columns)
     leaves = [row[0] for row in rows]
 
-    total, each = _sums_of_squares(leaves)
+    total, each = _sums_of_squares(leaves, ordered=ordered)
     norms = jnp.sqrt(_wanted(total, each, limits)) / scale
     # What is below 2**100 does not move a finite sum of float32 beyond the largest number.
     vouched = jnp.sqrt(total) / scale < 2.0**100
@@ -105,8 +119,9 @@ def _read(
     def ask() -> Sums:
         finite = jnp.array(True)
         for row in rows:
-            finite, _ = _by_rows(_finite_sum(scale), _ALL, finite, *row)
-        squares = _wanted(*_sums_of_squares(leaves if limits else [], scale), limits)
+            one = _by_rows if ordered else _at_once
+            finite, _ = one(_finite_sum(scale), _ALL, finite, *row)
+        squares = _wanted(*_sums_of_squares(leaves if limits else [], scale, ordered), limits)
         return Sums(finite, squares.astype(norms.dtype))
 
     return lax.cond(vouched, lambda: Sums(jnp.array(True), jnp.square(norms)), ask)
@@ -161,7 +176,7 @@ def _read_mesh(
 
 
 def _sums_of_squares(
-    grads: Iterable[jax.Array], scale: jax.Array | float = 1.0
+    grads: Iterable[jax.Array], scale: jax.Array | float = 1.0, ordered: bool = True
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The sum of the squares of all elements divided by `scale`, and that of each array alone."""
 
@@ -172,8 +187,8 @@ def _sums_of_squares(
     total, each = jnp.zeros((), jnp.result_type(jnp.float32, *(wide(x.dtype) for x in grads))), []
     for x in grads:
         # XLA for CPU has a fast sum of squares of what is stored; the rest it would store first.
-        stored = x.dtype.itemsize >= 4 and isinstance(scale, float)
-        total, own = (_at_once if stored else _by_rows)(of, _SUM, total, x)
+        at_once = not ordered or (x.dtype.itemsize >= 4 and isinstance(scale, float))
+        total, own = (_at_once if at_once else _by_rows)(of, _SUM, total, x)
         each.append(own)
     return total, each
 

@@ -213,6 +213,9 @@ class LossScaleOptimizer(Optimizer):
     def _state_layout(self, reference: Variable) -> Any:
         return self.inner_optimizer._state_layout(reference)
 
+    def _state_of(self, variable: Variable) -> list[Variable]:
+        return self.inner_optimizer._state_of(variable)
+
     def _rate_now(self) -> jax.Array | None:
         return self.inner_optimizer._rate_now()
 

@@ -220,6 +220,14 @@ class Optimizer(Step):
             return layout
         return divided(layout, reference.shape, self.shard_state_over)
 
+    def _state_of(self, variable: Variable) -> list[Variable]:
+        """The state that belongs to one variable alone."""
+        place = self._get_variable_index(variable)
+        copies = [kind[place] for kind in (self._averages, self._accumulators) if kind]
+        masters = [self._masters[variable]] if variable in self._masters else []
+        slots = [slot for (owner, _), slot in self._slot_of.items() if owner is variable]
+        return [*copies, *masters, *(slots if variable not in self._group_of else [])]
+
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
         limits = {name: self._option(name) for name in CLIPS}
@@ -285,7 +293,8 @@ class Optimizer(Step):
             half = [v for v in variables if v.dtype != gradients.wide(v.dtype)]
             self._masters = {v: self._slot_like(v, "master") for v in half}
             for variable, master in self._masters.items():
-                master.assign(variable)
+                if not variable._is_planned:
+                    master.assign(variable)
         self._places = {variable: place for place, variable in enumerate(variables)}
         if self.group_small and self._is_elementwise():
             for group in groups_of(variables, gradients.wide):

@@ -13,10 +13,16 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
     """The mesh that variables lie on, None if all are on one device.
 
     Raises:
-        ValueError: two meshes, or a layout over several devices that names no mesh.
+        ValueError: two meshes, a variable that is on one device while others are not, a layout
+            over several devices that names no mesh, or one that does not divide its variable.
     """
     spread = [v for v in variables if v._layout is not None]
-    for variable in spread:
+    for variable in variables if spread else ():
+        if variable._layout is None:
+            raise ValueError(
+                f"Expected {variable.name!r} on the mesh of {spread[0].name!r}; got it on one "
+                f"device. Make it of jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
+            )
         if not isinstance(variable._layout, NamedSharding):
             raise ValueError(
                 f"Expected a jax.sharding.NamedSharding for {variable.name!r}; "
@@ -27,7 +33,20 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
                 f"Expected all variables on one mesh; got {spread[0].name!r} on "
                 f"{spread[0]._layout.mesh} and {variable.name!r} on {variable._layout.mesh}."
             )
+        _check_divides(variable)
     return spread[0]._layout.mesh if spread else None
+
+
+def _check_divides(variable: Any) -> None:
+    """JAX checks arrays, but not the layouts of those that are only planned."""
+    sizes = dict(variable._layout.mesh.shape)
+    for i, (size, entry) in enumerate(zip(variable.shape, variable._layout.spec, strict=False)):
+        parts = {axis: sizes[axis] for axis in _axes(entry)}
+        if size % math.prod(parts.values()):
+            raise ValueError(
+                f"Expected dimension {i} of {variable.name!r}, of size {size}, to be a multiple of "
+                f"{math.prod(parts.values())}, over mesh axes {parts}."
+            )
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:

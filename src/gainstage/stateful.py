@@ -2,7 +2,8 @@
 
 import abc
 import json
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -111,9 +112,12 @@ class Stateful(Configurable, abc.ABC):
         self, reference: Variable, name: str, initializer: Initializer = "zeros"
     ) -> Variable:
         dtype, layout = gradients.wide(reference.dtype), self._state_layout(reference)
-        value = _initialized(initializer, reference.shape, dtype, layout)
+        if reference._is_planned:
+            value = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=layout)
+        else:
+            value = _initialized(initializer, reference.shape, dtype, layout)
         slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
-        if layout is not None:
+        if layout is not None and not slot._is_planned:
             slot._place(layout)
         return slot
 
@@ -123,16 +127,22 @@ class Stateful(Configurable, abc.ABC):
 
     def _slot_of_group(self, group: Group, name: str, initializer: Initializer) -> Variable:
         starts = [self._slot_like(variable, name, initializer) for variable in group.members]
-        slot = Variable(
-            join(read(starts)), name=f"{self.name}/{group.name}_{name}", trainable=False
-        )
+        planned = any(start._is_planned for start in starts)
+        value = jax.eval_shape(join, read(starts)) if planned else join(read(starts))
+        slot = Variable(value, name=f"{self.name}/{group.name}_{name}", trainable=False)
         self._slot_of |= {(variable, name): slot for variable in group.members}
         group.slots.append(slot)
         return slot
 
     def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
         """Puts scalars on the mesh of the optimizer, or else of the variables."""
-        mesh = self.mesh or mesh_of(variables)
+        mesh = mesh_of(variables)
+        if mesh is not None and self.mesh not in (None, mesh):
+            raise ValueError(
+                f"Expected variables on the mesh of {self.name!r}, {self.mesh}; got "
+                f"{variables[0].name!r} on {mesh}."
+            )
+        mesh = self.mesh or mesh
         if mesh is not None:
             for scalar in scalars:
                 scalar._place(NamedSharding(mesh, PartitionSpec()))
@@ -172,6 +182,24 @@ class Stateful(Configurable, abc.ABC):
             raise ValueError(f"Expected an array for {variable.name!r}; got {weight!r}.") from error
         return variable._fitted(weight)
 
+    def state(self) -> dict[str, jax.Array]:
+        """All of `variables` by name: arrays for whoever saves a dictionary of them. Of variables
+        with one name the second has "#2" behind it, and so on."""
+        return {
+            name: v.value()
+            for name, v in zip(unique_names(self.variables), self.variables, strict=True)
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Sets all of `variables` from what `state` returned, or, if something is wrong, none.
+
+        Raises:
+            ValueError: not built, a name missing or unknown, or an array that does not fit.
+        """
+        names = unique_names(self.variables)
+        check_names("state", state, names)
+        self.set_weights([state[name] for name in names])
+
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ...
 
@@ -201,6 +229,27 @@ class Stateful(Configurable, abc.ABC):
                 f"got {sorted(store.keys())}."
             )
         self.set_weights([store[key] for key in keys])
+
+
+def unique_names(variables: Sequence[Variable]) -> list[str]:
+    """The variables' names, each but the first of a kind with its number."""
+    seen, names = Counter[str](), []
+    for variable in variables:
+        seen[variable.name] += 1
+        number = seen[variable.name]
+        names.append(variable.name if number == 1 else f"{variable.name}#{number}")
+    return names
+
+
+def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
+    """A value for every name and no other, or a ValueError that says which."""
+    missing = [name for name in names if name not in values]
+    unknown = [name for name in values if name not in names]
+    if missing or unknown:
+        raise ValueError(
+            f"Expected the names of the {what}; got {missing or 'none'} missing and "
+            f"{unknown or 'none'} unknown."
+        )
 
 
 def check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage import gradients
 from gainstage.bridge import select
@@ -61,7 +63,8 @@ def loss_scaled(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> LossScaledState:
-        return LossScaledState(start(rule), tx.init(gradients.widen(params)))
+        state = LossScaledState(start(rule), tx.init(gradients.widen(params)))
+        return _on_mesh_of(params, state)
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
@@ -81,6 +84,22 @@ def loss_scaled(
         return updates, LossScaledState(advance(rule, state.loss_scale, finite, **measured), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _on_mesh_of(params: Any, state: Any) -> Any:
+    """The state, with what is not there yet on all devices of the mesh of the parameters.
+
+    A slot lies like its parameter already, if `params` are arrays and not being traced."""
+    layouts = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    spread = [layout for layout in layouts if isinstance(layout, NamedSharding)]
+    if not spread or any(isinstance(x, Tracer) for x in jax.tree.leaves((params, state))):
+        return state
+    everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
+
+    def placed(x: jax.Array) -> jax.Array:
+        return x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere)
+
+    return jax.tree.map(placed, state)
 
 
 def value_and_grad(

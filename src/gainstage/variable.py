@@ -40,7 +40,9 @@ class Variable:
 
     Args:
         value: the initial value, anything `jnp.array` takes, of any shape. It is copied; an array
-            that is spread over a mesh keeps its sharding.
+            that is spread over a mesh keeps its sharding. A `jax.ShapeDtypeStruct` makes a variable
+            that is only planned: an optimizer can be built for it, described and compiled, and it
+            takes up no memory until a value is assigned.
         dtype: the dtype to hold, by default that of `value`.
         name: any string; names need not be unique, a variable's identity is the object.
         trainable: a mark for whoever collects the variables to train.
@@ -75,7 +77,10 @@ class Variable:
         self.name, self.trainable, self.constraint = name, trainable, constraint
         self._traces: list[Any] = []  # the traces it is lent in, innermost last
         self._shared = False  # whether somebody outside may hold the array, so no step may eat it
-        self._set(strong(jnp.array(value, dtype=dtype)))
+        if isinstance(value, jax.ShapeDtypeStruct):
+            self._value: Any = value.update(dtype=dtype or value.dtype)
+        else:
+            self._set(strong(jnp.array(value, dtype=dtype)))
         sharding = getattr(self._value, "sharding", None)
         self._layout = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
 
@@ -89,6 +94,8 @@ class Variable:
                     f"the `state` of `gainstage.jit` (inside an optimizer: make it with "
                     f"`add_variable`), or read `value()` outside and pass it in."
                 )
+            if self._is_planned:
+                raise ValueError(f"Expected {self.name!r} to have a value; it is only planned.")
             self._shared = True
         return self._value
 
@@ -165,6 +172,10 @@ class Variable:
         """Moves the value to `layout`, for good."""
         self._layout = layout
         self._set(jax.device_put(self._value, layout))
+
+    @property
+    def _is_planned(self) -> bool:
+        return isinstance(self._value, jax.ShapeDtypeStruct)
 
     @property
     def _is_lent(self) -> bool:

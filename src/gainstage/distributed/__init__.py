@@ -1,0 +1,21 @@
+"""Training on a mesh of many devices, in one process or several.
+
+The mesh, the layouts and the collectives are JAX's own. Here is what a run of many processes needs
+around a step: how they meet, agree, stay alike, and end together.
+"""
+
+from gainstage.distributed.agreement import assert_consistent, check_replicas
+from gainstage.distributed.layout import describe_layout
+from gainstage.distributed.processes import initialize
+from gainstage.distributed.reduction import headroom, mean_gradients
+from gainstage.distributed.watchdog import Watchdog
+
+__all__ = [
+    "Watchdog",
+    "assert_consistent",
+    "check_replicas",
+    "describe_layout",
+    "headroom",
+    "initialize",
+    "mean_gradients",
+]

@@ -1,0 +1,88 @@
+"""What the variables and the state of an optimizer take up on each device."""
+
+import math
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from gainstage.optimizer import Optimizer
+from gainstage.variable import Variable
+
+
+def describe_layout(optimizer: Optimizer) -> str:
+    """A table of what lies where, and of the bytes on each device.
+
+    Nothing is allocated for it: built for variables that are only planned (made of a
+    `jax.ShapeDtypeStruct`), an optimizer tells what a run would need before there is one.
+
+    Args:
+        optimizer: built.
+
+    Returns:
+        A table for `print`: a line for each variable, with the state that belongs to it, and the
+        sum of all.
+
+    Raises:
+        ValueError: not built.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, gainstage as gs
+        >>> from gainstage import distributed
+        >>> kernel = jax.ShapeDtypeStruct((50257, 768), jnp.float16)
+        >>> opt = gs.LossScaleOptimizer(gs.Adam(1e-3))
+        >>> opt.build([gs.Variable(kernel, name="kernel")])
+        >>> print(distributed.describe_layout(opt))
+        variable  shape         dtype    layout  bytes    state  layout  bytes
+        kernel    (50257, 768)  float16  -       77.2 MB  2      -       309 MB
+        on each device: 77.2 MB of variables, 309 MB of state
+        in all: 77.2 MB of variables, 309 MB of state, on 1 device
+    """
+    if not optimizer.built:
+        raise ValueError(f"Expected {optimizer.name!r} to be built before describe_layout.")
+    variables, state = list(optimizer._index), optimizer.variables
+    rows = [["variable", "shape", "dtype", "layout", "bytes", "state", "layout", "bytes"]]
+    for variable in variables:
+        own = optimizer._state_of(variable)
+        rows.append([variable.name, str(variable.shape), str(variable.dtype), _layout([variable])])
+        rows[-1] += [_bytes([variable]), str(len(own)), _layout(own), _bytes(own)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    devices = max(len(v.sharding.device_set) if v.sharding else 1 for v in variables)
+    lines.append(f"on each device: {_bytes(variables)} of variables, {_bytes(state)} of state")
+    whole = [
+        f"{_written(sum(map(_size, vs)))} of {what}"
+        for vs, what in [(variables, "variables"), (state, "state")]
+    ]
+    lines.append(f"in all: {', '.join(whole)}, on {devices} device{'s' * (devices > 1)}")
+    return "\n".join(lines)
+
+
+def _layout(variables: list[Variable]) -> str:
+    """How they are divided; that of most, where they differ."""
+    specs = [v._layout.spec if isinstance(v._layout, NamedSharding) else None for v in variables]
+    written = [str(tuple(spec)).replace("'", "") if spec and any(spec) else "-" for spec in specs]
+    return max(written, key=written.count, default="-")
+
+
+def _size(variable: Variable) -> int:
+    return variable.size * variable.dtype.itemsize
+
+
+def _bytes(variables: list[Variable]) -> str:
+    """What they take up on one device."""
+    total = 0
+    for variable in variables:
+        shape: Any = variable.shape
+        if variable.sharding is not None:
+            shape = variable.sharding.shard_shape(shape)
+        total += math.prod(shape) * variable.dtype.itemsize
+    return _written(total)
+
+
+def _written(count: float) -> str:
+    """A number of bytes with three digits."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

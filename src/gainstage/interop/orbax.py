@@ -1,0 +1,188 @@
+"""Checkpoints by Orbax: of variables and optimizer, from any number of processes, onto any mesh.
+
+Needs the extra `orbax`.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gainstage.configurable import readable
+from gainstage.optimizer import Optimizer
+from gainstage.stateful import check_names, unique_names
+from gainstage.variable import Variable
+
+try:
+    import orbax.checkpoint as ocp
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'Expected orbax-checkpoint to be installed; run: pip install "gainstage[orbax]"',
+        name=error.name,
+    ) from error
+
+FORMAT = 1
+
+
+class Checkpoints:
+    """A folder of checkpoints, by step.
+
+    Arrays are stored whole, under their names: what two processes with four devices each have
+    saved one device restores, bit for bit, and every other mesh and `shard_state_over`. A process
+    that is killed while it saves leaves the checkpoint before as the last one. With several
+    processes all of them call every method, and see the same folder.
+
+    Args:
+        directory: the folder; made if missing.
+        keep: how many checkpoints to keep, the last ones; None for all.
+
+    Example:
+        >>> import gainstage as gs, tempfile
+        >>> from gainstage.interop.orbax import Checkpoints
+        >>> w = gs.Variable([1.0, 2.0], name="w")
+        >>> opt = gs.LossScaleOptimizer(gs.Adam(0.1))
+        >>> loss = opt.minimize(lambda: (w ** 2).sum(), [w])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoints = Checkpoints(folder)
+        ...     checkpoints.save(1, [w], opt)
+        ...     w.assign([0.0, 0.0])
+        ...     print(checkpoints.restore([w], opt), w.value().round(2))
+        1 [0.9 1.9]
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = 3):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=False, create=True
+        )
+        self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the last checkpoint that is whole, None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, variables: Sequence[Variable], optimizer: Optimizer) -> None:
+        """Saves all of them as the checkpoint of this step, and waits until that is done.
+
+        Args:
+            step: a number that grows from one checkpoint to the next.
+            variables: all that the model has, the optimizer's trainable ones and others.
+            optimizer: built.
+
+        Raises:
+            ValueError: not built; a checkpoint of this step exists.
+        """
+        named = _named(variables, optimizer)
+        values = {kind: {k: v.value() for k, v in part.items()} for kind, part in named.items()}
+        arguments = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(values),
+            manifest=ocp.args.JsonSave(_manifest(named, optimizer)),
+        )
+        if not self._manager.save(step, args=arguments):
+            raise ValueError(f"Expected a step after {self.latest}; got {step}.")
+        self._manager.wait_until_finished()
+
+    def restore(
+        self,
+        variables: Sequence[Variable],
+        optimizer: Optimizer,
+        step: int | None = None,
+        *,
+        same_config: bool = True,
+    ) -> int | None:
+        """Puts a checkpoint into variables and optimizer, or, if something does not fit, nothing.
+
+        Every value takes the place that its variable has here, on whatever mesh. A variable that
+        is only planned (made of a `jax.ShapeDtypeStruct`) comes into being by it.
+
+        Args:
+            variables: as for `save`: the same names, shapes and dtypes, in any order.
+            optimizer: built, of the same class.
+            step: which one, the last by default.
+            same_config: whether the optimizer's configuration must be the one that was saved, but
+                for the learning rate, whose value is part of the state.
+
+        Returns:
+            The step, None if there is no checkpoint.
+
+        Raises:
+            ValueError: not built; no checkpoint of that step; another format, class or
+                configuration; a name, shape or dtype that differs, with the first that does.
+        """
+        step = self.latest if step is None else step
+        if step is None:
+            return None
+        if step not in self._manager.all_steps():
+            raise ValueError(f"Expected one of the steps {self._manager.all_steps()}; got {step}.")
+        named = _named(variables, optimizer)
+        saved = self._manager.restore(
+            step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
+        )
+        _check_manifest(saved["manifest"], _manifest(named, optimizer), same_config)
+        wanted = {kind: {k: _plan(v) for k, v in part.items()} for kind, part in named.items()}
+        saved = self._manager.restore(
+            step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
+        )
+        for kind, part in named.items():
+            for name, variable in part.items():
+                variable.assign(saved["arrays"][kind][name])
+        return step
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        self._manager.close()
+
+
+Named = dict[str, dict[str, Variable]]
+
+
+def _named(variables: Sequence[Variable], optimizer: Optimizer) -> Named:
+    if not optimizer.built:
+        raise ValueError(f"Expected {optimizer.name!r} to be built before its checkpoint.")
+    parts = {"variables": list(variables), "optimizer": optimizer.variables}
+    return {kind: dict(zip(unique_names(v), v, strict=True)) for kind, v in parts.items()}
+
+
+def _plan(variable: Variable) -> jax.ShapeDtypeStruct:
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=variable.sharding or here)
+
+
+def _manifest(named: Named, optimizer: Optimizer) -> dict[str, Any]:
+    leaves = {
+        kind: {name: [list(v.shape), str(v.dtype)] for name, v in part.items()}
+        for kind, part in named.items()
+    }
+    return {
+        "format": FORMAT,
+        "class": type(optimizer).__name__,
+        "config": _without_rate(readable(optimizer.get_config())),
+        "groups": optimizer.groups,
+        **leaves,
+    }
+
+
+def _without_rate(config: Any) -> Any:
+    """A configuration without a learning rate that is a number, and may have been changed since."""
+    if not isinstance(config, dict):
+        return config
+    rate = config.get("learning_rate")
+    left = {k: v for k, v in config.items() if k != "learning_rate" or isinstance(rate, dict)}
+    return {key: _without_rate(value) for key, value in left.items()}
+
+
+def _check_manifest(saved: dict[str, Any], ours: dict[str, Any], same_config: bool) -> None:
+    for key in ["format", "class", *(["config"] if same_config else []), "groups"]:
+        if saved[key] != ours[key]:
+            raise ValueError(f"Expected {key} {saved[key]!r}, as saved; got {ours[key]!r}.")
+    for kind in ("variables", "optimizer"):
+        check_names(f"saved {kind}", ours[kind], saved[kind])
+        for name, about in ours[kind].items():
+            if about != saved[kind][name]:
+                shape, dtype = saved[kind][name]
+                raise ValueError(
+                    f"Expected {name!r} of shape {tuple(shape)} and dtype {dtype}, as saved; got "
+                    f"shape {tuple(about[0])} and dtype {about[1]}."
+                )

@@ -1,0 +1,61 @@
+"""The step on a mesh of many virtual devices, compiled but not run: `python programs.py 64`.
+
+Prints JSON: for each number of tensors the collectives, the instructions and the seconds that XLA
+takes, median of three. Weights, state and gradients are planned only and take up no memory.
+"""
+
+import json
+import re
+import statistics
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+COLLECTIVE = r"= (\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
+SPECS = [("data", "model"), (None, "model"), ("data",), ()]
+
+
+def program(mesh, tensors, **options):
+    """The lowered step of so many tensors, spread in four ways, with and without gradients clipped
+    by the norm of all."""
+    variables = []
+    for i in range(tensors):
+        layout = NamedSharding(mesh, PartitionSpec(*SPECS[i % len(SPECS)]))
+        plan = jax.ShapeDtypeStruct((4096, 8192), jnp.float32, sharding=layout)
+        variables.append(gs.Variable(plan, name=f"v{i}"))
+    optimizer = gs.LossScaleOptimizer(gs.Adam(1e-3, **options))
+    optimizer.build(variables)
+    step = gs.jit(optimizer.apply, (variables, optimizer.variables), donate=True)
+    return step.lower([variable._value for variable in variables])
+
+
+def main(devices, tensors, repeats):
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_enable_compilation_cache", False)
+    grid = np.array(jax.devices()).reshape(-1, 4)
+    mesh = jax.sharding.Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    result = {}
+    for count in tensors:
+        seconds = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            compiled = program(mesh, count, global_clipnorm=1.0).compile()
+            seconds.append(time.perf_counter() - start)
+            jax.clear_caches()
+        text = compiled.as_text()
+        result[count] = {
+            "collectives": re.findall(COLLECTIVE, text),
+            "instructions": len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)),
+            "seconds": statistics.median(seconds),
+        }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), [int(n) for n in sys.argv[2].split(",")], int(sys.argv[3]))

@@ -1,0 +1,349 @@
+"""Runs of several processes on one machine: the same decision everywhere, and a clean end."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import gainstage as gs
+from gainstage import distributed
+from gainstage.interop.orbax import Checkpoints
+
+import worker
+
+ROOT = Path(__file__).parents[1]
+
+
+class Run:
+    """The processes of a run, what they printed and what they left."""
+
+    def __init__(self, folder, processes=2, **job):
+        self.folder = Path(folder)
+        self.folder.mkdir(exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+        self.started, self.processes = time.monotonic(), []
+        for i in range(processes):
+            job |= {"process": i, "processes": processes, "devices": 8 // processes}
+            job |= {"coordinator": f"127.0.0.1:{port}", "result": str(self.folder / f"{i}.json")}
+            words = [sys.executable, "-u", worker.__file__, json.dumps(job)]
+            with (self.folder / f"{i}.txt").open("w") as output:
+                self.processes.append(
+                    subprocess.Popen(words, stdout=output, stderr=output, env=environment)
+                )
+
+    def wait(self, within=100.0):
+        """The exit statuses, and the seconds after the first end at which each process ended."""
+        ends = [None] * len(self.processes)
+        deadline = time.monotonic() + within
+        try:
+            while None in ends and time.monotonic() < deadline:
+                for i, process in enumerate(self.processes):
+                    if ends[i] is None and process.poll() is not None:
+                        ends[i] = time.monotonic()
+                time.sleep(0.02)
+        finally:
+            for process in self.processes:
+                process.kill()
+        assert None not in ends, self.said()
+        return [p.wait() for p in self.processes], [end - min(ends) for end in ends]
+
+    def said(self, process=None):
+        """What a process printed, or all of them."""
+        chosen = range(len(self.processes)) if process is None else [process]
+        return "\n".join((self.folder / f"{i}.txt").read_text() for i in chosen)
+
+    def results(self):
+        """What the processes left, after they have ended well."""
+        statuses, _ = self.wait()
+        assert set(statuses) == {0}, self.said()
+        files = [self.folder / f"{i}.json" for i in range(len(self.processes))]
+        return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run of two processes, twenty steps and four checkpoints, with two poisoned batches."""
+    folder = tmp_path_factory.mktemp("run")
+    checkpoints = folder / "checkpoints"
+    job = {"steps": 20, "poisoned": [3, 12], "checkpoints": str(checkpoints)}
+    return Run(folder, **job).results(), checkpoints, job
+
+
+def test_an_inf_on_one_process_skips_on_all(uninterrupted, tmp_path):
+    """The processes, two or four, take the same decisions and hold the same bits."""
+    two, _, job = uninterrupted
+    four = Run(tmp_path, 4, steps=20, poisoned=job["poisoned"]).results()
+    first = two[0]
+    assert [i for i, skipped in enumerate(first["skipped"]) if skipped] == job["poisoned"]
+    assert first["scales"][:8] == [2.0**15] * 3 + [2.0**14] * 4 + [2.0**15]
+    assert first["same"]
+    assert all(other == first for other in two + four)
+
+
+@pytest.mark.parametrize("devices", [(4, 2), (2, 2), (2, 1), (1, 1)], ids=str)
+def test_a_checkpoint_moves_to_another_mesh(uninterrupted, devices):
+    """What two processes saved is restored bit for bit on 8, 4, 2 and 1 devices, and goes on."""
+    _, folder, job = uninterrupted
+    training = worker.Training(worker.mesh_of(devices, devices[0] * devices[1]))
+    layouts = [v.sharding for v in training.optimizer.variables]
+    checkpoints = Checkpoints(folder)
+    assert checkpoints.restore(training.weights, training.optimizer, 10) == 10
+    assert training.digest() == (folder / "digest-10").read_text()
+    assert [v.value().sharding for v in training.optimizer.variables] == layouts
+    for i in range(10, 20):
+        training.step(i, i in job["poisoned"])
+    got = training.values()
+    end = worker.Training(training.mesh)
+    checkpoints.restore(end.weights, end.optimizer, 20)
+    for name, value in end.values().items():
+        if value.shape:
+            np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+        else:
+            assert got[name] == value, name
+
+
+def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(uninterrupted, tmp_path):
+    """Process 1 is killed between two checkpoints: the other ends, with a message, and the run that
+    is started again is bit for bit the one that was never interrupted."""
+    results, _, job = uninterrupted
+    job = {**job, "checkpoints": str(tmp_path / "checkpoints")}
+    killed = Run(tmp_path, culprit=1, kill_at=12, **job)
+    statuses, after = killed.wait()
+    assert statuses[1] == -9
+    assert statuses[0] not in (0, -9)
+    assert max(after) < 5, "without waiting for the heartbeat"
+    assert "process 1 is gone" in killed.said(0)
+    assert "restore the last checkpoint" in killed.said(0)
+    resumed = Run(tmp_path, **job).results()
+    assert [r["start"] for r in resumed] == [10, 10]
+    assert [r["digest"] for r in resumed] == [r["digest"] for r in results]
+    assert resumed[0]["scales"] == results[0]["scales"][10:]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.08])
+def test_a_kill_while_saving_leaves_a_checkpoint_that_is_whole(delay, tmp_path):
+    """Whenever a process is killed while it saves, the last checkpoint listed is complete."""
+    folder = tmp_path / "checkpoints"
+    job = {"culprit": 0, "kill_in_save": 10, "delay": delay, "steps": 11}
+    run = Run(tmp_path, 1, checkpoints=str(folder), **job)
+    statuses, _ = run.wait()
+    assert statuses in ([-9], [0])
+    training, checkpoints = worker.Training(worker.mesh_of()), Checkpoints(folder)
+    step = checkpoints.restore(training.weights, training.optimizer)
+    assert step in (5, 10)
+    if (folder / f"digest-{step}").exists():
+        assert training.digest() == (folder / f"digest-{step}").read_text()
+
+
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ({"rate": 0.02}, "value of 'adam/learning_rate'"),
+        ({"clipnorm": 1.0}, "inner_optimizer.config.clipnorm"),
+    ],
+    ids=["rate", "option"],
+)
+def test_another_configuration_on_one_process_is_an_error(different, message, tmp_path):
+    """It is named on every process, before the first step."""
+    run = Run(tmp_path, culprit=1, different=different, steps=1)
+    statuses, _ = run.wait()
+    assert 0 not in statuses
+    for i in range(2):
+        assert "ValueError: Expected the same" in run.said(i)
+        assert message in run.said(i)
+        assert "on process 0 and" in run.said(i)
+
+
+def test_a_process_that_fails_ends_all_four(tmp_path):
+    """An exception in one process ends the others at once, with a message each."""
+    run = Run(tmp_path, 4, culprit=2, fail_at=3, steps=1000)
+    statuses, after = run.wait()
+    assert 0 not in statuses
+    assert max(after) < 5
+    assert "RuntimeError: This process has failed." in run.said(2)
+    for i in (0, 1, 3):
+        assert "process 2 is gone" in run.said(i), run.said(i)
+
+
+def test_a_process_that_stands_still_ends_the_others(tmp_path):
+    """A process that is stopped, but not dead, is given up when the patience is over."""
+    run = Run(tmp_path, culprit=1, stop_at=3, steps=1000, initialize={"patience": 3})
+    while run.processes[0].poll() is None and time.monotonic() < run.started + 60:
+        time.sleep(0.1)
+    run.processes[1].kill()
+    statuses, _ = run.wait()
+    assert statuses == [75, -9]
+    assert "Expected a step within 3 s; none was taken." in run.said(0)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_process_that_never_arrives_is_waited_for_in_vain(culprit, tmp_path):
+    """Whichever is missing, the other ends with a message instead of a stack of C++."""
+    run = Run(tmp_path, culprit=culprit, never=True, steps=1, initialize={"timeout": 4})
+    while run.processes[1 - culprit].poll() is None and time.monotonic() < run.started + 60:
+        time.sleep(0.1)
+    run.processes[culprit].kill()
+    statuses, _ = run.wait()
+    assert statuses[1 - culprit] == 75
+    assert "Expected 2 processes to meet" in run.said(1 - culprit)
+    assert "Check failure" not in run.said(1 - culprit)
+
+
+def test_the_example_runs():
+    """`examples/multi_process.py` trains on two processes, which end with the same weights."""
+    words = [sys.executable, ROOT / "examples" / "multi_process.py", "--steps=40", "--devices=2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    digests = {word for word in done.stdout.split() if len(word) >= 16 and word.isalnum()}
+    assert "on each device: " in done.stdout
+    losses = [float(part.split(",")[0]) for part in done.stdout.split("loss ")[1:]]
+    assert losses[-1] < losses[0]
+    assert done.stdout.count("the weights are") == 2, done.stdout
+    assert len({d[:16] for d in digests if not d.isalpha()}) == 1, done.stdout
+
+
+# ── in one process ───────────────────────────────────────────────────────────────────────────
+
+
+def everywhere(values, spec=()):
+    """An array that should be the same on eight devices, and is what is given for each."""
+    mesh = worker.mesh_of()
+    layout = NamedSharding(mesh, PartitionSpec(*spec))
+    parts = [jax.device_put(v, d) for v, d in zip(values, mesh.devices.flat, strict=True)]
+    first, *rest = values[0].shape
+    shape = (first * 4 if spec else first, *rest)
+    return jax.make_array_from_single_device_arrays(shape, layout, parts)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "bool"])
+@pytest.mark.parametrize("device", range(8))
+def test_a_replica_that_differs_in_one_bit_is_found(device, dtype):
+    """The last bit, and the sign, of one element on one device only, whatever the others do."""
+    good = (np.arange(48) % 2).astype(jax.numpy.dtype(dtype)).reshape(8, 6)
+    bits = np.uint8 if dtype in ("int8", "bool") else f"u{good.dtype.itemsize}"
+    assert distributed.check_replicas({"w": everywhere([good] * 8)})
+    for flip in {1, 1 if dtype == "bool" else 1 << (8 * good.dtype.itemsize - 1)}:
+        bad = good.copy()
+        bad.view(bits)[3, 3] ^= flip
+        values = [bad if i == device else good for i in range(8)]
+        assert not distributed.check_replicas([everywhere([good] * 8), everywhere(values)])
+
+
+def test_parts_may_differ_where_replicas_may_not():
+    """What is divided over one axis is compared over the other alone."""
+    parts = [np.full((2, 3), i, np.float32) for i in range(4) for _ in range(2)]
+    assert distributed.check_replicas(everywhere(parts, ("data",)))
+    parts[5] = parts[5] + 1
+    assert not distributed.check_replicas(everywhere(parts, ("data",)))
+
+
+def test_the_check_of_replicas_is_one_sum_of_8_bytes():
+    """However many arrays there are."""
+    import re
+
+    from gainstage.distributed import agreement
+
+    arrays = [everywhere([np.ones((8, 3), np.float32)] * 8) for _ in range(5)]
+    program = agreement._same(tuple(a.sharding for a in arrays)).lower(arrays).compile()
+    assert re.findall(r"= (\S+) all-reduce\(", program.as_text()) == ["u32[2]{0}"]
+
+
+def test_what_differs_from_the_checkpoint_is_named(tmp_path):
+    """Another class, configuration, name, shape or dtype is an error, and changes nothing."""
+
+    def make(rule=gs.Adam, shape=(3,), dtype=np.float32, name="w", **options):
+        variable = gs.Variable(np.ones(shape), dtype, name=name)
+        optimizer = rule(0.1, **options)
+        optimizer.build([variable])
+        return [variable], optimizer
+
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(*make()) is None
+    checkpoints.save(1, *make())
+    for other, message in [
+        (make(gs.SGD), "Expected class 'Adam', as saved; got 'SGD'"),
+        (make(beta_1=0.5), "Expected config .*'beta_1': 0.9"),
+        (make(name="v"), r"\['w'\] missing and \['v'\] unknown"),
+        (make(shape=(4,)), r"'w' of shape \(3,\) and dtype float32, as saved; got shape \(4,\)"),
+        (make(dtype=np.float16), "dtype float32, as saved; got shape .* and dtype float16"),
+        (make(use_ema=True), "config"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checkpoints.restore(*other)
+        assert (other[0][0].numpy() == 1).all()
+    assert checkpoints.restore(*make(beta_1=0.5), same_config=False) == 1
+    with pytest.raises(ValueError, match="one of the steps"):
+        checkpoints.restore(*make(), step=2)
+    with pytest.raises(ValueError, match="Expected a step after 1; got 1"):
+        checkpoints.save(1, *make())
+    with pytest.raises(ValueError, match="to be built"):
+        checkpoints.save(2, [], gs.SGD(0.1))
+
+
+def test_a_planned_variable_comes_into_being_by_a_checkpoint(tmp_path):
+    """Nothing is allocated twice: what is only planned is described, compiled, then restored."""
+    mesh = worker.mesh_of()
+    saved = worker.Training(mesh)
+    saved.step(0)
+    Checkpoints(tmp_path).save(1, saved.weights, saved.optimizer)
+    plans = [
+        gs.Variable(jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding), name=w.name)
+        for w in saved.weights
+    ]
+    optimizer = gs.LossScaleOptimizer(
+        gs.Adam(0.01, shard_state_over="data", use_ema=True), dynamic_growth_steps=4
+    )
+    optimizer.build(plans)
+    with pytest.raises(ValueError, match="'in' to have a value; it is only planned"):
+        plans[0].value()
+    assert distributed.describe_layout(optimizer) == distributed.describe_layout(saved.optimizer)
+    Checkpoints(tmp_path).restore(plans, optimizer)
+    for plan, weight in zip(plans, saved.weights, strict=True):
+        np.testing.assert_array_equal(plan.numpy(), weight.numpy())
+        assert plan.value().sharding.is_equivalent_to(weight.value().sharding, plan.ndim)
+    for mine, theirs in zip(optimizer.variables, saved.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(mine.numpy(), theirs.numpy())
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "here:there"])
+def test_an_address_without_a_port_is_an_error(address):
+    """Before anything is started."""
+    with pytest.raises(ValueError, match="host:port"):
+        distributed.initialize(address, 2, 0)
+    with pytest.raises(ValueError, match="patience"):
+        distributed.Watchdog(patience=0)
+
+
+def test_a_sum_over_devices_is_taken_in_float32():
+    """Eight float16 gradients whose sum is too large for float16 have their mean."""
+    mesh = jax.make_mesh((8,), ("data",))
+    spec = PartitionSpec("data")
+
+    def mean(grads):
+        return distributed.mean_gradients(grads, "data")
+
+    means = jax.shard_map(mean, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    grads = jax.device_put(np.full(8, 60000, np.float16), NamedSharding(mesh, spec))
+    result = jax.jit(means)(grads)
+    assert (result.dtype, result.tolist()) == (np.float32, [60000])
+
+
+def test_headroom_counts_the_devices():
+    """The bits up to the largest number of the dtype, less those that a sum over devices takes."""
+    grads = {"a": np.array([0.0, -4.0], np.float32), "b": np.array([np.nan, 1.0], np.float32)}
+    np.testing.assert_allclose(distributed.headroom(grads), np.log2(65504 / 4), rtol=1e-6)
+    np.testing.assert_allclose(
+        distributed.headroom(grads, summed_over=8), np.log2(65504 / 32), rtol=1e-6
+    )
+    assert distributed.headroom(grads, "bfloat16") > 120
+    assert distributed.headroom([np.zeros(3, np.float32)]) == np.inf

@@ -1,0 +1,133 @@
+"""One process of a run of several, as tests start it: `python worker.py JOB.json`.
+
+It trains a small network on a mesh of all devices, and leaves what it saw in a file of its own.
+What goes wrong, and when, is part of the job. The tests use the same training in their process.
+"""
+
+import faulthandler
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+from gainstage import distributed
+
+SPECS = {"in": (None, "model"), "bias": (), "out": ("model", None)}
+SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 32)}
+
+
+class Training:
+    """The network, its optimizer, and a step."""
+
+    def __init__(self, mesh, rate=0.01, **options):
+        rng, self.mesh = np.random.default_rng(0), mesh
+        self.weights = []
+        for name, shape in SHAPES.items():
+            layout = NamedSharding(mesh, PartitionSpec(*SPECS[name]))
+            value = rng.normal(size=shape).astype(np.float32) / 4
+            value = jax.make_array_from_callback(shape, layout, value.__getitem__)
+            self.weights.append(gs.Variable(value, name=name))
+        options = {"shard_state_over": "data", "use_ema": True} | options
+        self.optimizer = gs.LossScaleOptimizer(gs.Adam(rate, **options), dynamic_growth_steps=4)
+        self.optimizer.build(self.weights)
+        self.compiled = gs.jit(self._step, (self.weights, self.optimizer.variables), donate=True)
+
+    def _step(self, x):
+        def loss():
+            first, bias, last = (w.value() for w in self.weights)
+            return jnp.mean((jnp.tanh(x @ first + bias) @ last - x[:, :1]) ** 2)
+
+        return self.optimizer.minimize(loss, self.weights)
+
+    def step(self, i, poisoned=False):
+        """The step of that number; a poisoned batch has an inf in its last row."""
+        x = np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32)
+        x[-1, -1] = np.inf if poisoned else x[-1, -1]
+        layout = NamedSharding(self.mesh, PartitionSpec("data"))
+        return self.compiled(jax.make_array_from_callback(x.shape, layout, x.__getitem__))
+
+    def values(self):
+        """All state by name, whole, in numpy."""
+        named = {w.name: w.value() for w in self.weights} | self.optimizer.state()
+        gather = multihost_utils.process_allgather
+        return {name: np.asarray(gather(value, tiled=True)) for name, value in named.items()}
+
+    def digest(self):
+        """What all state comes to, bit for bit."""
+        values = self.values()
+        return hashlib.sha256(b"".join(values[k].tobytes() for k in sorted(values))).hexdigest()
+
+
+def mesh_of(shape=(4, 2), count=None):
+    devices = np.array(jax.devices()[:count]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def killed_after(seconds):
+    """Ends this process as if the power had failed, so many seconds from now."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def work(job):
+    """Does the job, and returns what to leave."""
+    mine = job["process"] == job.get("culprit")
+    options = job["different"] if mine and "different" in job else {}
+    jax.config.update("jax_num_cpu_devices", job["devices"])
+    if mine and job.get("never"):
+        time.sleep(600)
+    watchdog = distributed.initialize(
+        job["coordinator"], job["processes"], job["process"], **job.get("initialize", {})
+    )
+    training = Training(mesh_of(), **options)
+    distributed.assert_consistent(training.optimizer)
+    start, scales, skipped = 0, [], []
+    if "checkpoints" in job:
+        from gainstage.interop.orbax import Checkpoints
+
+        checkpoints = Checkpoints(job["checkpoints"])
+        start = checkpoints.restore(training.weights, training.optimizer) or 0
+    for i in range(start, job["steps"]):
+        watchdog.feed()
+        if mine and i == job.get("kill_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mine and i == job.get("fail_at"):
+            raise RuntimeError("This process has failed.")
+        if mine and i == job.get("stop_at"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        before = int(training.optimizer.iterations)
+        training.step(i, i in job.get("poisoned", ()))
+        scales.append(float(training.optimizer.loss_scale))
+        skipped.append(int(training.optimizer.iterations) == before)
+        if "checkpoints" in job and (i + 1) % 5 == 0:
+            if mine and i + 1 == job.get("kill_in_save"):
+                killed_after(job["delay"])
+            checkpoints.save(i + 1, training.weights, training.optimizer)
+            Path(job["checkpoints"], f"digest-{i + 1}").write_text(training.digest())
+    same = bool(distributed.check_replicas([training.weights, training.optimizer.variables]))
+    return {
+        "start": start,
+        "scales": scales,
+        "skipped": skipped,
+        "digest": training.digest(),
+        "same": same,
+    }
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(120, exit=True)
+    job = json.loads(sys.argv[1])
+    result = work(job)
+    Path(job["result"]).write_text(json.dumps(result))
