@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -249,8 +250,6 @@ def test_parts_may_differ_where_replicas_may_not():
 
 def test_the_check_of_replicas_is_one_sum_of_8_bytes():
     """However many arrays there are."""
-    import re
-
     from gainstage.distributed import agreement
 
     arrays = [everywhere([np.ones((8, 3), np.float32)] * 8) for _ in range(5)]
@@ -347,3 +346,28 @@ def test_headroom_counts_the_devices():
     )
     assert distributed.headroom(grads, "bfloat16") > 120
     assert distributed.headroom([np.zeros(3, np.float32)]) == np.inf
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_sum_that_jax_puts_in_is_taken_in_float32(dtype):
+    """On Explicit axes a marked parameter's gradients are products in float16, added in float32."""
+    mesh = jax.make_mesh((8,), ("data",))
+    put = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in [(), ("data",)]]
+    w = jax.device_put(np.ones((4, 2), dtype), put[0])
+    x = jax.device_put(np.full((8, 4), 20000, np.float16), put[1])
+
+    def loss(w, x, mark):
+        half = (distributed.sum_in_float32(w, "data") if mark else w).astype(np.float16)
+        return (x @ half).astype(np.float32).sum() / 8
+
+    def gradient(mark):
+        # Of the mean over the devices, times 8: each holds 20000, and the sum is 160000.
+        return jax.jit(jax.grad(lambda w, x: 8 * loss(w, x, mark))).lower(w, x).compile()
+
+    for mark, summed_in in [(False, "f16"), (True, "f32")]:
+        program = gradient(mark)
+        assert re.findall(r"= (f16|f32)\S* all-reduce\(", program.as_text())[-1] == summed_in
+        value = np.asarray(program(w, x), np.float32)
+        assert (value == (160000 if mark and dtype == np.float32 else np.inf)).all()
+    with pytest.raises(ValueError, match="Expected params on a mesh of Explicit axes"):
+        distributed.sum_in_float32(np.ones(3), "data")

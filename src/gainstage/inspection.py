@@ -52,7 +52,7 @@ def inspect(
             the arrays themselves tell is known.
     """
     known = bool(layouts) or jax.device_count() == 1
-    layouts = layouts or [_typed_layout(gradient) for gradient in grads]
+    layouts = layouts or [typed_layout(gradient) for gradient in grads]
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
     leaves = [grads[i] for i in here]
     onto = [onto[i] for i in here] if onto else []
@@ -69,7 +69,7 @@ def inspect(
     return Inspection(sums.finite & jnp.isfinite(norms).all(), list(norms))
 
 
-def _typed_layout(x: Any) -> NamedSharding | None:
+def typed_layout(x: Any) -> NamedSharding | None:
     """The layout that is part of an array's type: on a mesh of Explicit axes."""
     layout = None if x is None else jax.typeof(x).sharding
     kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())

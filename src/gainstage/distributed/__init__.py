@@ -7,7 +7,7 @@ around a step: how they meet, agree, stay alike, and end together.
 from gainstage.distributed.agreement import assert_consistent, check_replicas
 from gainstage.distributed.layout import describe_layout
 from gainstage.distributed.processes import initialize
-from gainstage.distributed.reduction import headroom, mean_gradients
+from gainstage.distributed.reduction import headroom, mean_gradients, sum_in_float32
 from gainstage.distributed.watchdog import Watchdog
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "headroom",
     "initialize",
     "mean_gradients",
+    "sum_in_float32",
 ]

@@ -7,17 +7,64 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import measure, widen
+from gainstage.inspection import typed_layout
+
+
+def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
+    """The parameters, so marked that JAX adds up their gradients over devices in float32.
+
+    For data parallelism on a mesh of Explicit axes; call it inside of the loss, before parameters
+    are cast to half precision. JAX puts the sums in by itself, and without the mark it adds in the
+    dtype of the product that makes a gradient: a sum in float16 over n devices overflows log2(n)
+    bits earlier than its terms do, and rounds n times. The products stay in half precision.
+
+    Args:
+        params: a pytree of arrays, replicated over the axis.
+        axis_name: the axis, or axes, of the mesh over which the batch is divided.
+
+    Returns:
+        The same values, in the same dtypes.
+
+    Raises:
+        ValueError: an array that is not on a mesh of Explicit axes.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from gainstage import distributed
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> w = jax.device_put(jnp.ones(2), NamedSharding(mesh, PartitionSpec()))
+        >>> def loss(w):
+        ...     half = distributed.sum_in_float32(w, "data").astype(jnp.float16)
+        ...     return (half * half).sum().astype(jnp.float32)
+        >>> print(jax.jit(jax.grad(loss))(w))
+        [2. 2.]
+
+    Source: https://github.com/jax-ml/jax/issues/27496.
+    """
+    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+
+    def mark(x: Any) -> jax.Array:
+        layout = typed_layout(x)
+        if layout is None:
+            raise ValueError(
+                f"Expected params on a mesh of Explicit axes; got {jax.typeof(x)}. On Auto axes "
+                f"ask products for preferred_element_type=jnp.float32."
+            )
+        spec = PartitionSpec(*layout.spec, reduced=axes)
+        marked = jax.sharding.reshard(widen(x), NamedSharding(layout.mesh, spec))
+        return marked.astype(x.dtype)
+
+    return jax.tree.map(mark, params)
 
 
 def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
     """The mean of gradients over the devices of a mesh axis, summed in float32.
 
-    For data parallelism by `jax.shard_map`, between the backward pass and the step. A sum in
-    float16 over n devices overflows log2(n) bits earlier than its terms do, and rounds n times.
-    Where JAX puts the sums in by itself (on `Auto` and `Explicit` meshes), it adds in the dtype of
-    the product that makes the gradient; ask there for `preferred_element_type=jnp.float32`.
+    For data parallelism by `jax.shard_map`, between the backward pass and the step.
 
     Args:
         grads: a pytree of arrays of any floating dtype, one of each on every device. Each device's
@@ -36,7 +83,6 @@ def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
         >>> print(grads(halves))
         [60000. 60000.]
 
-    Source: https://github.com/jax-ml/jax/issues/27496.
     """
     return jax.tree.map(lambda g: lax.pmean(g, axis_name), widen(grads))
 
