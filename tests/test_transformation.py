@@ -241,3 +241,23 @@ def test_state_that_moves_about_is_kept_leaf_by_leaf():
             for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 assert one.dtype == other.dtype
                 assert one.tobytes() == other.tobytes()
+
+
+def test_the_state_can_be_asked_wherever_it_is():
+    """Scale, scaled loss and whether the last step was applied, through `chain` and under jit."""
+    params = {"w": jnp.ones(3, jnp.float16)}
+    tx = optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.5)))
+    state = tx.init(params)
+    assert bool(gs.step_was_applied(state))
+    scaled = gs.scale_loss(jnp.float16(2.0), state)
+    assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.0**16)
+    update = jax.jit(tx.update)
+    for factor, scale in [(np.nan, 2.0**14), (1.0, 2.0**14), (np.inf, 2.0**13)]:
+        grads = jax.tree.map(lambda p, f=factor: jnp.full(p.shape, f), params)
+        _, state = update(grads, state, params)
+        # `clip` in front lets nan through, but makes an inf 1.
+        assert bool(gs.step_was_applied(state)) is not np.isnan(factor)
+        assert float(gs.loss_scale(state)) == (scale if factor != np.inf else 2.0**14)
+    for ask in (gs.loss_scale, gs.step_was_applied, lambda s: gs.scale_loss(1.0, s)):
+        with pytest.raises(ValueError, match="exactly one state"):
+            ask(optax.sgd(0.1).init(params))

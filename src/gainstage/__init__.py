@@ -4,12 +4,20 @@ from importlib.metadata import version as _version
 
 from gainstage import schedules
 from gainstage.bridge import functional, jit
-from gainstage.loss_scale import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.policy import Policy, global_policy, set_global_policy
-from gainstage.transformation import LossScaledState, loss_scaled, value_and_grad
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage.to_optax import to_optax
+from gainstage.transformation import (
+    LossScaledState,
+    loss_scale,
+    loss_scaled,
+    scale_loss,
+    step_was_applied,
+    value_and_grad,
+)
 from gainstage.variable import Variable
 
 __version__ = _version("gainstage")
@@ -35,8 +43,12 @@ __all__ = [
     "functional",
     "global_policy",
     "jit",
+    "loss_scale",
     "loss_scaled",
+    "scale_loss",
     "schedules",
     "set_global_policy",
+    "step_was_applied",
+    "to_optax",
     "value_and_grad",
 ]

@@ -11,7 +11,9 @@ from gainstage import checks, gradients
 from gainstage.bridge import read
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
-from gainstage.loss_scale import (
+from gainstage.optimizer import Optimizer
+from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
+from gainstage.rules import (
     LARGEST,
     SMALLEST,
     DynamicLossScale,
@@ -21,8 +23,6 @@ from gainstage.loss_scale import (
     as_rule,
     start,
 )
-from gainstage.optimizer import Optimizer
-from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.variable import Variable
 
 

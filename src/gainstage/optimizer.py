@@ -228,6 +228,11 @@ class Optimizer(Step):
         slots = [slot for (owner, _), slot in self._slot_of.items() if owner is variable]
         return [*copies, *masters, *(slots if variable not in self._group_of else [])]
 
+    def _starts(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
+        """The first values of all state, given those of the trainable variables."""
+        own = {v: v._start() if v._start is not None else v._value for v in self.variables}
+        return own | {m: values[v].astype(m.dtype) for v, m in self._masters.items()}
+
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
         limits = {name: self._option(name) for name in CLIPS}

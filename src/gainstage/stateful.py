@@ -1,6 +1,7 @@
 """Objects that own variables: they make them, name them and save them."""
 
 import abc
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -112,12 +113,13 @@ class Stateful(Configurable, abc.ABC):
         self, reference: Variable, name: str, initializer: Initializer = "zeros"
     ) -> Variable:
         dtype, layout = gradients.wide(reference.dtype), self._state_layout(reference)
-        if reference._is_planned:
-            value = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=layout)
-        else:
-            value = _initialized(initializer, reference.shape, dtype, layout)
+        start = functools.partial(_initialized, initializer, reference.shape, dtype, layout)
+        planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=layout)
+        value = planned if reference._is_planned else start()
         slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
-        if layout is not None and not slot._is_planned:
+        if slot._is_planned:
+            slot._start = start
+        elif layout is not None:
             slot._place(layout)
         return slot
 
@@ -126,10 +128,11 @@ class Stateful(Configurable, abc.ABC):
         return reference._layout
 
     def _slot_of_group(self, group: Group, name: str, initializer: Initializer) -> Variable:
-        starts = [self._slot_like(variable, name, initializer) for variable in group.members]
-        planned = any(start._is_planned for start in starts)
-        value = jax.eval_shape(join, read(starts)) if planned else join(read(starts))
+        parts = [self._slot_like(variable, name, initializer) for variable in group.members]
+        planned = any(part._is_planned for part in parts)
+        value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
         slot = Variable(value, name=f"{self.name}/{group.name}_{name}", trainable=False)
+        slot._start = lambda: join(part._start() for part in parts if part._start)
         self._slot_of |= {(variable, name): slot for variable in group.members}
         group.slots.append(slot)
         return slot

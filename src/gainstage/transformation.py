@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage import gradients
 from gainstage.bridge import select
 from gainstage.inspection import all_finite
-from gainstage.loss_scale import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 
 
 class LossScaledState(NamedTuple):
@@ -21,6 +21,7 @@ class LossScaledState(NamedTuple):
 
     loss_scale: Any  # the rule's, with at least `scale`
     inner: Any  # the wrapped transformation's
+    applied: Any = True  # bool scalar: whether the last step was, True before the first
 
 
 def loss_scaled(
@@ -63,7 +64,8 @@ def loss_scaled(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> LossScaledState:
-        state = LossScaledState(start(rule), tx.init(gradients.widen(params)))
+        inner = tx.init(gradients.widen(params))
+        state = LossScaledState(start(rule), inner, jnp.array(True))
         return _on_mesh_of(params, state)
 
     def update(
@@ -81,7 +83,8 @@ def loss_scaled(
 
         updates, inner = select(finite, step, state.inner)
         updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0).astype(u.dtype), updates)
-        return updates, LossScaledState(advance(rule, state.loss_scale, finite, **measured), inner)
+        scale = advance(rule, state.loss_scale, finite, **measured)
+        return updates, LossScaledState(scale, inner, finite)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -128,7 +131,7 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
-    scale = _loss_scaled_state(opt_state).loss_scale.scale
+    scale = loss_scale(opt_state)
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
@@ -136,14 +139,63 @@ def value_and_grad(
             raise TypeError(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got {loss!r}."
             )
-        loss = gradients.widen(loss)
-        return loss * scale.astype(loss.dtype), (loss, aux)
+        return scale_loss(loss, opt_state), (gradients.widen(loss), aux)
 
     def true(*args: Any, **kwargs: Any) -> Any:
         (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
     return true
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """The scale in force, found anywhere inside of an optax state: a float32 scalar.
+
+    Args:
+        opt_state: as for `value_and_grad`.
+
+    Raises:
+        ValueError: no loss-scale state, or several, in `opt_state`.
+
+    Example:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.5)))
+        >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
+        32768.0
+    """
+    return _loss_scaled_state(opt_state).loss_scale.scale
+
+
+def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
+    """The loss times the scale, for a backward pass of your own; in float32 or wider.
+
+    Divide the gradients by `loss_scale(opt_state)` in float32 before `update`, which takes true
+    ones; `value_and_grad` does both.
+
+    Args:
+        loss: the loss, of any floating dtype.
+        opt_state: as for `value_and_grad`.
+
+    Raises:
+        ValueError: no loss-scale state, or several, in `opt_state`.
+    """
+    loss = gradients.widen(loss)
+    return loss * loss_scale(opt_state).astype(loss.dtype)
+
+
+def step_was_applied(opt_state: Any) -> jax.Array:
+    """Whether the last step was applied, and not skipped: a bool scalar, True before the first.
+
+    A schedule of your own, or a moving average of the parameters, moves with it.
+
+    Args:
+        opt_state: as for `value_and_grad`, as `update` returned it.
+
+    Raises:
+        ValueError: no loss-scale state, or several, in `opt_state`.
+    """
+    return _loss_scaled_state(opt_state).applied
 
 
 def _loss_scaled_state(opt_state: Any) -> LossScaledState:

@@ -61,6 +61,7 @@ class Variable:
     Source: `tf.Variable` and `keras.Variable`, as the optimizers' documents use them.
     """
 
+    _start: Callable[[], jax.Array] | None = None  # of a planned slot: what makes its first value
     __array_priority__ = 100  # numpy leaves `array * variable` to us
 
     def __init__(

@@ -7,8 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks, gradients
-from gainstage import loss_scale as rules
+from gainstage import checks, gradients, rules
 from gainstage.bridge import read
 from gainstage.inspection import all_finite
 from gainstage.loss_scale_optimizer import LossScaleOptimizer

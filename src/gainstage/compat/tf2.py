@@ -6,8 +6,7 @@ from typing import Any, Self
 
 import jax
 
-from gainstage import checks
-from gainstage import loss_scale as rules
+from gainstage import checks, rules
 from gainstage.compat import live
 from gainstage.configurable import deserialize, serialize
 from gainstage.optimizer import Optimizer

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks, optimizers
-from gainstage import loss_scale as rules
+from gainstage import checks, optimizers, rules
 from gainstage import optimizer as core
 from gainstage.compat.live import (
     FLOOR,

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -55,12 +56,10 @@ def assert_consistent(optimizer: Optimizer) -> None:
 
 
 def _facts(optimizer: Optimizer) -> dict[str, Any]:
-    from gainstage import __version__
-
     trainable = list(optimizer._index)
     facts: dict[str, Any] = {
         "class": type(optimizer).__name__,
-        "version of gainstage": __version__,
+        "version of gainstage": version("gainstage"),
         "version of JAX": jax.__version__,
         "number of variables": len(trainable),
         **_flat(readable(optimizer.get_config())),

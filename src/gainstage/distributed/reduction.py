@@ -45,7 +45,7 @@ def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
 
     Source: https://github.com/jax-ml/jax/issues/27496.
     """
-    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    axes = frozenset((axis_name,) if isinstance(axis_name, str) else axis_name)
 
     def mark(x: Any) -> jax.Array:
         layout = typed_layout(x)

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gainstage.loss_scale import SMALLEST, DynamicLossScale, ScaleState
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.rules import SMALLEST, DynamicLossScale, ScaleState
 
 Imported = tuple[DynamicLossScale, ScaleState]
 

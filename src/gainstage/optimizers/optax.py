@@ -1,6 +1,7 @@
 """Any optax transformation as an optimizer."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -59,7 +60,10 @@ class Optax(Optimizer):
         super().build(var_list)
         if self._state is not None:
             return
-        state = self.tx.init(widen(read(list(var_list))))
+        variables = list(var_list)
+        planned = any(variable._is_planned for variable in variables)
+        init = functools.partial(jax.eval_shape, self._init) if planned else self._init
+        state = init(read(variables))
         paths, structure = jax.tree_util.tree_flatten_with_path(state)
         slots = [
             Variable(value, name=f"{self.name}/{jax.tree_util.keystr(path)}", trainable=False)
@@ -69,6 +73,14 @@ class Optax(Optimizer):
         self._slots += slots
         self._replicate([slot for slot in slots if slot.ndim == 0], var_list)
         self._forget_program()
+
+    def _init(self, values: Any) -> Any:
+        return self.tx.init(widen(values))
+
+    def _starts(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
+        state = self._init([values[variable] for variable in self._index])
+        slots = jax.tree.leaves(self._state)
+        return super()._starts(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
 
     def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
         values = [variable.value() for variable in self._index]

@@ -1,0 +1,97 @@
+"""Any optimizer of ours as an optax transformation: the same rule, whose state is a dictionary."""
+
+import copy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gainstage.bridge import functional
+from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.optimizer import Optimizer
+from gainstage.stateful import unique_names
+from gainstage.transformation import loss_scaled
+from gainstage.variable import Variable
+
+
+def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
+    """An optimizer as an optax transformation, with all its options.
+
+    A `LossScaleOptimizer` becomes a `loss_scaled` one, with the same rule: take the gradients from
+    `value_and_grad`. The other way round, `Optax` makes an optimizer of a transformation.
+
+    Args:
+        optimizer: not built; it is not changed, and may be used again.
+
+    Returns:
+        A transformation. Its `update` needs `params`. Parameters that are constrained, averaged or
+        decayed change by what `optax.apply_updates` then adds, which rounds once more.
+
+    Raises:
+        TypeError: no optimizer.
+        ValueError: one that is built, or has a `loss_scale_factor`: give a `rule` instead.
+
+    Example:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = gs.to_optax(gs.SGD(0.5, momentum=0.9))
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.ones(2)}, state, params)
+        >>> print(updates["w"], list(state))
+        [-0.5 -0.5] ['SGD/iteration', 'SGD/learning_rate', 'SGD/w_momentum']
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"Expected an optimizer of gainstage; got {optimizer!r}.")
+    if optimizer.built:
+        raise ValueError(f"Expected {optimizer.name!r} not to be built before to_optax.")
+    if optimizer._option("loss_scale_factor") is not None:
+        raise ValueError(
+            f"Expected {optimizer.name!r} without loss_scale_factor for to_optax; wrap it in "
+            f"LossScaleOptimizer(..., rule=FixedLossScale(factor))."
+        )
+    optimizer = copy.deepcopy(optimizer)
+    if isinstance(optimizer, LossScaleOptimizer):
+        return loss_scaled(_unscaled(optimizer.inner_optimizer), optimizer.rule)
+    return _unscaled(optimizer)
+
+
+def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
+    def built_for(params: Any) -> tuple[Optimizer, list[Variable]]:
+        """The optimizer, with all state planned."""
+        named, _ = jax.tree_util.tree_flatten_with_path(params)
+        with jax.ensure_compile_time_eval():
+            variables = [
+                Variable(
+                    jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)),
+                    name=jax.tree_util.keystr(path, simple=True, separator="/"),
+                )
+                for path, p in named
+            ]
+            mine = copy.deepcopy(optimizer)
+            mine.build(variables)
+        return mine, variables
+
+    def init(params: Any) -> dict[str, jax.Array]:
+        mine, variables = built_for(params)
+        leaves = map(jnp.asarray, jax.tree.leaves(params))
+        starts = mine._starts(dict(zip(variables, leaves, strict=True)))
+        names = unique_names(mine.variables)
+        return {name: starts[v] for name, v in zip(names, mine.variables, strict=True)}
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("Expected params for the update of to_optax; got None.")
+        mine, variables = built_for(params)
+        names = unique_names(mine.variables)
+        leaves, structure = jax.tree.flatten(params)
+        grads = structure.flatten_up_to(updates)
+        old = [jnp.asarray(leaf) for leaf in leaves]
+        step = functional(mine._apply, (variables, mine.variables))
+        given = (old, [state[name] for name in names])
+        _, (new, values) = step(given, grads, mine._rate_now())
+        changes = [None if g is None else n - o for g, n, o in zip(grads, new, old, strict=True)]
+        return structure.unflatten(changes), dict(zip(names, values, strict=True))
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,126 @@
+"""Optimizers of ours as optax transformations: the same steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+RULES = {
+    "sgd": lambda **o: gs.SGD(0.1, momentum=0.9, nesterov=True, **o),
+    "adam": lambda **o: gs.Adam(0.1, amsgrad=True, **o),
+    "adamw": lambda **o: gs.AdamW(0.1, **o),
+    "rmsprop": lambda **o: gs.RMSprop(0.1, centered=True, **o),
+    "adagrad": lambda **o: gs.Adagrad(0.1, **o),
+    "adadelta": lambda **o: gs.Adadelta(0.1, **o),
+    "lion": lambda **o: gs.Lion(0.1, **o),
+    "optax": lambda **o: gs.Optax(optax.adam(0.1), **o),
+    "schedule": lambda **o: gs.SGD(gs.schedules.ExponentialDecay(0.1, 3, 0.5), **o),
+}
+OPTIONS = {
+    "plain": {},
+    "clipped": {"global_clipnorm": 0.5},
+    "averaged": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "grouped": {"group_small": True},
+}
+
+
+def trees(rng, steps=6):
+    shapes = {"dense": {"kernel": (3, 4), "bias": (4,)}, "scale": ()}
+
+    def tree():
+        is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+        values = jax.tree.map(lambda s: rng.normal(size=s), shapes, is_leaf=is_shape)
+        return jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), values)
+
+    return tree(), [tree() for _ in range(steps)]
+
+
+def by_optax(tx, params, grads):
+    """The parameters after all steps, in one compiled loop."""
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    grads = jax.tree.map(lambda *each: jnp.stack(each), *grads)
+    carry = (params, jax.jit(tx.init)(params))
+    return jax.jit(lambda c, g: jax.lax.scan(step, c, g)[0])(carry, grads)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_steps_are_the_same(rule, options, rng):
+    """Every rule, with and without options, in a compiled scan: the parameters of `apply`."""
+    params, grads = trees(rng)
+    tx = gs.to_optax(RULES[rule](**OPTIONS[options]))
+    got, _ = by_optax(tx, params, grads)
+    variables = jax.tree.map(gs.Variable, params)
+    opt = RULES[rule](**OPTIONS[options])
+    for g in grads:
+        opt.apply(jax.tree.leaves(g), jax.tree.leaves(variables))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(variables), strict=True):
+        np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrapper_becomes_loss_scaled(rng):
+    """The same scale, skips and parameters as `LossScaleOptimizer`, options on either object."""
+    params, grads = trees(rng, 8)
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    grads[3]["scale"] = jnp.float32(np.inf)
+
+    def make():
+        return gs.LossScaleOptimizer(gs.Adam(0.1), 8.0, 3, clipnorm=1.0)
+
+    got, state = by_optax(gs.to_optax(make()), params, grads)
+    variables, opt = jax.tree.map(gs.Variable, params), make()
+    for g in grads:
+        scale = opt.loss_scale
+        opt.apply([x * scale for x in jax.tree.leaves(g)], jax.tree.leaves(variables))
+    assert float(gs.loss_scale(state)) == float(opt.loss_scale)
+    assert int(state.inner["adam/iteration"]) == int(opt.iterations) == 7
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(variables), strict=True):
+        assert one.dtype == jnp.float16
+        np.testing.assert_allclose(np.float32(one), np.float32(other.numpy()), rtol=2e-3, atol=1e-3)
+
+
+def test_master_weights_start_from_the_parameters():
+    """A float16 parameter's float32 copy is part of the state from `init` on."""
+    tx = gs.to_optax(gs.SGD(2.0**-14, master_weights=True))
+    params = {"w": jnp.float16(1.0)}
+    state = tx.init(params)
+    assert (state["SGD/w_master"].dtype, float(state["SGD/w_master"])) == (jnp.float32, 1.0)
+    for _ in range(16):
+        updates, state = jax.jit(tx.update)({"w": jnp.float32(1.0)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert float(params["w"]) == 1 - 2.0**-10
+
+
+def test_a_gradient_of_none_leaves_its_parameter_alone():
+    """As in optax: its update is None."""
+    params = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
+    tx = gs.to_optax(gs.AdamW(0.1))
+    updates, _ = tx.update({"a": jnp.float32(1.0), "b": None}, tx.init(params), params)
+    assert updates["b"] is None
+    assert float(updates["a"]) < 0
+
+
+def test_wrong_optimizers():
+    """What cannot be converted says why; the optimizer itself is not changed."""
+    opt = gs.SGD(0.1)
+    tx = gs.to_optax(opt)
+    tx.init({"w": jnp.ones(3)})
+    assert not opt.built
+    with pytest.raises(ValueError, match="Expected params for the update"):
+        tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
+    with pytest.raises(TypeError, match="Expected an optimizer of gainstage"):
+        gs.to_optax(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="loss_scale_factor"):
+        gs.to_optax(gs.SGD(0.1, loss_scale_factor=8.0))
+    opt.build([gs.Variable(1.0)])
+    with pytest.raises(ValueError, match="not to be built"):
+        gs.to_optax(opt)
