@@ -1,0 +1,323 @@
+"""Loss scaling for Keras 3 models on the JAX backend: for `compile`, `fit` and loops of one's own.
+
+Needs the extra `keras`, and `KERAS_BACKEND=jax`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from gainstage import gradients
+from gainstage.bridge import functional
+from gainstage.configurable import deserialize, serialize
+from gainstage.inspection import inspect
+from gainstage.optimizer import Optimizer
+from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage.variable import Variable
+
+try:
+    import keras
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'Expected keras to be installed; run: pip install "gainstage[keras]"', name=error.name
+    ) from error
+
+if keras.backend.backend() != "jax":
+    raise ImportError(
+        f"Expected Keras on the JAX backend; got {keras.backend.backend()!r}. Set "
+        f"KERAS_BACKEND=jax before keras is imported."
+    )
+
+PACKAGE = "gainstage"
+
+
+class _Stateless:
+    """`apply` by way of `stateless_apply`, and so one compiled program where it is called alone."""
+
+    _compiled: Any = None
+
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        """Takes a step; gradients may be None, variables some of those it was built with."""
+        grads = list(grads)
+        if not grads:
+            return
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
+            self.build(list(trainable_variables))
+        known = self._trainable_variables
+        chosen = known if trainable_variables is None else list(trainable_variables)
+        self._check_variables_are_known(chosen)
+        ordered: list[Any] = [None] * len(known)
+        for variable, gradient in zip(chosen, grads, strict=True):
+            ordered[self._get_variable_index(variable)] = gradient
+        step = self.stateless_apply
+        if not keras.src.backend.common.stateless_scope.in_stateless_scope():
+            self._compiled = step = self._compiled or jax.jit(step)
+        values = [[v.value for v in variables] for variables in (self.variables, known)]
+        new = step(values[0], ordered, values[1])
+        for variables, results in zip((known, self.variables), new, strict=True):
+            for variable, value in zip(variables, results, strict=True):
+                variable.assign(value)
+
+
+@keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
+class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
+    """Keras's `LossScaleOptimizer`, with any rule, a bounded scale, and an `apply` that works.
+
+    It takes the place of Keras's own: `compile` with the policy `mixed_float16` wraps it no more.
+    Where Keras's works, this one takes the same decisions. Gradients are unscaled in float32.
+
+    Args:
+        inner_optimizer: one of Keras, or of gainstage.
+        initial_scale: the first scale, > 0.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
+        name: its name.
+        rule: a `LossScale` in the place of the two arguments before.
+        **kwargs: what Keras's takes, for configurations of its own.
+
+    Raises:
+        TypeError: `rule` is no rule.
+        ValueError: an argument out of range.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import LossScaleOptimizer
+        >>> model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
+        >>> opt = LossScaleOptimizer(keras.optimizers.SGD(0.01))
+        >>> model.compile(opt, "mse", run_eagerly=False)
+        >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+        >>> print(float(opt.dynamic_scale.value))
+        32768.0
+
+    Source: `keras.optimizers.LossScaleOptimizer`.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str | None = None,
+        rule: LossScale | None = None,
+        **kwargs: Any,
+    ):
+        if rule is None:
+            rule = DynamicLossScale(initial_scale, dynamic_growth_steps)
+        rule = as_rule("rule", rule)
+        if isinstance(inner_optimizer, Optimizer):
+            inner_optimizer = KerasOptimizer(inner_optimizer)
+        first = float(start(rule).scale)
+        super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
+        self.rule = rule
+
+    @keras.src.utils.tracking.no_automatic_dependency_tracking
+    def build(self, variables: Any) -> None:
+        """Creates the state: what the rule counts, then that of the inner optimizer."""
+        super().build(variables)
+        state = start(self.rule)._asdict()
+        self._counts = {"good_steps": self.step_counter, "scale": self.dynamic_scale}
+        for field in [name for name in state if name not in self._counts]:
+            if state[field] is not None:
+                constant = keras.initializers.Constant(state[field])
+                self._counts[field] = self.add_variable(
+                    (), constant, str(state[field].dtype), name=field
+                )
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the scale, in float32."""
+        scale = self.dynamic_scale.value if self.built else self.initial_scale
+        return gradients.widen(loss) * scale
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
+        own = list(optimizer_variables[: len(self._variables)])
+        inner = list(optimizer_variables[len(self._variables) :])
+        place = {id(v): i for i, v in enumerate(self._variables)}
+        places = {field: place[id(v)] for field, v in self._counts.items()}
+        empty = start(self.rule)
+        state = empty._replace(
+            **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
+        )
+        finite = inspect([g if g is None else jnp.asarray(g) for g in grads]).finite
+        kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
+        true = [
+            g if g is None or keep else gradients.unscale(g, state.scale)
+            for g, keep in zip(grads, kept, strict=True)
+        ]
+
+        def take(old: Any) -> Any:
+            new = self.inner_optimizer.stateless_apply(old[1], true, old[0])
+            return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), tuple(map(list, new)), old)
+
+        old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
+        weights, inner = lax.cond(finite, take, lambda old: old, old)
+        measured = gradients.measure(self.rule.measures, true)
+        for field, value in advance(self.rule, state, finite, **measured)._asdict().items():
+            if value is not None:
+                own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
+        return weights, own + inner
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {**super().get_config(), "rule": serialize(self.rule)}
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """The optimizer that `get_config` describes."""
+        config = dict(config)
+        if isinstance(config.get("rule"), Mapping):
+            config["rule"] = deserialize(config["rule"], LossScale)
+        return super().from_config(config, custom_objects)
+
+
+@keras.saving.register_keras_serializable(PACKAGE, "KerasOptimizer")
+class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
+    """An optimizer of gainstage as one of Keras, for models that need no loss scaling.
+
+    Args:
+        optimizer: not built, with all its options; it is not changed.
+        name: its name, by default the optimizer's.
+
+    Example:
+        >>> import gainstage as gs, keras, numpy as np
+        >>> from gainstage.interop.keras import KerasOptimizer
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile(KerasOptimizer(gs.Adam(0.1, global_clipnorm=1.0)), "mse")
+        >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+        >>> print(int(model.optimizer.iterations.value))
+        1
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str | None = None):
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"Expected an optimizer of gainstage; got {optimizer!r}.")
+        super().__init__(learning_rate=0.0, name=name or optimizer.name)
+        for variable in self.variables:  # it has its own
+            self._untrack_variable(variable)
+        self._description = serialize(optimizer)
+        self._layout = optimizer.mesh, optimizer.shard_state_over
+        self.loss_scale_factor = optimizer._option("loss_scale_factor")
+
+    @keras.src.utils.tracking.no_automatic_dependency_tracking
+    def build(self, variables: Any) -> None:
+        """Creates a Keras variable for each of the optimizer's state, laid out as it says."""
+        self._ours = deserialize(self._description, Optimizer)
+        self._ours.mesh, self._ours.shard_state_over = self._layout
+        self._planned = [_planned(variable) for variable in variables]
+        self._ours.build(self._planned)
+        values = [variable.value for variable in variables]
+        starts = self._ours._starts(dict(zip(self._planned, values, strict=True)))
+        for slot in self._ours.variables:
+            variable = keras.Variable(
+                starts[slot],
+                dtype=str(slot.dtype),
+                trainable=False,
+                name=slot.name.replace("/", "_"),
+            )
+            if slot._layout is not None:
+                variable._layout = slot._layout
+                variable.assign(jax.device_put(starts[slot], slot._layout))
+            self._track_variable(variable)
+        self._trainable_variables_indices = {
+            self._var_key(variable): i for i, variable in enumerate(variables)
+        }
+        self._trainable_variables = list(variables)
+        self.built = True
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
+        step = functional(self._ours._apply, (self._planned, self._ours.variables))
+        given = (list(trainable_variables), list(optimizer_variables))
+        return step(given, list(grads), self._ours._rate_now())[1]
+
+    def _mirror(self, ours: Any) -> Any:
+        """The Keras variable of one of the optimizer's."""
+        return self.variables[self._ours.variables.index(ours)]
+
+    @property
+    def iterations(self) -> Any:
+        """Updates so far, with gradient accumulation steps."""
+        return self._mirror(self._ours._iterations) if self.built else self._iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The current rate; assign a number to change it."""
+        rate = self._ours._rate if self.built else None
+        if rate is None or rate.variable is None:
+            return self._description["config"]["learning_rate"]
+        return self._mirror(rate.variable)
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        if self.built and self._ours._rate.variable is not None:
+            self._mirror(self._ours._rate.variable).assign(learning_rate)
+        else:
+            self._description["config"]["learning_rate"] = learning_rate
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Gives the variables their moving averages, if they are averaged."""
+        for average, variable in zip(self._ours._averages, self._trainable_variables, strict=False):
+            variable.assign(self._mirror(average).value)
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        return {"optimizer": self._description, "name": self.name}
+
+    @classmethod
+    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+        """The optimizer that `get_config` describes."""
+        optimizer = deserialize(config["optimizer"], Optimizer, custom_objects)
+        return cls(optimizer, config.get("name"))
+
+
+def _planned(variable: Any) -> Variable:
+    """A variable of ours for one of Keras."""
+    value = variable.value
+    layout = value.sharding if isinstance(value.sharding, NamedSharding) else None
+    plan = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=layout)
+    constraint = variable.constraint and (lambda x: jnp.asarray(variable.constraint(x)))
+    return Variable(plan, name=variable.path, constraint=constraint)
+
+
+class LogLossScale(keras.callbacks.Callback):
+    """Adds `loss_scale` and `skipped_steps` to the logs of each epoch, and so to the history.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import LogLossScale, LossScaleOptimizer
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), 2.0**10), "mse")
+        >>> history = model.fit(
+        ...     np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=[LogLossScale()])
+        >>> print(history.history["loss_scale"], history.history["skipped_steps"])
+        [1024.0] [0]
+    """
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Counts from here."""
+        self._steps, self._before = 0, self._iterations()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Keeps the number of the epoch's last step, of which a call may be several."""
+        self._last = min(batch + 1, self.params.get("steps") or batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Reads the scale and the count of steps once an epoch."""
+        self._steps += self._last
+        if logs is not None:
+            logs["skipped_steps"] = self._steps - (self._iterations() - self._before)
+            logs["loss_scale"] = float(self.model.optimizer.dynamic_scale.value)
+
+    def _iterations(self) -> int:
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        return int(keras.ops.convert_to_tensor(self.model.optimizer.iterations))

@@ -1,0 +1,200 @@
+"""Keras models on the JAX backend, trained by our optimizers: `fit`, loops, meshes, files."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage.interop.keras import KerasOptimizer, LogLossScale, LossScaleOptimizer
+
+# Keras itself, where it saves a model or sets a rate with numpy 2.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+ORIGINAL = keras.optimizers.LossScaleOptimizer
+
+
+def data(poisoned=(), batches=8, size=16):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(batches * size, 4)).astype(np.float32)
+    y = (x @ np.array([[1.0], [-2.0], [0.5], [0.0]])).astype(np.float32)
+    for batch in poisoned:
+        x[batch * size, 0] = np.inf
+    return x, y
+
+
+def model_of(policy="mixed_float16"):
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.layers.Dense(8, activation="tanh", dtype=policy),
+        keras.layers.Dense(1, dtype=policy),
+        keras.layers.Activation("linear", dtype="float32"),
+    ]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    return model
+
+
+def fitted(optimizer, poisoned=(), epochs=3, policy="mixed_float16", **options):
+    model = model_of(policy)
+    model.compile(optimizer, "mse", **options)
+    x, y = data(poisoned)
+    history = model.fit(x, y, 16, epochs, verbose=0, shuffle=False, callbacks=options.get("log"))
+    return model, history.history
+
+
+def weights_of(model):
+    return [np.asarray(v.value) for v in model.trainable_variables]
+
+
+INNER = {
+    "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.02, clipnorm=1.0),
+    "accumulating": lambda: keras.optimizers.Adam(0.02, gradient_accumulation_steps=2),
+}
+OURS = {
+    "sgd": lambda: gs.SGD(0.05, momentum=0.9),
+    "adam": lambda: gs.Adam(0.02, clipnorm=1.0),
+}
+
+
+@pytest.mark.parametrize("poisoned", [(), (2, 5)], ids=["clean", "poisoned"])
+@pytest.mark.parametrize("kind", INNER)
+def test_fit_does_as_keras_where_keras_works(kind, poisoned):
+    """The same weights and decisions as Keras's own wrapper, with and without poisoned batches."""
+    ours, _ = fitted(LossScaleOptimizer(INNER[kind](), 2.0**10, 5), poisoned)
+    theirs, _ = fitted(ORIGINAL(INNER[kind](), 2.0**10, 5), poisoned)
+    assert type(ours.optimizer) is LossScaleOptimizer
+    for one, other in zip(weights_of(ours), weights_of(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for name in ("dynamic_scale", "step_counter"):
+        assert float(getattr(ours.optimizer, name).value) == float(
+            getattr(theirs.optimizer, name).value
+        )
+    assert int(ours.optimizer.inner_optimizer._iterations.value) == 24 - 3 * len(poisoned)
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_optimizers_of_ours_in_fit(kind):
+    """`gs.Adam` in `compile` trains as Keras's Adam does, with loss scaling and without."""
+    scaled, _ = fitted(LossScaleOptimizer(OURS[kind](), 2.0**10, 5), (3,))
+    theirs, _ = fitted(ORIGINAL(INNER[kind](), 2.0**10, 5), (3,))
+    plain, _ = fitted(KerasOptimizer(OURS[kind]()), policy="float32")
+    original, _ = fitted(INNER[kind](), policy="float32")
+    for ours, keras_own in [(scaled, theirs), (plain, original)]:
+        for one, other in zip(weights_of(ours), weights_of(keras_own), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert int(scaled.optimizer.iterations.value) == 21
+
+
+def test_the_log_tells_scale_and_skips():
+    """`LogLossScale` counts skipped steps, several to a call too."""
+    for per_call in (1, 3):
+        model = model_of()
+        model.compile(
+            LossScaleOptimizer(keras.optimizers.SGD(0.05), 2.0**10),
+            "mse",
+            steps_per_execution=per_call,
+        )
+        x, y = data((1, 6))
+        fit = model.fit(x, y, 16, 2, verbose=0, shuffle=False, callbacks=[LogLossScale()])
+        assert fit.history["skipped_steps"] == [2, 4]
+        assert fit.history["loss_scale"] == [2.0**8, 2.0**6]
+
+
+def test_a_loop_of_ones_own():
+    """The eager `apply`, which crashes in Keras, takes steps, skips, and builds by itself."""
+    w = keras.Variable(np.ones(3, np.float32), name="w")
+    frozen = keras.Variable(np.ones(3, np.float32), name="frozen")
+    opt = LossScaleOptimizer(gs.SGD(0.5), 8.0)
+    opt.build([w, frozen])
+    opt.apply([jnp.full(3, 8.0)], [w])
+    np.testing.assert_array_equal(w.value, [0.5] * 3)
+    np.testing.assert_array_equal(frozen.value, [1] * 3)
+    opt.apply_gradients([(jnp.full(3, np.nan), w), (jnp.ones(3), frozen)])
+    np.testing.assert_array_equal(w.value, [0.5] * 3)
+    np.testing.assert_array_equal(frozen.value, [1] * 3)
+    assert float(opt.dynamic_scale.value) == 4.0
+    assert float(opt.scale_loss(jnp.float16(20000))) == 80000
+    assert int(opt.iterations.value) == 1
+    theirs = ORIGINAL(keras.optimizers.SGD(0.5), 8.0)
+    variable = keras.Variable(np.ones(3, np.float32))
+    with pytest.raises(jax.errors.UnexpectedTracerError):  # the reason for all this
+        theirs.apply([jnp.full(3, 8.0)], [variable])
+
+
+def test_another_rule():
+    """Any rule moves the scale, its own counts among the optimizer's variables."""
+    rule = gs.DynamicLossScale(2.0**10, 100, hysteresis=2, min_scale=2.0**9)
+    model, _ = fitted(LossScaleOptimizer(keras.optimizers.SGD(0.05), rule=rule), (2, 3, 6), 1)
+    assert float(model.optimizer.dynamic_scale.value) == 2.0**9
+    fixed, _ = fitted(
+        LossScaleOptimizer(keras.optimizers.SGD(0.05), rule=gs.FixedLossScale(64.0)), (2,), 1
+    )
+    assert float(fixed.optimizer.dynamic_scale.value) == 64
+    with pytest.raises(TypeError, match="LossScale for rule"):
+        LossScaleOptimizer(keras.optimizers.SGD(0.05), rule=3)
+
+
+@pytest.mark.parametrize("inner", [lambda: keras.optimizers.Adam(0.02), lambda: gs.Adam(0.02)])
+def test_a_saved_model_goes_on(inner, tmp_path):
+    """A `.keras` file holds scale, counts and slots; training goes on bit for bit."""
+    rule = gs.DynamicLossScale(2.0**10, 3, hysteresis=2)
+    model, _ = fitted(LossScaleOptimizer(inner(), rule=rule), (2,), 1)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.optimizer.rule == rule
+    x, y = data()
+    for one in (model, loaded):
+        one.fit(x, y, 16, 2, verbose=0, shuffle=False)
+    for a, b in zip(weights_of(model), weights_of(loaded), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(model.optimizer.variables, loaded.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.value, b.value)
+
+
+def test_the_learning_rate_can_be_set_and_scheduled():
+    """By assignment, which Keras's callbacks do, and by a callback."""
+    model, _ = fitted(LossScaleOptimizer(gs.SGD(0.05)), epochs=1)
+    model.optimizer.learning_rate = 0.0
+    before = weights_of(model)
+    x, y = data()
+    model.fit(x, y, 16, 1, verbose=0)
+    for one, other in zip(weights_of(model), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.125)
+    model.fit(x, y, 16, 1, verbose=0, callbacks=[schedule])
+    assert float(model.optimizer.learning_rate.value) == 0.125
+
+
+@pytest.mark.parametrize("over", [None, "batch"])
+def test_a_model_on_a_mesh(over):
+    """Under `ModelParallel` slots lie with their variable, or divided; weights are those of one
+    device."""
+    float32 = "float32"  # sums over devices in float16 would round
+    alone, _ = fitted(LossScaleOptimizer(gs.Adam(0.02), 2.0**10), (2,), 2, float32)
+    mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts[".*dense.*kernel"] = (None, None)
+    layouts[".*dense/kernel"] = (None, "model")
+    distribution = keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+    keras.distribution.set_distribution(distribution)
+    try:
+        spread, _ = fitted(
+            LossScaleOptimizer(gs.Adam(0.02, shard_state_over=over), 2.0**10), (2,), 2, float32
+        )
+        for one, other in zip(weights_of(alone), weights_of(spread), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert float(spread.optimizer.dynamic_scale.value) == 2.0**8
+        for variable in spread.optimizer.variables:
+            assert len(variable.value.sharding.device_set) == 8
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def test_wrong_optimizers():
+    """What is no optimizer of gainstage is refused."""
+    with pytest.raises(TypeError, match="Expected an optimizer of gainstage"):
+        KerasOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="to be built"):
+        KerasOptimizer(gs.SGD()).apply([jnp.ones(3)])
+    assert jax.devices()
