@@ -3,6 +3,10 @@
 Needs the extra `keras`, and `KERAS_BACKEND=jax`.
 """
 
+# Keras is not typed.
+# pyright: reportCallIssue=false
+
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +24,7 @@ from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.variable import Variable
 
 try:
-    import keras
+    keras: Any = importlib.import_module("keras")
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         'Expected keras to be installed; run: pip install "gainstage[keras]"', name=error.name
