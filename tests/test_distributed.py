@@ -149,7 +149,7 @@ def test_a_kill_while_saving_leaves_a_checkpoint_that_is_whole(delay, tmp_path):
 @pytest.mark.parametrize(
     ("different", "message"),
     [
-        ({"rate": 0.02}, "value of 'adam/learning_rate'"),
+        ({"rate": 0.02}, "inner_optimizer.config.learning_rate"),
         ({"clipnorm": 1.0}, "inner_optimizer.config.clipnorm"),
     ],
     ids=["rate", "option"],

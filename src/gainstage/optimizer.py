@@ -16,7 +16,7 @@ from gainstage.learning_rate import LearningRate
 from gainstage.minimizer import check_floating
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRateSchedule
-from gainstage.sharding import divided, mesh_of
+from gainstage.sharding import divided
 from gainstage.step import Step
 from gainstage.variable import Variable, is_tracing
 
@@ -205,8 +205,10 @@ class Optimizer(Step):
             return given.get(name)  # one clip option is in force, of whichever kind
         return given.get(name, getattr(self, name))
 
-    def _check_axes(self, mesh: Mesh | None) -> None:
-        known = () if mesh is None else mesh.axis_names
+    def _check_axes(self, variables: Sequence[Variable]) -> None:
+        # A mesh may be of one device, where there is nothing to divide.
+        meshes = [getattr(variable.sharding, "mesh", None) for variable in variables]
+        known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
         for axis in self.shard_state_over:
             if axis not in known:
                 raise ValueError(
@@ -288,7 +290,7 @@ class Optimizer(Step):
                 f"`build(variables)` before it."
             )
         check_floating(variables)
-        self._check_axes(mesh_of(variables))
+        self._check_axes(variables)
         self._replicate(self.variables, variables)
         if self._option("use_ema"):
             self._averages = [self._slot_like(v, "average") for v in variables]

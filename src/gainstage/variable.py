@@ -171,8 +171,12 @@ class Variable:
 
     def _place(self, layout: jax.sharding.Sharding) -> None:
         """Moves the value to `layout`, for good."""
-        self._layout = layout
-        self._set(jax.device_put(self._value, layout))
+        value, self._layout = self._value, layout
+        if layout.is_fully_addressable:
+            self._set(jax.device_put(value, layout))
+        elif value.is_fully_addressable:  # `device_put` would compare the processes' values
+            copy = np.asarray(value)
+            self._set(jax.make_array_from_callback(copy.shape, layout, copy.__getitem__))
 
     @property
     def _is_planned(self) -> bool:
