@@ -34,7 +34,7 @@ class Run:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
         self.started, self.processes = time.monotonic(), []
         for i in range(processes):
-            job |= {"process": i, "processes": processes, "devices": 8 // processes}
+            job = {"devices": 8 // processes} | job | {"process": i, "processes": processes}
             job |= {"coordinator": f"127.0.0.1:{port}", "result": str(self.folder / f"{i}.json")}
             words = [sys.executable, "-u", worker.__file__, json.dumps(job)]
             with (self.folder / f"{i}.txt").open("w") as output:
@@ -111,6 +111,14 @@ def test_a_checkpoint_moves_to_another_mesh(uninterrupted, devices):
             np.testing.assert_allclose(got[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
         else:
             assert got[name] == value, name
+
+
+def test_a_checkpoint_moves_to_fewer_devices_of_two_processes(uninterrupted, tmp_path):
+    """Two processes with one device each hold the bits that two with four had saved."""
+    _, folder, _ = uninterrupted
+    fewer = Run(tmp_path, devices=1, mesh=[2, 1], steps=20, checkpoints=str(folder)).results()
+    assert [result["start"] for result in fewer] == [20, 20]
+    assert {result["digest"] for result in fewer} == {(folder / "digest-20").read_text()}
 
 
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(uninterrupted, tmp_path):

@@ -1,5 +1,6 @@
 """A step on a mesh of eight devices: one small sum, one decision everywhere, state in place."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -295,20 +296,25 @@ def test_a_layout_that_does_not_divide_its_variable_is_refused():
         gs.SGD().build([plan])
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "set_mesh"])
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-def test_a_step_is_compiled_once(kind):
-    """However a layout is written: with or without a None at the end, one axis as a tuple."""
+def test_a_step_is_compiled_once(kind, inside):
+    """However a layout is written and the rate is set, in a mesh context or without; and nothing
+    goes to or from the host."""
     mesh = mesh_of((4, 2), kind)
     specs = [("data", None), ("data",), (("data",),), (None, "model"), (None, None), ()]
     layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
     values = [jax.device_put(np.ones((8, 8), np.float32), layout) for layout in layouts]
-    variables = [gs.Variable(value) for value in values]
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, shard_state_over="data"))
-    opt.build(variables)
-    step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
-    for _ in range(3):
-        step(values)
-        opt.apply(values)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
+        variables = [gs.Variable(value) for value in values]
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1, shard_state_over="data"))
+        opt.build(variables)
+        step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
+        for rate in (0.1, np.float64(0.2), jnp.float32(0.3)):
+            opt.learning_rate = rate
+            with jax.transfer_guard("disallow"):
+                step(values)
+                opt.apply(values)
     assert step._compiled._cache_size() == 1
     assert opt._program._compiled._cache_size() == 1
 

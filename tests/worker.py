@@ -91,7 +91,7 @@ def work(job):
     watchdog = distributed.initialize(
         job["coordinator"], job["processes"], job["process"], **job.get("initialize", {})
     )
-    training = Training(mesh_of(), **options)
+    training = Training(mesh_of(job.get("mesh", (4, 2))), **options)
     distributed.assert_consistent(training.optimizer)
     start, scales, skipped = 0, [], []
     if "checkpoints" in job:
