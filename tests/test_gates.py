@@ -85,8 +85,9 @@ def test_programs_grow_linearly(group_small):
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1, 0.9), optax.adam(0.01)], ids=["sgd", "adam"])
-def test_an_optax_loop_stores_nothing_on_the_way(tx):
+def test_an_optax_loop_stores_nothing_on_the_way(tx, monkeypatch):
     """`loss_scaled` in an optax loop: what is kept is decided in the kernels that compute it."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)  # else gradients may be on several
     params = {f"w{i}": jnp.ones(shape) for i, shape in enumerate(SHAPES)}
     tx = gs.loss_scaled(tx)
 
@@ -99,6 +100,7 @@ def test_an_optax_loop_stores_nothing_on_the_way(tx):
     memory, weights = compiled.memory_analysis(), sum(p.nbytes for p in params.values())
     assert memory.temp_size_in_bytes < 0.01 * weights + 2**16
     state = sum(x.nbytes for x in jax.tree.leaves(arguments[1]))
+    state -= arguments[1].applied.nbytes  # that of the last step, which no step reads
     assert memory.alias_size_in_bytes == weights + state
     assert not large_copies(compiled)
 

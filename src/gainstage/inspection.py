@@ -1,7 +1,7 @@
 """One reading of the gradients, for all that a step must know of them before it is taken."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +25,10 @@ class Inspection(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is to be added up over the devices of a mesh."""
+    """What is added up over elements, arrays and devices."""
 
-    finite: jax.Array  # bool scalar: whether all elements here are finite
-    squares: jax.Array  # of the true gradients: none, one of all, or one of each, as clipping wants
+    finite: jax.Array  # bool scalar: whether all elements are
+    squares: jax.Array  # of one array or several together; in the end those that clipping wants
 
 
 def inspect(
@@ -87,8 +87,8 @@ def norms(
     """What `gradients.clip` divides by, of gradients that are not scaled."""
     if any(isinstance(layout, NamedSharding) for layout in layouts):
         return inspect(grads, 1.0, limits, layouts=layouts).norms if limits else []
-    sums = _sums_of_squares([g for g in grads if g is not None] if limits else [])
-    return list(jnp.sqrt(_wanted(*sums, limits)))
+    rows = [(g,) for g in grads if g is not None and limits]
+    return list(jnp.sqrt(_wanted(*_sums(_squares, rows), limits)))
 
 
 def _read(
@@ -107,30 +107,30 @@ def _read(
     columns = (leaves, onto) if onto else (leaves,)
     alone = "clipnorm" in limits or not ordered
     rows = [*zip(*columns, strict=True)] if alone else bundle(*columns)
-    leaves = [row[0] for row in rows]
-
-    total, each = _sums_of_squares(leaves, ordered=ordered)
+    total, each = _sums(_squares, [row[:1] for row in rows], ordered)
     norms = jnp.sqrt(_wanted(total, each, limits)) / scale
     # What is below 2**100 does not move a finite sum of float32 beyond the largest number.
-    vouched = jnp.sqrt(total) / scale < 2.0**100
+    vouched = jnp.sqrt(total.squares) / scale < 2.0**100
     # Squares that were flushed to zero are those of norms far below any such limit.
     vouched &= min(limits.values(), default=1.0) * jnp.asarray(scale) > 2.0**-30
 
+    def exactly(gradient: jax.Array, *onto: jax.Array) -> Sums:
+        true = gradient.astype(wide(gradient.dtype)) / scale
+        # `max` would be no test of it: XLA drops NaN from a float32 `max` on CPU.
+        finite = jnp.isfinite(sum(onto, true)).all()
+        return Sums(finite, jnp.sum(jnp.square(true)) if limits else jnp.zeros((), true.dtype))
+
     def ask() -> Sums:
-        finite = jnp.array(True)
-        for row in rows:
-            one = _by_rows if ordered else _at_once
-            finite, _ = one(_finite_sum(scale), _ALL, finite, *row)
-        squares = _wanted(*_sums_of_squares(leaves if limits else [], scale, ordered), limits)
-        return Sums(finite, squares.astype(norms.dtype))
+        total, each = _sums(exactly, rows, ordered, stored=False)
+        return Sums(total.finite, _wanted(total, each, limits).astype(norms.dtype))
 
     return lax.cond(vouched, lambda: Sums(jnp.array(True), jnp.square(norms)), ask)
 
 
-def _wanted(total: jax.Array, each: list[jax.Array], limits: Mapping[str, float]) -> jax.Array:
-    """The sums that clipping wants."""
+def _wanted(total: Sums, each: list[Sums], limits: Mapping[str, float]) -> jax.Array:
+    """The squares that clipping wants."""
     chosen = each if "clipnorm" in limits else [total] if "global_clipnorm" in limits else []
-    return jnp.array(chosen, total.dtype)
+    return jnp.array([sums.squares for sums in chosen], total.squares.dtype)
 
 
 def _read_mesh(
@@ -175,65 +175,63 @@ def _read_mesh(
     return Sums(told[-1] == 0, told[:-1])
 
 
-def _sums_of_squares(
-    grads: Iterable[jax.Array], scale: jax.Array | float = 1.0, ordered: bool = True
-) -> tuple[jax.Array, list[jax.Array]]:
-    """The sum of the squares of all elements divided by `scale`, and that of each array alone."""
+def _squares(x: jax.Array) -> Sums:
+    return Sums(jnp.array(True), jnp.sum(jnp.square(x.astype(wide(x.dtype)))))
 
-    def of(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(x.astype(wide(x.dtype)) / scale))
 
-    grads = list(grads)
-    total, each = jnp.zeros((), jnp.result_type(jnp.float32, *(wide(x.dtype) for x in grads))), []
-    for x in grads:
-        # XLA for CPU has a fast sum of squares of what is stored; the rest it would store first.
-        at_once = not ordered or (x.dtype.itemsize >= 4 and isinstance(scale, float))
-        total, own = (_at_once if at_once else _by_rows)(of, _SUM, total, x)
+def _joined(some: Sums, more: Sums) -> Sums:
+    return Sums(some.finite & more.finite, some.squares + more.squares)
+
+
+def _sums(
+    fn: Callable[..., Sums],
+    rows: Sequence[tuple[jax.Array, ...]],
+    ordered: bool = True,
+    stored: bool = True,
+) -> tuple[Sums, list[Sums]]:
+    """`fn` of each row of arrays, and of all together.
+
+    Args:
+        fn: what is wanted of a row; of its parts it is joined.
+        rows: arrays of one shape each.
+        ordered: whether their elements have an order, on one device.
+        stored: whether `fn` sums the squares of what is stored. XLA for CPU has a fast one for
+            that, if it is no half precision; anything else it would store first.
+    """
+    dtype = jnp.result_type(jnp.float32, *(wide(row[0].dtype) for row in rows))
+    total, each = Sums(jnp.array(True), jnp.zeros((), dtype)), []
+    for row in rows:
+        at_once = not ordered or (stored and row[0].dtype.itemsize >= 4)
+        total, own = (_at_once if at_once else _by_rows)(fn, total, *row)
         each.append(own)
     return total, each
 
 
-def _finite_sum(scale: jax.Array | float) -> Callable[..., jax.Array]:
-    # `max` would be no test of it: XLA drops NaN from a float32 `max` on CPU.
-    def of(gradient: jax.Array, *onto: jax.Array) -> jax.Array:
-        return jnp.isfinite(sum(onto, gradient.astype(wide(gradient.dtype)) / scale)).all()
-
-    return of
-
-
-class _Fold(NamedTuple):
-    join: Callable[[Any, Any], jax.Array]
-    nothing: Any
-
-
-_SUM, _ALL = _Fold(jnp.add, 0.0), _Fold(jnp.logical_and, True)
-Folded = tuple[jax.Array, jax.Array]
-
-
-def _at_once(fn: Callable[..., Any], fold: _Fold, total: jax.Array, *arrays: jax.Array) -> Folded:
+def _at_once(fn: Callable[..., Sums], total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
     """`total` joined with `fn` of the arrays, and that alone."""
     own = fn(*arrays)
-    return fold.join(total, own), own
+    return _joined(total, own), own
 
 
-def _by_rows(fn: Callable[..., Any], fold: _Fold, total: jax.Array, *arrays: jax.Array) -> Folded:
+def _by_rows(fn: Callable[..., Sums], total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
     """The same; on CPU row by row, as XLA stores there what it computes on the way."""
     size = arrays[0].size
     # At least two rows: XLA would unroll a loop over one.
     row = next((n for n in range(min(size // 2, ROW), 0, -1) if size % n == 0), 1)
-    at_once = functools.partial(_at_once, fn, fold)
+    at_once = functools.partial(_at_once, fn)
     if row < SMALL // 4 or any(map(is_spread, arrays)):
         return at_once(total, *arrays)
 
-    def by_rows(total: jax.Array, *arrays: jax.Array) -> Folded:
+    def by_rows(total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
         tables = [x.reshape(size // row, row) for x in arrays]
-        nothing = jnp.asarray(fold.nothing, jax.eval_shape(fn, *arrays).dtype)
+        dtype = jax.eval_shape(fn, *arrays).squares.dtype
 
-        def one_more(i: Any, so_far: Folded) -> Folded:
+        def one_more(i: Any, so_far: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
             part = fn(*(lax.dynamic_index_in_dim(table, i) for table in tables))
-            return fold.join(so_far[0], part), fold.join(so_far[1], part)
+            return _joined(so_far[0], part), _joined(so_far[1], part)
 
         # The total that is handed on makes the loops take turns, and so share their memory.
+        nothing = Sums(jnp.array(True), jnp.zeros((), dtype))
         return lax.fori_loop(0, size // row, one_more, (total, nothing))
 
     return lax.platform_dependent(total, *arrays, cpu=by_rows, default=at_once)
