@@ -25,7 +25,7 @@ LAYERS = [
     {"loss_scale_optimizer", "transformation"},
     {"to_optax"},
     {"compat", "diagnostics", "distributed", "interop"},
-    {"demo", "__main__"},
+    {"demo", "doctor", "__main__"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(SRC.rglob("*.py"))

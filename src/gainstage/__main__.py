@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`, `gainstage bench`."""
+"""The command line: `gainstage demo`, `gainstage doctor`, `gainstage bench`."""
 
 import argparse
 import importlib
@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             parser.print_help()
             return 0
+        if arguments.command == "doctor":
+            return importlib.import_module("gainstage.doctor").main()
         demo = importlib.import_module("gainstage.demo")
     except ModuleNotFoundError as error:
         extra = words[0]
@@ -72,6 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="random seed (0)")
     demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+    commands.add_parser(
+        "doctor",
+        help="say what this machine computes in half precision, and check that scaling works",
+        description="Prints versions, devices and how products in half precision are computed, "
+        "then takes a few steps of each kind. Exits with 1 if one of them is wrong.",
+    )
     commands.add_parser(
         "bench",
         help="measure on this machine what the documentation claims about speed",
