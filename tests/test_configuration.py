@@ -5,6 +5,7 @@ import inspect
 import pickle
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -152,3 +153,28 @@ def test_an_optax_chain_is_copied():
     assert other.numpy().tolist() == w.numpy().tolist()
     with pytest.raises(AttributeError, match="local object"):
         pickle.dumps(opt)
+
+
+def test_state_by_name():
+    """`state` and `load_state` carry all variables by names that stay, or change nothing."""
+
+    def make(*names):
+        variables = [gs.Variable(np.ones(2, np.float32), name=name) for name in names]
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1), 8.0)
+        opt.build(variables)
+        return opt
+
+    first, second = make("w", "w", "b"), make("w", "w", "b")
+    first.apply([np.float32([1, 2]), np.float32([3, np.pi]), np.float32([5, 6])])
+    state = first.state()
+    assert [name for name in state if "#" in name] == ["adam/w_momentum#2", "adam/w_velocity#2"]
+    second.load_state(dict(reversed(state.items())))
+    for one, other in zip(first.variables, second.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+    other = make("w", "v", "b")
+    before = other.state()
+    for wrong in (state, before | {"more": 1.0}, {**before, "adam/b_momentum": np.ones(3)}):
+        with pytest.raises(ValueError, match="Expected"):
+            other.load_state(wrong)
+        for name, value in other.state().items():
+            np.testing.assert_array_equal(value, before[name])

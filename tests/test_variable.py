@@ -281,3 +281,38 @@ def test_threads_compile_by_themselves():
 
     gs.jit(step, [var])()
     assert seen == [2.0]
+
+
+def test_a_planned_variable_has_everything_but_a_value():
+    """Made of a `jax.ShapeDtypeStruct` it has shape and dtype, is refused where a value is wanted,
+    and gets one by `assign`."""
+    plan = gs.Variable(jax.ShapeDtypeStruct((2, 3), jnp.float32), dtype=jnp.float16, name="w")
+    assert (plan.shape, plan.dtype, plan.ndim, plan.size) == ((2, 3), jnp.float16, 2, 6)
+    for use in (plan.value, plan.numpy, lambda: plan + 1, lambda: gs.SGD(0.1).apply([1.0], [plan])):
+        with pytest.raises(ValueError, match="'w'"):
+            use()
+    with pytest.raises(ValueError, match=r"shape \(2, 3\)"):
+        plan.assign(jnp.ones(3))
+    plan.assign(jnp.ones((2, 3)))
+    assert plan.value().dtype == jnp.float16
+
+
+def test_an_optimizer_can_be_built_and_compiled_for_a_plan():
+    """Its slots are planned too, its scalars are there, and its step is that of the real thing."""
+
+    def program(value):
+        w = gs.Variable(value, name="w")
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True, master_weights=True))
+        opt.build([w])
+        step = gs.jit(opt.apply, ([w], opt.variables), donate=True)
+        names = [v.name for v in opt.variables]
+        return names, opt, step.lower([w._value]).compile().as_text()
+
+    plan = jax.ShapeDtypeStruct((64, 8), jnp.float16)
+    names, opt, text = program(plan)
+    real_names, _, real_text = program(jnp.ones((64, 8), jnp.float16))
+    assert names == real_names
+    assert text.count(" fusion(") == real_text.count(" fusion(")
+    assert float(opt.loss_scale) == 2.0**15
+    with pytest.raises(ValueError, match="only planned"):
+        opt.state()

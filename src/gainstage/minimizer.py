@@ -167,6 +167,9 @@ class Minimizer(Stateful):
         grads = self._in_order(grads, variables)
 
         state = (self.variables, list(self._index))
+        if self._program is None:
+            for variable in [v for part in state for v in part if v._is_planned]:
+                variable.value()  # an error
         if any(variable._is_lent for variable in self.variables):
             self._apply(grads, None)  # already inside of a traced function
         elif not self.jit_compile:
@@ -289,6 +292,6 @@ def _placed(gradient: Any, variable: Variable) -> Any:
     gradient = _array(gradient)
     if gradient is None or isinstance(gradient, Tracer) or variable._is_lent:
         return gradient
-    if gradient.sharding.device_set == variable.sharding.device_set:
+    if variable._is_planned or gradient.sharding.device_set == variable.sharding.device_set:
         return gradient
     return jax.device_put(gradient, variable.sharding)
