@@ -1,10 +1,11 @@
 """Trains a network in float16 on the devices of several processes, all on this machine.
 
-    python examples/multi_process.py --processes 2 --devices 4
+    python examples/multi_process.py --processes 2 --devices 4 --checkpoints run
 
 Every process holds a part of each batch, and of the optimizer's state; all take the same steps.
 Kill one of them while they train: the others end too, and the same command goes on from the last
-checkpoint. On several machines start one process on each, with --coordinator and --process.
+checkpoint in the folder `run`. On several machines start one process on each, with --coordinator
+and --process.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def train(options):
     if options.process == 0:
         print(distributed.describe_layout(optimizer), flush=True)
     distributed.assert_consistent(optimizer)
-    checkpoints = Checkpoints(options.checkpoints)
+    checkpoints = Checkpoints(options.checkpoints or "checkpoints")
     start = checkpoints.restore(weights, optimizer) or 0
 
     def loss(x, y):
@@ -95,7 +96,7 @@ def main():
         ]
         words = [sys.executable, *sys.argv, *shared]
         started = [subprocess.Popen([*words, f"--process={i}"]) for i in range(options.processes)]
-        sys.exit(max(process.wait() for process in started))
+        sys.exit(any([process.wait() for process in started]))
 
 
 if __name__ == "__main__":

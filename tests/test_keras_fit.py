@@ -100,6 +100,40 @@ def test_the_log_tells_scale_and_skips():
         assert fit.history["loss_scale"] == [2.0**8, 2.0**6]
 
 
+def test_averages_replace_the_weights_once_there_are_some():
+    """At the end of `fit`; if every step was skipped the weights stay what they were."""
+    averaged, _ = fitted(LossScaleOptimizer(gs.SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1)
+    theirs, _ = fitted(
+        ORIGINAL(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1
+    )
+    for one, other in zip(weights_of(averaged), weights_of(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    before = weights_of(model_of())
+    skipped, _ = fitted(LossScaleOptimizer(gs.SGD(0.05, use_ema=True)), range(8), 1)
+    for one, other in zip(weights_of(skipped), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_variables_are_excluded_from_decay_by_variable_or_path():
+    """`exclude_from_weight_decay` reaches the optimizer of ours."""
+    variables = [keras.Variable(np.ones(2, np.float32), name=name) for name in ("a", "b", "c")]
+    opt = KerasOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    opt.exclude_from_weight_decay([variables[0]], ["b"])
+    opt.apply([jnp.zeros(2)] * 3, variables)
+    assert [float(v.value[0]) for v in variables] == [1, 1, 0.75]
+
+
+def test_a_schedule_tells_its_rate():
+    """`learning_rate` is a number that callbacks can read, and cannot be set."""
+    opt = KerasOptimizer(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    assert float(opt.learning_rate) == 0.5
+    variable = keras.Variable(np.ones(2, np.float32))
+    opt.apply([jnp.zeros(2)], [variable])
+    assert float(opt.learning_rate) == 0.25
+    with pytest.raises(TypeError, match="schedule"):
+        opt.learning_rate = 0.1
+
+
 def test_a_loop_of_ones_own():
     """The eager `apply`, which crashes in Keras, takes steps, skips, and builds by itself."""
     w = keras.Variable(np.ones(3, np.float32), name="w")
@@ -209,8 +243,11 @@ def test_a_model_whose_batches_are_divided(inner):
 
 def test_wrong_optimizers():
     """What is no optimizer of gainstage is refused."""
-    with pytest.raises(TypeError, match="Expected an optimizer of gainstage"):
-        KerasOptimizer(keras.optimizers.SGD())
+    for wrong in (keras.optimizers.SGD(), gs.LossScaleOptimizer(gs.SGD())):
+        with pytest.raises(TypeError, match="Expected an optimizer of gainstage"):
+            KerasOptimizer(wrong)
+    with pytest.raises(ValueError, match="without loss_scale_factor"):
+        LossScaleOptimizer(gs.SGD(loss_scale_factor=8.0))
     with pytest.raises(ValueError, match="to be built"):
         KerasOptimizer(gs.SGD()).apply([jnp.ones(3)])
     assert jax.devices()

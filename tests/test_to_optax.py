@@ -121,6 +121,16 @@ def test_wrong_optimizers():
         gs.to_optax(optax.sgd(0.1))
     with pytest.raises(ValueError, match="loss_scale_factor"):
         gs.to_optax(gs.SGD(0.1, loss_scale_factor=8.0))
+    for wrong, message in [
+        (gs.SGD(0.1, shard_state_over="data"), "shard_state_over"),
+        (gs.LossScaleOptimizer(gs.SGD(0.1, master_weights=True)), "master_weights"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gs.to_optax(wrong)
+    excluding = gs.AdamW(0.1)
+    excluding.exclude_from_weight_decay([gs.Variable(1.0)])
+    with pytest.raises(ValueError, match="var_names"):
+        gs.to_optax(excluding)
     opt.build([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="not to be built"):
         gs.to_optax(opt)

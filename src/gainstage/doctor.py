@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def product(dtype: str) -> str:
     """How a matrix product of a dtype is computed, read off the compiled program."""
     x = jax.ShapeDtypeStruct((64, 64), dtype)
     try:
-        text = jax.jit(jnp.matmul).lower(x, x).compile().as_text()
+        text = jax.jit(jnp.matmul).lower(x, x).compile().as_text() or ""
     except Exception:  # each backend says no in its own way
         return "is not supported"
     names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -83,6 +84,7 @@ def _small_gradients_survive() -> None:
 
     opt.build([w])
     ((gradient, _),) = opt.compute_gradients(loss, [w])
+    assert gradient is not None
     assert float(gradient) / float(opt.loss_scale) == 2.0**-26, "it was lost"
 
 
@@ -111,7 +113,7 @@ def _all_ways_agree() -> None:
 
     step = gs.jit(minimize, ([v], compiled.variables), donate=True)
     tx = gs.loss_scaled(optax.adam(0.1, eps=1e-7))
-    params = jnp.asarray(start)
+    params: Any = jnp.asarray(start)
     state = tx.init(params)
     for _ in range(5):
         eager.minimize(lambda: (w.value() ** 2).sum(), [w])

@@ -2,8 +2,8 @@
 
 import abc
 import functools
+import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -132,7 +132,7 @@ class Stateful(Configurable, abc.ABC):
         planned = any(part._is_planned for part in parts)
         value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
         slot = Variable(value, name=f"{self.name}/{group.name}_{name}", trainable=False)
-        slot._start = lambda: join(part._start() for part in parts if part._start)
+        slot._start = functools.partial(_joined_starts, parts)
         self._slot_of |= {(variable, name): slot for variable in group.members}
         group.slots.append(slot)
         return slot
@@ -234,14 +234,17 @@ class Stateful(Configurable, abc.ABC):
         self.set_weights([store[key] for key in keys])
 
 
+def _joined_starts(parts: Sequence[Variable]) -> jax.Array:
+    return join(part._start() for part in parts if part._start is not None)
+
+
 def unique_names(variables: Sequence[Variable]) -> list[str]:
     """The variables' names, each but the first of a kind with its number."""
-    seen, names = Counter[str](), []
+    names: dict[str, None] = {}
     for variable in variables:
-        seen[variable.name] += 1
-        number = seen[variable.name]
-        names.append(variable.name if number == 1 else f"{variable.name}#{number}")
-    return names
+        numbered = (f"{variable.name}#{n}" for n in itertools.count(2))
+        names[next(n for n in itertools.chain([variable.name], numbered) if n not in names)] = None
+    return list(names)
 
 
 def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> None:

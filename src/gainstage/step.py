@@ -96,8 +96,7 @@ class Step(Minimizer):
         def update() -> None:
             self._update(gradients.divided(grads, scale), seen.norms, rate)
 
-        state = (list(self._index), self.variables)
-        keep_if(seen.finite, update, state, branches=bool(self._accumulators))
+        keep_if(seen.finite, update, (list(self._index), self.variables))
         return seen.finite
 
     def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
@@ -149,7 +148,7 @@ class Step(Minimizer):
             self._update_weights(gradients.divided(means), norms, rate)
 
         due = (self._iterations + 1) % steps == 0
-        keep_if(due, update, (list(self._index), self.variables), branches=True)
+        keep_if(due, update, (list(self._index), self.variables))
 
     def _update_weights(
         self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from gainstage.bridge import functional
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
@@ -16,7 +18,7 @@ from gainstage.variable import Variable
 
 
 def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
-    """An optimizer as an optax transformation, with all its options.
+    """An optimizer as an optax transformation, with its options.
 
     A `LossScaleOptimizer` becomes a `loss_scaled` one, with the same rule: take the gradients from
     `value_and_grad`. The other way round, `Optax` makes an optimizer of a transformation.
@@ -25,12 +27,14 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
         optimizer: not built; it is not changed, and may be used again.
 
     Returns:
-        A transformation. Its `update` needs `params`. Parameters that are constrained, averaged or
-        decayed change by what `optax.apply_updates` then adds, which rounds once more.
+        A transformation. Its `update` needs `params`, and returns the differences between the new
+        and the old ones, so that `optax.apply_updates` may round in the last bit.
 
     Raises:
         TypeError: no optimizer.
-        ValueError: one that is built, or has a `loss_scale_factor`: give a `rule` instead.
+        ValueError: one that is built, or an option that means nothing here: `loss_scale_factor`
+            (give a `rule`), `shard_state_over`, `master_weights` with loss scaling, variables
+            excluded from decay (give names).
 
     Example:
         >>> import gainstage as gs
@@ -51,8 +55,20 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
             f"Expected {optimizer.name!r} without loss_scale_factor for to_optax; wrap it in "
             f"LossScaleOptimizer(..., rule=FixedLossScale(factor))."
         )
+    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    if inner._undecayed:
+        raise ValueError(
+            "Expected exclude_from_weight_decay with var_names for to_optax; got variables."
+        )
+    if inner.shard_state_over:
+        raise ValueError("Expected no shard_state_over for to_optax: state lies where you put it.")
     optimizer = copy.deepcopy(optimizer)
     if isinstance(optimizer, LossScaleOptimizer):
+        if optimizer.inner_optimizer.master_weights:
+            raise ValueError(
+                "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
+                "params, and cast them in the loss."
+            )
         return loss_scaled(_unscaled(optimizer.inner_optimizer), optimizer.rule)
     return _unscaled(optimizer)
 
@@ -64,7 +80,7 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
         with jax.ensure_compile_time_eval():
             variables = [
                 Variable(
-                    jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p)),
+                    jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p), sharding=_layout_of(p)),
                     name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 )
                 for path, p in named
@@ -95,3 +111,8 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
         return structure.unflatten(changes), dict(zip(names, values, strict=True))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _layout_of(x: Any) -> Any:
+    layout = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return layout if isinstance(layout, NamedSharding) else None

@@ -17,22 +17,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage.configurable import readable
 from gainstage.optimizer import Optimizer
 from gainstage.sharding import axes_of
+from gainstage.stateful import unique_names
 from gainstage.variable import Variable
 
 
 def assert_consistent(optimizer: Optimizer) -> None:
-    """Raises an error on every process unless all have built the same optimizer.
+    """Raises an error on every process unless all have the same optimizer, built alike.
 
     Another learning rate on one process would give wrong weights, and another option wrong sums,
     without a word. Call it once before the first step. Compared are the class, the configuration,
-    the variables' names, shapes, dtypes and layouts, all scalars of the state (the rate and the
-    scale among them), and the versions of gainstage and JAX.
+    the variables' order, names, shapes, dtypes and layouts, all scalars of the state (the rate and
+    the scale among them), and the versions of gainstage and JAX; of a callable only its name.
 
     Args:
-        optimizer: built.
+        optimizer: built, or on no process yet.
 
     Raises:
-        ValueError: not built; or they differ, with what differs first, on which processes.
+        ValueError: they differ, with what differs first, on which processes.
 
     Example:
         >>> import gainstage as gs
@@ -41,11 +42,8 @@ def assert_consistent(optimizer: Optimizer) -> None:
         >>> opt.build([gs.Variable(1.0)])
         >>> distributed.assert_consistent(opt)
     """
-    if not optimizer.built:
-        raise ValueError(f"Expected {optimizer.name!r} to be built before assert_consistent.")
-    reports = _gather(json.dumps(_facts(optimizer), sort_keys=True))
-    facts = [json.loads(report) for report in reports]
-    for key in sorted(set().union(*facts)):
+    facts = [json.loads(report) for report in _gather(json.dumps(_facts(optimizer)))]
+    for key in dict.fromkeys(key for fact in facts for key in fact):
         values = [fact.get(key) for fact in facts]
         for process, value in enumerate(values):
             if value != values[0]:
@@ -56,19 +54,22 @@ def assert_consistent(optimizer: Optimizer) -> None:
 
 
 def _facts(optimizer: Optimizer) -> dict[str, Any]:
-    trainable = list(optimizer._index)
+    trainable, state = list(optimizer._index), optimizer.variables
     facts: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "version of gainstage": version("gainstage"),
         "version of JAX": jax.__version__,
-        "number of variables": len(trainable),
         **_flat(readable(optimizer.get_config())),
+        "jit_compile": optimizer.jit_compile,
+        "names of the variables": unique_names(trainable),
+        "names of the state": unique_names(state),
     }
-    for variable in (*trainable, *optimizer.variables):
-        about = [list(variable.shape), str(variable.dtype), str(variable.sharding)]
-        facts[f"shape, dtype and layout of {variable.name!r}"] = about
-        if not variable.shape and not variable._is_planned:
-            facts[f"value of {variable.name!r}"] = repr(variable.numpy().item())
+    for variables in (trainable, state):
+        for name, variable in zip(unique_names(variables), variables, strict=True):
+            about = [list(variable.shape), str(variable.dtype), str(variable.sharding)]
+            facts[f"shape, dtype and layout of {name!r}"] = about
+            if not variable.shape and not variable._is_planned:
+                facts[f"value of {name!r}"] = repr(variable.numpy().item())
     return facts
 
 
@@ -95,8 +96,8 @@ def check_replicas(tree: Any) -> jax.Array:
 
     JAX takes replicas to be equal and reads one of them. They drift apart where a process did
     something on its own, a device is broken, or a collective is not deterministic. This finds a
-    difference in one element for certain, if only in its last bit, and any other but for one chance
-    in billions. It is one all-reduce of 8 bytes between steps, and does not wait for it.
+    difference in one element for certain, if only in its last bit, and others but for one chance in
+    billions. It is one all-reduce of 8 bytes between steps, and does not wait for it.
 
     Args:
         tree: a pytree of arrays or variables, all on one mesh; what is on one device is left out.
@@ -130,12 +131,12 @@ def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
     def part(arrays: list[jax.Array]) -> jax.Array:
         # Of n replicas the first counts n - 1 times, the others -1 times: equal ones add up to 0.
         total = jnp.zeros(2, jnp.uint32)
-        for array, spec in zip(arrays, specs, strict=True):
+        for i, (array, spec) in enumerate(zip(arrays, specs, strict=True)):
             over = [axis for axis in mesh.axis_names if axis not in axes_of(spec)]
             replicas = math.prod(mesh.shape[axis] for axis in over)
             first = jnp.array([lax.axis_index(axis) == 0 for axis in over], bool).all()
             times = jnp.where(first, replicas, 0).astype(jnp.uint32) - jnp.uint32(1)
-            total += _hashes(array) * (times if replicas > 1 else jnp.uint32(0))
+            total += _hashes(array, i) * (times if replicas > 1 else jnp.uint32(0))
         return lax.psum(total, mesh.axis_names)
 
     sums: Any = jax.shard_map(
@@ -144,15 +145,24 @@ def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
     return jax.jit(lambda arrays: (sums(arrays) == 0).all())
 
 
-def _hashes(array: jax.Array) -> jax.Array:
+def _hashes(array: jax.Array, number: int) -> jax.Array:
     """Two sums over the elements, of the lower and the upper halves of their 32-bit words.
 
-    The halves are no larger than 2**16 and their factors odd, so that a difference in one element
-    times the number of replicas cannot be a multiple of 2**32.
+    Each element has a factor of its own, another one in each array. The halves are no larger than
+    2**16 and their factors odd, so that a difference in one element times the number of replicas
+    cannot be a multiple of 2**32.
     """
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
     words = lax.bitcast_convert_type(array, unsigned).reshape(-1).astype(jnp.uint32)
-    odd = lax.iota(jnp.uint32, words.size) * jnp.uint32(2654435761) * jnp.uint32(2) + jnp.uint32(1)
+    places = lax.iota(jnp.uint32, words.size) + jnp.uint32(number * 2654435761 % 2**32)
+    odd = _mixed(places) | jnp.uint32(1)
     return jnp.stack([jnp.sum(half * odd) for half in (words & 0xFFFF, words >> 16)])
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Numbers that have nothing to do with each other, out of numbers in a row (MurmurHash3)."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return x ^ (x >> 16)

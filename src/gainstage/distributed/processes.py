@@ -49,7 +49,10 @@ def initialize(
         The watchdog, to be fed once a step if there is a `patience`.
 
     Raises:
-        ValueError: an address without a port.
+        ValueError: an address without a port, or a patience that is no number > 0.
+
+    A second connection goes to a port of process 0 that the system chooses: a firewall between
+    machines has to let it pass.
 
     A process that waits in vain, or loses another, ends with status 75, which by convention asks
     for another try.
@@ -64,22 +67,24 @@ def initialize(
             )
         if _is_loopback(host):
             options.setdefault("coordinator_bind_address", coordinator_address)
+    watchdog = Watchdog(patience)
     late = threading.Timer(timeout, _give_up, (coordinator_address, num_processes, timeout))
     late.daemon = True
     late.start()
-    jax.distributed.initialize(
-        coordinator_address,
-        num_processes,
-        process_id,
-        # JAX would abort with a stack of C++; it is left to `late`.
-        initialization_timeout=int(2 * timeout) + 30,
-        heartbeat_timeout_seconds=int(heartbeat),
-        **options,
-    )
-    watchdog = Watchdog(patience)
-    if jax.process_count() > 1:
-        _introduce(watchdog, coordinator_address)
-    late.cancel()
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            # JAX would abort with a stack of C++; it is left to `late`.
+            initialization_timeout=int(2 * timeout) + 30,
+            heartbeat_timeout_seconds=int(heartbeat),
+            **options,
+        )
+        if jax.process_count() > 1:
+            _introduce(watchdog, coordinator_address)
+    finally:
+        late.cancel()
     return watchdog
 
 

@@ -98,7 +98,7 @@ def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.
 
     Returns:
         log2 of the largest number over the largest gradient, less log2(`summed_over`): a float32
-        scalar, negative where there is none left, inf if all gradients are 0.
+        scalar, negative where there is none left, -inf if a gradient is inf, inf if all are 0.
 
     Example:
         >>> import jax.numpy as jnp
@@ -107,6 +107,7 @@ def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.
         >>> print(distributed.headroom(grads).round(1))
         12.0
     """
-    largest = measure(["max_abs"], widen(grads))["max_abs"]
+    measured = measure(["max_abs", "any_inf"], widen(grads))
+    largest = jnp.where(measured["any_inf"], jnp.inf, measured["max_abs"])
     limit = math.log2(float(jnp.finfo(dtype).max)) - math.log2(summed_over)
     return limit - jnp.log2(largest)

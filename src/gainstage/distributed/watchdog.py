@@ -51,15 +51,20 @@ class Watchdog:
         self._left: list[socket.socket] = []  # those that said goodbye, and may be told it
         self._told = threading.Event()
         self._thread: threading.Thread | None = None
+        self._old_hook = sys.excepthook
 
     def feed(self) -> None:
-        """Says that a step has been taken, or that something else goes on that takes its time."""
+        """Says that a step has been started, or that something else goes on that takes its time."""
         self._fed = time.monotonic()
         self._start()
 
     def close(self) -> None:
-        """Says goodbye to the other processes: from now on this one may end, and takes its time."""
+        """Says goodbye to the other processes: from now on this one may end, and takes its time.
+
+        It is called at the end of a process that ends by itself, `sys.exit` included: where that
+        means a failure, raise an exception instead."""
         self._fed = self.patience = None
+        sys.excepthook = self._old_hook
         for peer in [*self._peers, *self._left]:
             with contextlib.suppress(OSError):
                 peer.sendall(BYE.to_bytes(WORD))
@@ -71,9 +76,13 @@ class Watchdog:
         with listener:
             while len(self._peers) < count - 1:
                 peer, _ = listener.accept()
+                peer.settimeout(5)  # a stranger may say nothing
                 hello = _receive(peer, len(token) + WORD)
+                peer.settimeout(None)
                 if hello[:-WORD] == token:
                     self._peers[peer] = int.from_bytes(hello[-WORD:])
+                else:
+                    peer.close()
         self._watch()
 
     def join(self, address: tuple[str, int], token: bytes, number: int) -> None:
@@ -85,8 +94,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         atexit.register(self.close)
-        sys.excepthook = self._end_with
+        self._old_hook, sys.excepthook = sys.excepthook, self._end_with
+        os.register_at_fork(after_in_child=self._forget)
         self._start()
+
+    def _forget(self) -> None:
+        """In a forked child: it is not part of the run, and must not speak for its parent."""
+        for peer in [*self._peers, *self._left]:
+            peer.close()
+        self._peers, self._left, self.patience = {}, [], None
+        sys.excepthook = self._old_hook
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────
 
@@ -117,8 +134,8 @@ class Watchdog:
             self._lose(self._peers[peer])
         elif int.from_bytes(word) == BYE:
             selector.unregister(peer)
+            self._left.append(peer)  # first, so that it is never in neither
             del self._peers[peer]
-            self._left.append(peer)
         else:
             self._lose(int.from_bytes(word))
 

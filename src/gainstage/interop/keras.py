@@ -6,7 +6,9 @@ Needs the extra `keras`, and `KERAS_BACKEND=jax`.
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
+import copy
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from gainstage import gradients
 from gainstage.bridge import functional
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import inspect
+from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizer import Optimizer
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.variable import Variable
@@ -114,6 +117,8 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
             rule = DynamicLossScale(initial_scale, dynamic_growth_steps)
         rule = as_rule("rule", rule)
         if isinstance(inner_optimizer, Optimizer):
+            if inner_optimizer._option("loss_scale_factor") is not None:
+                raise ValueError("Expected an inner_optimizer without loss_scale_factor.")
             inner_optimizer = KerasOptimizer(inner_optimizer)
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
@@ -200,27 +205,28 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, name: str | None = None):
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"Expected an optimizer of gainstage; got {optimizer!r}.")
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Scaled):
+            raise TypeError(
+                f"Expected an optimizer of gainstage that does not scale losses; got {optimizer!r}."
+            )
+        if optimizer.built:
+            raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         for variable in self.variables:  # it has its own
             self._untrack_variable(variable)
-        self._description = serialize(optimizer)
-        self._layout = optimizer.mesh, optimizer.shard_state_over
+        self._ours = copy.deepcopy(optimizer)
         self.loss_scale_factor = optimizer._option("loss_scale_factor")
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
         """Creates a Keras variable for each of the optimizer's state, laid out as it says."""
-        self._ours = deserialize(self._description, Optimizer)
-        self._ours.mesh, self._ours.shard_state_over = self._layout
         self._planned = [_planned(variable) for variable in variables]
         self._ours.build(self._planned)
         values = [variable.value for variable in variables]
         starts = self._ours._starts(dict(zip(self._planned, values, strict=True)))
         for slot in self._ours.variables:
             variable = keras.Variable(
-                starts[slot],
+                jnp.copy(starts[slot]),  # Keras donates what its variables hold
                 dtype=str(slot.dtype),
                 trainable=False,
                 name=slot.name.replace("/", "_"),
@@ -254,27 +260,39 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate; assign a number to change it."""
-        rate = self._ours._rate if self.built else None
-        if rate is None or rate.variable is None:
-            return self._description["config"]["learning_rate"]
-        return self._mirror(rate.variable)
+        """The current rate: a variable, or, with a schedule, its value now."""
+        rate = self._ours._rate
+        if rate.variable is None:
+            return rate.at(self.iterations.value)
+        return self._mirror(rate.variable) if self.built else rate.variable.value()
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
-        if self.built and self._ours._rate.variable is not None:
-            self._mirror(self._ours._rate.variable).assign(learning_rate)
+        rate = self._ours._rate
+        if self.built and rate.variable is not None and not callable(learning_rate):
+            self._mirror(rate.variable).assign(learning_rate)
         else:
-            self._description["config"]["learning_rate"] = learning_rate
+            self._ours.learning_rate = learning_rate
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Names the variables that do not decay: Keras variables, or parts of their paths."""
+        paths = [f"^{re.escape(variable.path)}$" for variable in var_list or ()]
+        self._ours.exclude_from_weight_decay(var_names=[*paths, *(var_names or ())])
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Gives the variables their moving averages, if they are averaged."""
-        for average, variable in zip(self._ours._averages, self._trainable_variables, strict=False):
+        """Gives the variables their moving averages, if there are any yet."""
+        if not self._ours._averages or not int(self.iterations.value):
+            return
+        for variable in var_list:
+            average = self._ours._averages[self._get_variable_index(variable)]
             variable.assign(self._mirror(average).value)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {"optimizer": self._description, "name": self.name}
+        """The constructor's arguments; the learning rate is the current one."""
+        description = serialize(self._ours)
+        if self.built and self._ours._rate.variable is not None:
+            description["config"]["learning_rate"] = float(self.learning_rate.value)
+        return {"optimizer": description, "name": self.name}
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
@@ -293,7 +311,8 @@ def _planned(variable: Any) -> Variable:
 
 
 class LogLossScale(keras.callbacks.Callback):
-    """Adds `loss_scale` and `skipped_steps` to the logs of each epoch, and so to the history.
+    """Adds `loss_scale` and `skipped_steps`, those since `fit` began, to the logs of each epoch,
+    and so to the history.
 
     Example:
         >>> import keras, numpy as np
@@ -324,4 +343,7 @@ class LogLossScale(keras.callbacks.Callback):
     def _iterations(self) -> int:
         if hasattr(self.model, "jax_state_sync"):
             self.model.jax_state_sync()
-        return int(keras.ops.convert_to_tensor(self.model.optimizer.iterations))
+        inner = self.model.optimizer.inner_optimizer
+        # Keras divides what it shows by `gradient_accumulation_steps`.
+        steps = inner.iterations if isinstance(inner, KerasOptimizer) else inner._iterations
+        return int(steps.value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from gainstage.bridge import read, write
 from gainstage.configurable import readable
 from gainstage.optimizer import Optimizer
 from gainstage.stateful import check_names, unique_names
@@ -75,7 +76,11 @@ class Checkpoints:
             ValueError: not built; a checkpoint of this step exists.
         """
         named = _named(variables, optimizer)
-        values = {kind: {k: v.value() for k, v in part.items()} for kind, part in named.items()}
+        for variable in [v for part in named.values() for v in part.values() if v._is_planned]:
+            variable.value()  # an error
+        # Neither here nor in `restore` does anybody else come to hold the arrays: `value()` and
+        # `assign` would make the next step copy them.
+        values = read(named)
         arguments = ocp.args.Composite(
             arrays=ocp.args.StandardSave(values),
             manifest=ocp.args.JsonSave(_manifest(named, optimizer)),
@@ -125,9 +130,7 @@ class Checkpoints:
         saved = self._manager.restore(
             step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
         )
-        for kind, part in named.items():
-            for name, variable in part.items():
-                variable.assign(saved["arrays"][kind][name])
+        write(named, saved["arrays"])
         return step
 
     def close(self) -> None:
