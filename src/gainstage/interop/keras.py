@@ -29,8 +29,10 @@ from gainstage.variable import Variable
 try:
     keras: Any = importlib.import_module("keras")
 except ModuleNotFoundError as error:
+    if error.name != "keras":  # the backend that Keras looks for
+        raise ImportError("Expected Keras on the JAX backend; set KERAS_BACKEND=jax.") from error
     raise ModuleNotFoundError(
-        'Expected keras to be installed; run: pip install "gainstage[keras]"', name=error.name
+        'Expected keras to be installed; run: pip install "gainstage[keras]"', name="keras"
     ) from error
 
 if keras.backend.backend() != "jax":
@@ -95,11 +97,11 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         >>> import keras, numpy as np
         >>> from gainstage.interop.keras import LossScaleOptimizer
         >>> model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
-        >>> opt = LossScaleOptimizer(keras.optimizers.SGD(0.01))
-        >>> model.compile(opt, "mse", run_eagerly=False)
+        >>> opt = LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**10)
+        >>> model.compile(opt, "mse")
         >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
         >>> print(float(opt.dynamic_scale.value))
-        32768.0
+        1024.0
 
     Source: `keras.optimizers.LossScaleOptimizer`.
     """
