@@ -200,9 +200,10 @@ def _sums(
     """
     dtype = jnp.result_type(jnp.float32, *(wide(row[0].dtype) for row in rows))
     total, each = Sums(jnp.array(True), jnp.zeros((), dtype)), []
+    by_rows = jax.jit(functools.partial(_by_rows, fn))  # traced once for rows of one shape
     for row in rows:
         at_once = not ordered or (stored and row[0].dtype.itemsize >= 4)
-        total, own = (_at_once if at_once else _by_rows)(fn, total, *row)
+        total, own = _at_once(fn, total, *row) if at_once else by_rows(total, *row)
         each.append(own)
     return total, each
 
