@@ -240,12 +240,17 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
     return jax.tree.unflatten(jax.tree.structure(shapes), [*result, *new])
 
 
-def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any) -> None:
-    """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none."""
+def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any, branches: bool = False) -> None:
+    """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none.
+
+    With `branches` it runs only where they are kept, behind a conditional: for what is mostly not
+    done. Else it always runs, and its kernels choose what they store; that leaves XLA free to fuse
+    them with what comes before.
+    """
     variables = variables_in(state)
-    pure = functional(fn, variables)
-    # A `cond` updates in place; a `where` over the results copies every slot on CPU.
-    write(
-        variables,
-        lax.cond(keep, lambda values: pure(values)[1], lambda old: old, read(variables)),
-    )
+    pure, old = functional(fn, variables), read(variables)
+    if branches:
+        new = lax.cond(keep, lambda values: pure(values)[1], lambda values: values, old)
+    else:
+        _, new = select(keep, pure, old)
+    write(variables, new)

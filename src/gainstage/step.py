@@ -96,7 +96,8 @@ class Step(Minimizer):
         def update() -> None:
             self._update(gradients.divided(grads, scale), seen.norms, rate)
 
-        keep_if(seen.finite, update, (list(self._index), self.variables))
+        state = (list(self._index), self.variables)
+        keep_if(seen.finite, update, state, branches=bool(self._accumulators))
         return seen.finite
 
     def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
@@ -148,7 +149,7 @@ class Step(Minimizer):
             self._update_weights(gradients.divided(means), norms, rate)
 
         due = (self._iterations + 1) % steps == 0
-        keep_if(due, update, (list(self._index), self.variables))
+        keep_if(due, update, (list(self._index), self.variables), branches=True)
 
     def _update_weights(
         self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
@@ -188,7 +189,8 @@ class Step(Minimizer):
         updates = self._iterations.value() // (steps or 1)
         momentum = jnp.where(updates == 0, 0.0, self._option("ema_momentum"))
         for variable, average in zip(self._index, self._averages, strict=True):
-            average.assign(momentum * average + (1 - momentum) * variable)
+            # One product: XLA may fuse either of two into the sum, which rounds differently.
+            average.assign(average + (1 - momentum) * (variable - average))
             if frequency:
                 due = (updates + 1) % frequency == 0
                 variable.assign(jnp.where(due, average.value(), variable.value()))
