@@ -10,6 +10,7 @@ that does not compile in time, or raises, is reported as missing.
 """
 
 import argparse
+import gc
 import json
 import math
 import multiprocessing
@@ -130,6 +131,8 @@ def work(pipe: Connection, case: Case, skipped: set[str], rounds: int, shortest:
             del variants[name]
     pipe.send(("compiled", {name: variant.compile_s for name, variant in variants.items()}))
     names = [name for name in builders if name in variants]
+    gc.collect()
+    gc.freeze()  # nobody's steps pay for walking what all compilations have left
     for turn in range(rounds):
         order = names if turn % 2 == 0 else names[::-1]
         pipe.send(("round", {name: variants[name].sample(inputs) for name in order}))

@@ -568,3 +568,21 @@ def test_state_lies_like_its_variable():
     for _ in range(2):
         twin.apply([jnp.full((8, 4), 2.0)], [alone])
     np.testing.assert_allclose(w.numpy(), alone.numpy(), rtol=1e-6)
+
+
+def test_a_known_kind_of_gradients_is_still_looked_at():
+    """After a step as before, another order, shape, dtype, or a gradient less is noticed."""
+    a, b = gs.Variable([1.0, 1.0]), gs.Variable([2.0, 2.0])
+    opt = gs.SGD(1.0)
+    one, two = jnp.array([1.0, 1.0]), jnp.array([2.0, 2.0])
+    for _ in range(3):
+        opt.apply([one, two], [a, b])
+    opt.apply([one, two], [b, a])
+    np.testing.assert_array_equal([a.numpy(), b.numpy()], [[-4.0, -4.0], [-5.0, -5.0]])
+    opt.apply([one.astype(jnp.float16), two], [a, b])
+    np.testing.assert_array_equal([a.numpy(), b.numpy()], [[-5.0, -5.0], [-7.0, -7.0]])
+    for wrong in ([one], [one, jnp.ones(3)], [one, jnp.ones(2, int)]):
+        opt.apply([one, two], [a, b])
+        with pytest.raises((ValueError, TypeError), match="Expected"):
+            opt.apply(wrong, [a, b])
+    np.testing.assert_array_equal([a.numpy(), b.numpy()], [[-8.0, -8.0], [-13.0, -13.0]])

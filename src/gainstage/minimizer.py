@@ -5,6 +5,7 @@ All of them run one piece of imperative code, `_apply`: under the bridge by itse
 """
 
 import abc
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ class Minimizer(Stateful):
 
     jit_compile: bool
     _program: jit | None
+    _taken: Any = None  # the kind of the last gradients, if a step took them as they came
 
     @abc.abstractmethod
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -150,11 +152,28 @@ class Minimizer(Stateful):
         grads = list(grads)
         if not grads:
             return
+        if callable(trainable_variables):
+            trainable_variables = trainable_variables()
+        kind = _kind(grads, trainable_variables)
+        if kind is None or kind != self._taken:
+            given, grads = grads, self._checked(grads, trainable_variables)
+            self._taken = kind if _same(given, grads) else None
+        if any([variable._traces for variable in self.variables]):
+            self._apply(grads, None)  # already inside of a traced function
+            return
+        state = (self.variables, list(self._index))
+        if not self.jit_compile:
+            run(self._apply, state, grads, self._rate_now())
+        else:
+            self._program = self._program or jit(self._apply, state, donate=True)
+            self._program(grads, self._rate_now())
+
+    def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
+        """The gradients as a step takes them: an array or None for each variable, in order."""
         if trainable_variables is None:
             variables = self._built_variables("apply without trainable_variables")
         else:
-            named = trainable_variables() if callable(trainable_variables) else trainable_variables
-            variables = variables_in(named)
+            variables = variables_in(trainable_variables)
         check_count("gradients", grads, variables)
         grads = [_placed(g, v) for g, v in zip(grads, variables, strict=True)]
         _check_gradients(grads, variables)
@@ -165,18 +184,9 @@ class Minimizer(Stateful):
                 f"Expected {type(self).__name__}.build to call super().build(var_list)."
             )
         grads = self._in_order(grads, variables)
-
-        state = (self.variables, list(self._index))
-        if self._program is None:
-            for variable in [v for part in state for v in part if v._is_planned]:
-                variable.value()  # an error
-        if any(variable._is_lent for variable in self.variables):
-            self._apply(grads, None)  # already inside of a traced function
-        elif not self.jit_compile:
-            run(self._apply, state, grads, self._rate_now())
-        else:
-            self._program = self._program or jit(self._apply, state, donate=True)
-            self._program(grads, self._rate_now())
+        for variable in [v for v in (*self.variables, *self._index) if v._is_planned]:
+            variable.value()  # an error
+        return grads
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
@@ -246,6 +256,21 @@ class Minimizer(Stateful):
                 f"{[v.name for v in self._index]}; got {getattr(variable, 'name', variable)!r}."
             )
         return self._index[variable]
+
+
+def _kind(grads: list[Any], variables: Any) -> Any:
+    """All that is checked about a step's arguments, at little cost; None if they are not arrays."""
+    classes = set(map(type, grads))
+    if any(issubclass(cls, Tracer) or not issubclass(cls, jax.Array) for cls in classes):
+        return None
+    if variables is not None and not isinstance(variables, (list, tuple)):
+        return None
+    order = None if variables is None else list(variables)
+    return order, [gradient.aval for gradient in grads], {gradient.sharding for gradient in grads}
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def check_floating(variables: Sequence[Variable]) -> None:

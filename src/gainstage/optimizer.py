@@ -259,7 +259,7 @@ class Optimizer(Step):
             wrapper._forget_program()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_program": None}
+        return {**vars(self), "_program": None, "_taken": None}
 
     # ── for subclasses ───────────────────────────────────────────────────────────────────────
 

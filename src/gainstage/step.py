@@ -190,7 +190,8 @@ class Step(Minimizer):
         momentum = jnp.where(updates == 0, 0.0, self._option("ema_momentum"))
         for variable, average in zip(self._index, self._averages, strict=True):
             # One product: XLA may fuse either of two into the sum, which rounds differently.
-            average.assign(average + (1 - momentum) * (variable - average))
+            new, old = variable.value(), average.value()
+            average.assign(old + (1 - momentum) * jnp.where(new == old, 0.0, new - old))
             if frequency:
                 due = (updates + 1) % frequency == 0
                 variable.assign(jnp.where(due, average.value(), variable.value()))
