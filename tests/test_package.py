@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
     {"checks", "configurable", "joining", "sharding", "variable"},
-    {"bridge", "gradients", "options", "policy", "rules", "schedules"},
+    {"bridge", "gradients", "options", "policy", "rules", "schedules", "step_info"},
     {"groups", "inspection", "learning_rate"},
     {"stateful"},
     {"minimizer"},
@@ -23,8 +23,9 @@ LAYERS = [
     {"optimizer"},
     {"optimizers"},
     {"loss_scale_optimizer", "transformation"},
-    {"to_optax"},
-    {"compat", "diagnostics", "distributed", "interop"},
+    {"telemetry", "to_optax"},
+    {"compat", "diagnostics", "distributed"},
+    {"interop"},
     {"demo", "doctor", "__main__"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,6 +9,8 @@ from gainstage.optimizer import Optimizer
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.policy import Policy, global_policy, set_global_policy
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage.step_info import StepInfo
+from gainstage.telemetry import telemetry
 from gainstage.to_optax import to_optax
 from gainstage.transformation import (
     LossScaledState,
@@ -39,6 +41,7 @@ __all__ = [
     "Policy",
     "RMSprop",
     "ScaleState",
+    "StepInfo",
     "Variable",
     "functional",
     "global_policy",
@@ -49,6 +52,7 @@ __all__ = [
     "schedules",
     "set_global_policy",
     "step_was_applied",
+    "telemetry",
     "to_optax",
     "value_and_grad",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`, `gainstage doctor`, `gainstage bench`."""
+"""The command line: `gainstage demo`, `doctor`, `bench` and `report`."""
 
 import argparse
 import importlib
@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arguments.command == "doctor":
             return importlib.import_module("gainstage.doctor").main()
+        if arguments.command == "report":
+            report = importlib.import_module("gainstage.diagnostics.report")
+            return report.main(arguments.run, arguments.output or arguments.run.with_suffix(".png"))
         demo = importlib.import_module("gainstage.demo")
     except ModuleNotFoundError as error:
         extra = words[0]
@@ -79,6 +82,20 @@ def _parser() -> argparse.ArgumentParser:
         help="say what this machine computes in half precision, and check that scaling works",
         description="Prints versions, devices and how products in half precision are computed, "
         "then takes a few steps of each kind. Exits with 1 if one of them is wrong.",
+    )
+    report = commands.add_parser(
+        "report",
+        help="show what a recorded run was like",
+        description="Prints a table of a run that gainstage.diagnostics.JsonLines has recorded, "
+        "and draws its loss, its scale and its skipped steps.",
+        epilog="example: gainstage report run.jsonl --output run.png",
+    )
+    report.add_argument("run", type=Path, metavar="RUN.jsonl", help="the file of the run")
+    report.add_argument(
+        "--output",
+        type=_picture,
+        metavar="PATH",
+        help="the picture's file (default: beside the run, RUN.png)",
     )
     commands.add_parser(
         "bench",

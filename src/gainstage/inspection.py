@@ -1,6 +1,7 @@
 """One reading of the gradients, for all that a step must know of them before it is taken."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class Inspection(NamedTuple):
 
     finite: jax.Array  # bool scalar: whether all their elements, and the norms, are finite
     norms: list[jax.Array]  # what clipping divides by, as `gradients.clip` takes it
+    norm: jax.Array | None  # of all of them together, if it was asked for
 
 
 class Sums(NamedTuple):
@@ -37,6 +39,7 @@ def inspect(
     limits: Mapping[str, float] | None = None,
     onto: Sequence[Any] = (),
     layouts: Sequence[Any] = (),
+    norm: bool = False,
 ) -> Inspection:
     """Reads scaled gradients once, for the finiteness and the norms of the true ones.
 
@@ -50,6 +53,7 @@ def inspect(
         onto: finite accumulators, to which the true gradients will be added: the sums are asked.
         layouts: the sharding of each, None for those that are on one device; if empty, only what
             the arrays themselves tell is known.
+        norm: whether the norm of all of them together is wanted, even if clipping needs none.
     """
     known = bool(layouts) or jax.device_count() == 1
     layouts = layouts or [typed_layout(gradient) for gradient in grads]
@@ -58,6 +62,8 @@ def inspect(
     onto = [onto[i] for i in here] if onto else []
     spread = {i: layouts[i] for i in here if isinstance(layouts[i], NamedSharding)}
     limits = limits or {}
+    clips = not limits.keys().isdisjoint(("clipnorm", "global_clipnorm"))
+    limits = {**limits, "global_clipnorm": math.inf} if norm and not clips else limits
     if jax.sharding.get_abstract_mesh().manual_axes:
         sums = _read(leaves, onto, scale, limits)
     elif not spread:
@@ -66,7 +72,9 @@ def inspect(
         alone = NamedSharding(next(iter(spread.values())).mesh, PartitionSpec())
         sums = _read_mesh(leaves, onto, scale, limits, [spread.get(i, alone) for i in here])
     norms = jnp.sqrt(sums.squares)
-    return Inspection(sums.finite & jnp.isfinite(norms).all(), list(norms))
+    whole = jnp.sqrt(jnp.sum(jnp.square(norms))) if "clipnorm" in limits else norms.sum()
+    finite = sums.finite & jnp.isfinite(norms).all() if clips else sums.finite
+    return Inspection(finite, list(norms) if clips else [], whole if norm else None)
 
 
 def typed_layout(x: Any) -> NamedSharding | None:

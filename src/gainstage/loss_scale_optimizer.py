@@ -23,6 +23,7 @@ from gainstage.rules import (
     as_rule,
     start,
 )
+from gainstage.step_info import at_first, following
 from gainstage.variable import Variable
 
 
@@ -43,6 +44,8 @@ class LossScaleOptimizer(Optimizer):
         dynamic: False for a fixed scale, which `initial_scale` must then give.
         rule: a `LossScale` in the place of the three arguments before.
         name: the prefix of the names of the wrapper's own variables.
+        telemetry: whether `gainstage.telemetry` may ask what the last step was like; adds four
+            scalars to the state.
         **options: those of every `Optimizer`. `loss_scale_factor` multiplies the scale.
 
     Raises:
@@ -74,6 +77,7 @@ class LossScaleOptimizer(Optimizer):
         dynamic: bool = True,
         rule: LossScale | None = None,
         name: str | None = None,
+        telemetry: bool = False,
         **options: Unpack[WrapperOptions],
     ):
         _check_inner(inner_optimizer, self._given)
@@ -82,7 +86,10 @@ class LossScaleOptimizer(Optimizer):
         self._start(name, inner_optimizer.jit_compile if jit_compile is None else jit_compile)
         self.mesh = mesh or inner_optimizer.mesh
         self._inner, self._rule = inner_optimizer, rule
-        self._scale_state = _variables_of(rule, self.name)
+        self.telemetry = checks.flag("telemetry", telemetry)
+        state = start(rule)
+        self._scale_state = _variables_of(state, self.name)
+        self._info = _variables_of(at_first(state.scale), self.name) if telemetry else None
         self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
@@ -170,22 +177,26 @@ class LossScaleOptimizer(Optimizer):
 
     def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
         scale = self._divisor()
-        finite = self.inner_optimizer._update_if_finite(grads, scale, rate)
+        seen = self.inner_optimizer._update_if_finite(grads, scale, rate, norm=self.telemetry)
         measured = {}
         if self.rule.measures:
             true = gradients.unscale(grads, scale)
             measured = gradients.measure(self.rule.measures, true)
-        new = advance(self.rule, read(self._scale_state), finite, **measured)
+        if self._info is not None and seen.norm is not None:
+            info = following(read(self._info), seen.finite, self._loss_scale(), seen.norm)
+            jax.tree.map(Variable.assign, self._info, info)
+        new = advance(self.rule, read(self._scale_state), seen.finite, **measured)
         jax.tree.map(Variable.assign, self._scale_state, new)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
     @property
     def variables(self) -> list[Variable]:
-        """All state: step counter, scale (and what else the rule keeps), then the inner's."""
+        """All state: step counter, scale (and what else the rule keeps, and telemetry), then the
+        inner's."""
         state = self._scale_state
         first = [v for v in (self.step_counter, state.scale) if v is not None]
-        rest = [v for v in jax.tree.leaves(state) if v not in first]
+        rest = [v for v in jax.tree.leaves((state, self._info)) if v not in first]
         return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
 
     @property
@@ -237,7 +248,8 @@ class LossScaleOptimizer(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
         self.inner_optimizer.build(var_list)
-        self._replicate([*jax.tree.leaves(self._scale_state), *self._slots], var_list)
+        own = jax.tree.leaves((self._scale_state, self._info))
+        self._replicate([*own, *self._slots], var_list)
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
@@ -271,6 +283,7 @@ class LossScaleOptimizer(Optimizer):
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         config = {"name": self.name, "inner_optimizer": inner, **options}
+        config |= {"telemetry": True} if self.telemetry else {}
         if isinstance(self.rule, FixedLossScale):
             return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
         if isinstance(self.rule, DynamicLossScale):
@@ -300,11 +313,13 @@ class LossScaleOptimizer(Optimizer):
         return cls(**kept)
 
 
-def _variables_of(rule: LossScale, owner: str) -> Any:
-    """The rule's state, a NamedTuple, with a variable in the place of each array."""
-    state = start(rule)
-    names = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-    named = [(f"{owner}/{names.get(f, f)}", getattr(state, f)) for f in state._fields]
+# How the documents call what a rule counts.
+_DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+
+
+def _variables_of(state: Any, owner: str) -> Any:
+    """A NamedTuple of arrays, with a variable in the place of each."""
+    named = [(f"{owner}/{_DOCUMENTED.get(f, f)}", getattr(state, f)) for f in state._fields]
     return type(state)(
         *(v if v is None else Variable(v, name=n, trainable=False) for n, v in named)
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gainstage import gradients
 from gainstage.bridge import keep_if, lent, read
 from gainstage.gradients import Gradients
-from gainstage.inspection import inspect
+from gainstage.inspection import Inspection, inspect
 from gainstage.inspection import norms as norms_of
 from gainstage.learning_rate import LearningRate
 from gainstage.minimizer import Minimizer
@@ -85,20 +85,20 @@ class Step(Minimizer):
             self._update_if_finite(grads, scale, rate)
 
     def _update_if_finite(
-        self, grads: list[Any], scale: jax.Array, rate: jax.Array | None
-    ) -> jax.Array:
+        self, grads: list[Any], scale: jax.Array, rate: jax.Array | None, norm: bool = False
+    ) -> Inspection:
         """A step on scaled gradients: all of it, or nothing if one is not finite."""
         limits, layouts = {} if self._accumulators else self._clips(), self._layouts()
         pairs = zip(grads, layouts, strict=True)
         grads = [gradients.in_order(g) if layout is None else g for g, layout in pairs]
-        seen = inspect(grads, scale, limits, read(self._accumulators), layouts)
+        seen = inspect(grads, scale, limits, read(self._accumulators), layouts, norm)
 
         def update() -> None:
             self._update(gradients.divided(grads, scale), seen.norms, rate)
 
         state = (list(self._index), self.variables)
         keep_if(seen.finite, update, state, branches=bool(self._accumulators))
-        return seen.finite
+        return seen
 
     def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
         """Everything after the finite check, on variables held in float32 or wider."""

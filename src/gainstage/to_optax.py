@@ -69,7 +69,8 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
                 "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
                 "params, and cast them in the loss."
             )
-        return loss_scaled(_unscaled(optimizer.inner_optimizer), optimizer.rule)
+        inner = _unscaled(optimizer.inner_optimizer)
+        return loss_scaled(inner, optimizer.rule, optimizer.telemetry)
     return _unscaled(optimizer)
 
 

@@ -10,10 +10,11 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage import gradients
+from gainstage import checks, gradients
 from gainstage.bridge import select
-from gainstage.inspection import all_finite
+from gainstage.inspection import inspect
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage.step_info import StepInfo, at_first, following
 
 
 class LossScaledState(NamedTuple):
@@ -22,10 +23,11 @@ class LossScaledState(NamedTuple):
     loss_scale: Any  # the rule's, with at least `scale`
     inner: Any  # the wrapped transformation's
     applied: Any = True  # bool scalar: whether the last step was, True before the first
+    info: Any = None  # with `telemetry` a StepInfo
 
 
 def loss_scaled(
-    tx: optax.GradientTransformation, rule: LossScale | None = None
+    tx: optax.GradientTransformation, rule: LossScale | None = None, telemetry: bool = False
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that skips steps that are not finite, and adapts the loss scale.
 
@@ -37,13 +39,15 @@ def loss_scaled(
     Args:
         tx: the transformation that makes updates out of gradients.
         rule: a `LossScale`, by default `DynamicLossScale()`.
+        telemetry: whether `gainstage.telemetry` may ask what the last step was like; adds four
+            scalars to the state.
 
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
         true loss as `value=`, for rules and transformations that want it.
 
     Raises:
-        TypeError: `tx` is no transformation, `rule` no rule.
+        TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
 
     Example:
         >>> import gainstage as gs
@@ -61,12 +65,13 @@ def loss_scaled(
     rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
-    tx = optax.with_extra_args_support(tx)
+    tx, telemetry = optax.with_extra_args_support(tx), checks.flag("telemetry", telemetry)
 
     def init(params: Any) -> LossScaledState:
         inner = tx.init(gradients.widen(params))
-        state = LossScaledState(start(rule), inner, jnp.array(True))
-        return _on_mesh_of(params, state)
+        scale = start(rule)
+        info = at_first(scale.scale) if telemetry else None
+        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), info))
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
@@ -75,7 +80,8 @@ def loss_scaled(
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
-        finite = all_finite(lax.optimization_barrier(grads))
+        leaves = jax.tree.leaves(lax.optimization_barrier(grads))
+        finite, _, norm = inspect(leaves, norm=telemetry)
         measured = gradients.measure(rule.measures, grads, extra.get("value"))
 
         def step(inner: Any) -> Any:
@@ -84,7 +90,8 @@ def loss_scaled(
         updates, inner = select(finite, step, state.inner)
         updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0).astype(u.dtype), updates)
         scale = advance(rule, state.loss_scale, finite, **measured)
-        return updates, LossScaledState(scale, inner, finite)
+        info = norm if norm is None else following(state.info, finite, state.loss_scale.scale, norm)
+        return updates, LossScaledState(scale, inner, finite, info)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -164,7 +171,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
         >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
-    return _loss_scaled_state(opt_state).loss_scale.scale
+    return loss_scaled_state(opt_state).loss_scale.scale
 
 
 def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
@@ -195,10 +202,12 @@ def step_was_applied(opt_state: Any) -> jax.Array:
     Raises:
         ValueError: no loss-scale state, or several, in `opt_state`.
     """
-    return _loss_scaled_state(opt_state).applied
+    return loss_scaled_state(opt_state).applied
 
 
-def _loss_scaled_state(opt_state: Any) -> LossScaledState:
+def loss_scaled_state(opt_state: Any) -> LossScaledState:
+    """The one state of `loss_scaled` anywhere inside of an optax state, or a ValueError."""
+
     def is_state(node: Any) -> bool:
         return isinstance(node, LossScaledState)
 

@@ -1,0 +1,50 @@
+"""A progress bar that shows the loss, the scale and the skipped steps."""
+
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from gainstage.diagnostics.writers import Record, Writer, described
+
+
+class ProgressBar(Writer):
+    """A bar on standard error; it writes nothing else there, and nothing on standard output.
+
+    Args:
+        total: how many steps there will be.
+        description: the words before the bar.
+        every: after so many steps the numbers behind the bar are read, an integer >= 1.
+
+    Example:
+        >>> from gainstage.diagnostics.progress import ProgressBar
+        >>> with ProgressBar(total=3) as bar:
+        ...     for step in range(3):
+        ...         bar.write(step, loss=1.0 / (step + 1))
+    """
+
+    def __init__(self, total: int, description: str = "training", every: int = 10):
+        super().__init__(every)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=Console(stderr=True),
+            disable=jax.process_index() > 0,
+        )
+        self._task = self._bar.add_task(description, total=total, numbers="")
+        self._bar.start()
+
+    def write(self, step: int, info: Any = None, **numbers: Any) -> None:
+        super().write(step, info, **numbers)
+        self._bar.advance(self._task)
+
+    def put(self, records: list[Record]) -> None:
+        self._bar.update(self._task, numbers=described(records[-1]))
+
+    def close(self) -> None:
+        super().close()
+        self._bar.stop()

@@ -1,0 +1,155 @@
+"""Writers: they take what steps return, and read it back many steps at a time."""
+
+import abc
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+from gainstage import checks
+from gainstage.step_info import StepInfo
+
+Record = dict[str, Any]  # the step, and its numbers by name
+
+
+class Writer(abc.ABC):
+    """Puts the numbers of steps somewhere; subclass it and say where, in `put`.
+
+    Whoever reads a number of the step just begun waits until it has ended. So a writer keeps the
+    arrays, and reads those of many steps at once. Among several processes only the first writes.
+
+    Args:
+        every: after so many steps the numbers are read and put away, an integer >= 1.
+
+    Raises:
+        TypeError, ValueError: `every` is no such integer.
+    """
+
+    def __init__(self, every: int = 50):
+        self.every = checks.integer("every", every, low=1)
+        self._waiting: list[Record] = []
+
+    @abc.abstractmethod
+    def put(self, records: list[Record]) -> None:
+        """Puts away what several steps were like, as Python numbers, in the order of writing."""
+
+    def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
+        """Takes the numbers of a step.
+
+        Args:
+            step: its number.
+            info: what `gainstage.telemetry` returned, if anything.
+            **numbers: more scalars by name, such as `loss=loss`; arrays need not be ready.
+
+        Raises:
+            TypeError: `step` is no integer, or a number no scalar.
+        """
+        numbers = {**({} if info is None else info._asdict()), **numbers}
+        for name, number in numbers.items():
+            if getattr(number, "shape", ()):
+                raise TypeError(f"Expected a scalar for {name}; got shape {number.shape}.")
+        self._waiting.append({"step": checks.integer("step", step, low=0), **numbers})
+        if len(self._waiting) >= self.every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Puts away what is waiting.
+
+        Raises:
+            ValueError: a number whose memory has been given to a later step.
+        """
+        waiting, self._waiting = self._waiting, []
+        if not waiting or jax.process_index():
+            return
+        try:
+            read = jax.device_get(waiting)
+        except RuntimeError as error:
+            raise ValueError(
+                "Expected numbers that live until they are read; got one that was donated to a "
+                "later step. Let the compiled step return `gainstage.telemetry(...)`."
+            ) from error
+        pairs = zip(waiting, read, strict=True)
+        self.put([{name: _plain(numbers[name]) for name in record} for record, numbers in pairs])
+
+    def close(self) -> None:
+        """Puts away what is waiting, and ends."""
+        self.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+
+class JsonLines(Writer):
+    """Adds one JSON object a step to a file, for `gainstage report` or any other reader.
+
+    JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan".
+
+    Args:
+        path: the file, made or added to.
+        every: as for every `Writer`.
+
+    Raises:
+        OSError: the file cannot be made.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from gainstage.diagnostics import JsonLines
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.jsonl"
+        >>> with JsonLines(path) as run:
+        ...     run.write(0, loss=0.5)
+        ...     run.write(1, loss=float("nan"))
+        >>> print(path.read_text(), end="")
+        {"step": 0, "loss": 0.5}
+        {"step": 1, "loss": "nan"}
+    """
+
+    def __init__(self, path: str | Path, every: int = 50):
+        super().__init__(every)
+        self._path = Path(path)
+        if not jax.process_index():
+            self._path.touch()
+
+    def put(self, records: list[Record]) -> None:
+        lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
+
+
+def described(record: Record) -> str:
+    """The numbers of a step in a few words, for a progress bar of any kind.
+
+    Args:
+        record: numbers by name, such as `info._asdict()`.
+
+    Example:
+        >>> from gainstage.diagnostics import described
+        >>> described({"loss": 0.031, "loss_scale": 32768.0, "skipped_steps": 3})
+        'loss 0.031, scale 2^15, 3 skipped'
+    """
+    known: dict[str, Callable[[Any], str]] = {
+        "loss": lambda x: f"loss {float(x):.3g}",
+        "loss_scale": lambda x: f"scale {as_power(float(x))}",
+        "skipped_steps": lambda x: f"{int(x)} skipped",
+    }
+    return ", ".join(say(record[name]) for name, say in known.items() if name in record)
+
+
+def as_power(scale: float) -> str:
+    """A scale as a power of two, where it is one."""
+    if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
+        return f"2^{int(math.log2(scale))}"
+    return f"{scale:g}"
+
+
+def _plain(number: Any) -> Any:
+    return number.item() if hasattr(number, "item") else number
+
+
+def _in_json(number: Any) -> Any:
+    return str(number) if isinstance(number, float) and not math.isfinite(number) else number

@@ -1,0 +1,48 @@
+"""TensorBoard: a writer of event files, without TensorFlow."""
+
+from pathlib import Path
+
+import jax
+
+from gainstage.diagnostics.writers import Record, Writer
+
+try:
+    from tensorboardX import SummaryWriter
+except ImportError as error:
+    raise ImportError(
+        'Expected tensorboardX to be installed; run: pip install "gainstage[tensorboard]"'
+    ) from error
+
+
+class TensorBoard(Writer):
+    """Writes every number of a step as a scalar, `train/loss_scale` and so on.
+
+    Args:
+        logdir: the folder of the event file, made if missing.
+        every: after so many steps the numbers are read and written, an integer >= 1.
+        prefix: what stands before the names.
+
+    Example:
+        >>> import tempfile
+        >>> from gainstage.interop.tensorboard import TensorBoard
+        >>> with TensorBoard(tempfile.mkdtemp()) as board:
+        ...     board.write(0, loss=0.5)
+    """
+
+    def __init__(self, logdir: str | Path, every: int = 50, prefix: str = "train/"):
+        super().__init__(every)
+        self._prefix = prefix
+        self._events = None if jax.process_index() else SummaryWriter(str(logdir))
+
+    def put(self, records: list[Record]) -> None:
+        assert self._events is not None
+        for record in records:
+            step = record.pop("step")
+            for name, number in record.items():
+                self._events.add_scalar(f"{self._prefix}{name}", float(number), step)
+        self._events.flush()
+
+    def close(self) -> None:
+        super().close()
+        if self._events is not None:
+            self._events.close()
