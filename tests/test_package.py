@@ -134,7 +134,7 @@ def test_style():
     """Ruff finds nothing to say about code and tests."""
     for command in (["check"], ["format", "--check"]):
         result = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "src", "tests"],
+            [sys.executable, "-m", "ruff", *command, "src", "tests", "examples", "benchmarks"],
             cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stdout

@@ -14,7 +14,7 @@ from gainstage import checks, gradients
 from gainstage.bridge import select
 from gainstage.inspection import inspect
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
-from gainstage.step_info import StepInfo, at_first, following
+from gainstage.step_info import at_first, following
 
 
 class LossScaledState(NamedTuple):
@@ -118,14 +118,17 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    using: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` with the loss scaled on the way: true loss and gradients come back.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux).
         opt_state: a state of `loss_scaled`, or a pytree with exactly one anywhere inside.
-        argnums: the arguments to differentiate by.
+        argnums: the arguments to differentiate by, in the words of `using`.
         has_aux: whether `fun` returns (loss, aux).
+        using: what differentiates: `flax.nnx.value_and_grad` and
+            `equinox.filter_value_and_grad` know what in a model is to be trained.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
@@ -138,7 +141,7 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
-    scale = loss_scale(opt_state)
+    scale, by = loss_scale(opt_state), {} if argnums == 0 else {"argnums": argnums}
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
@@ -149,7 +152,7 @@ def value_and_grad(
         return scale_loss(loss, opt_state), (gradients.widen(loss), aux)
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        (_, (loss, aux)), grads = jax.value_and_grad(scaled, argnums, has_aux=True)(*args, **kwargs)
+        (_, (loss, aux)), grads = using(scaled, has_aux=True, **by)(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
     return true
@@ -218,4 +221,16 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
             f"got {len(found)} in a {type(opt_state).__name__} of "
             f"{jax.tree.structure(opt_state, is_leaf=is_state)}."
         )
-    return found[0]
+    return _unboxed(found[0])
+
+
+def _unboxed(state: LossScaledState) -> LossScaledState:
+    """The scalars themselves, where a library has put each into a box of its own, as Flax does."""
+    if isinstance(state.loss_scale.scale, jax.Array):
+        return state
+
+    def unboxed(fields: Any) -> Any:
+        return fields and type(fields)(*(x if x is None else jax.tree.leaves(x)[0] for x in fields))
+
+    (applied,) = jax.tree.leaves(state.applied)
+    return LossScaledState(unboxed(state.loss_scale), state.inner, applied, unboxed(state.info))

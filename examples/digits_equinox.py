@@ -1,0 +1,67 @@
+"""Equinox: two lines are ours.
+
+pip install equinox
+python examples/digits_equinox.py
+"""
+
+import equinox as eqx
+import jax
+import optax
+
+import gainstage as gs
+
+import digits
+
+
+class Network(eqx.Module):
+    hidden: eqx.nn.Linear
+    output: eqx.nn.Linear
+
+    def __init__(self, seed):
+        self.hidden, self.output = (
+            eqx.tree_at(
+                lambda layer: (layer.weight, layer.bias),
+                eqx.nn.Linear(*w["w"].shape, key=jax.random.key(0)),
+                (jax.numpy.asarray(w["w"].T), jax.numpy.asarray(w["b"])),
+            )
+            for w in digits.first_weights(seed).values()
+        )
+
+    def __call__(self, x):
+        return self.output(jax.nn.relu(self.hidden(x)))
+
+
+def forward(model, x, dtype):
+    arrays, rest = eqx.partition(model, eqx.is_inexact_array)
+    model = eqx.combine(jax.tree.map(lambda w: w.astype(dtype), arrays), rest)
+    return jax.vmap(model)(x.astype(dtype))
+
+
+def train(dtype, seed):
+    def loss_fn(model, x, y):
+        return digits.cross_entropy(forward(model, x, dtype), y)
+
+    model = Network(seed)
+    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, opt_state, x, y):
+        differentiate = gs.value_and_grad(  # ours
+            loss_fn, opt_state, using=eqx.filter_value_and_grad
+        )
+        loss, grads = differentiate(model, x, y)
+        weights = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = tx.update(grads, opt_state, weights)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    losses = []
+    for x, y in digits.batches(seed):
+        model, opt_state, loss = step(model, opt_state, x, y)
+        losses.append(loss)
+    right = digits.accuracy(forward(model, digits.TEST[0], dtype))
+    return [float(loss) for loss in losses], right
+
+
+if __name__ == "__main__":
+    digits.main(train)

@@ -1,0 +1,52 @@
+"""Haiku: parameters in dictionaries by the names of modules; two lines are ours.
+
+pip install dm-haiku
+python examples/digits_haiku.py
+"""
+
+import haiku as hk
+import jax
+import optax
+
+import gainstage as gs
+
+import digits
+
+
+def network(x):
+    x = jax.nn.relu(hk.Linear(digits.HIDDEN, name="hidden")(x))
+    return hk.Linear(digits.CLASSES, name="output")(x)
+
+
+model = hk.without_apply_rng(hk.transform(network))
+
+
+def forward(params, x, dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    return model.apply(params, x.astype(dtype))
+
+
+def train(dtype, seed):
+    def loss_fn(params, x, y):
+        return digits.cross_entropy(forward(params, x, dtype), y)
+
+    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    params = jax.tree.map(jax.numpy.asarray, digits.first_weights(seed))  # as `model.init` has them
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, x, y):
+        loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x, y)  # ours
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for x, y in digits.batches(seed):
+        params, opt_state, loss = step(params, opt_state, x, y)
+        losses.append(loss)
+    right = digits.accuracy(forward(params, digits.TEST[0], dtype))
+    return [float(loss) for loss in losses], right
+
+
+if __name__ == "__main__":
+    digits.main(train)

@@ -1,0 +1,50 @@
+"""Flax Linen and its `TrainState`: two lines are ours.
+
+pip install flax
+python examples/digits_linen.py
+"""
+
+import jax
+import optax
+from flax import linen as nn
+from flax.training.train_state import TrainState
+
+import gainstage as gs
+
+import digits
+
+
+class Network(nn.Module):
+    dtype: str
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(digits.HIDDEN, dtype=self.dtype, name="hidden")(x))
+        return nn.Dense(digits.CLASSES, dtype=self.dtype, name="output")(x)
+
+
+def train(dtype, seed):
+    model = Network(dtype)
+    weights = digits.first_weights(seed)  # as `model.init` names them
+    params = {n: {"kernel": w["w"], "bias": w["b"]} for n, w in weights.items()}
+    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def step(state, x, y):
+        def loss_fn(params):
+            return digits.cross_entropy(state.apply_fn({"params": params}, x), y)
+
+        loss, grads = gs.value_and_grad(loss_fn, state.opt_state)(state.params)  # ours
+        return state.apply_gradients(grads=grads), loss
+
+    losses = []
+    for x, y in digits.batches(seed):
+        state, loss = step(state, x, y)
+        losses.append(loss)
+    right = digits.accuracy(model.apply({"params": state.params}, digits.TEST[0]))
+    return [float(loss) for loss in losses], right
+
+
+if __name__ == "__main__":
+    digits.main(train)

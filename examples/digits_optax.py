@@ -1,0 +1,43 @@
+"""optax, and parameters in plain dictionaries: two lines are ours.
+
+python examples/digits_optax.py
+"""
+
+import jax
+import optax
+
+import gainstage as gs
+
+import digits
+
+
+def network(params, x, dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    x = jax.nn.relu(x.astype(dtype) @ params["hidden"]["w"] + params["hidden"]["b"])
+    return x @ params["output"]["w"] + params["output"]["b"]
+
+
+def train(dtype, seed):
+    def loss_fn(params, x, y):
+        return digits.cross_entropy(network(params, x, dtype), y)
+
+    tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
+    params = jax.tree.map(jax.numpy.asarray, digits.first_weights(seed))
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, x, y):
+        loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x, y)  # ours
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for x, y in digits.batches(seed):
+        params, opt_state, loss = step(params, opt_state, x, y)
+        losses.append(loss)
+    right = digits.accuracy(network(params, digits.TEST[0], dtype))
+    return [float(loss) for loss in losses], right
+
+
+if __name__ == "__main__":
+    digits.main(train)

@@ -1,0 +1,64 @@
+"""The examples of the libraries train the same network to the same numbers."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+NEEDS = {
+    "optax": "sklearn",
+    "haiku": "haiku",
+    "linen": "flax",
+    "nnx": "flax",
+    "equinox": "equinox",
+    "keras": "keras",
+}
+SEEDS = range(3)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """`trained(library, dtype)`: the losses and the accuracy from each seed."""
+    pytest.importorskip("sklearn")
+    known = {}
+    sys.path.insert(0, str(EXAMPLES))
+
+    def run(library, dtype):
+        if (library, dtype) not in known:
+            pytest.importorskip(NEEDS[library])
+            example = importlib.import_module(f"digits_{library}")
+            losses, right = zip(*(example.train(dtype, seed) for seed in SEEDS), strict=True)
+            known[library, dtype] = np.array(losses), np.array(right)
+        return known[library, dtype]
+
+    yield run
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.mark.parametrize("library", NEEDS)
+def test_float16_ends_where_float32_does(trained, library):
+    """With scaling, float16 tells digits within 1 point of float32, in the mean of three seeds."""
+    (exact, exactly_right), (half, right) = trained(library, "float32"), trained(library, "float16")
+    assert abs(exactly_right.mean() - right.mean()) <= 0.01
+    assert right.mean() > 0.85
+    np.testing.assert_allclose(half[:, :30], exact[:, :30], rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("library", [library for library in NEEDS if library != "optax"])
+def test_all_libraries_train_alike(trained, library, dtype):
+    """The losses are those of the optax loop, step by step, but for rounding."""
+    losses, wanted = trained(library, dtype)[0], trained("optax", dtype)[0]
+    rtol = 1e-3 if dtype == "float32" else 2e-2
+    np.testing.assert_allclose(losses, wanted, rtol=rtol, atol=rtol / 10)
+
+
+def test_examples_are_short():
+    """An example is read at one glance: at most 100 lines, and two of them are ours."""
+    for path in EXAMPLES.glob("digits_*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 100
+        assert text.count("# ours") == (1 if path.stem == "digits_keras" else 2)
