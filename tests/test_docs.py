@@ -1,23 +1,41 @@
-"""Every code block of the documentation runs, and prints what the page says it does."""
+"""The documentation: its code runs, its site builds, and no public name is missing in it."""
 
+import importlib
+import importlib.util
+import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
+import gainstage as gs
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(set(DOCS.glob("**/*.md")) - {DOCS / "migrating.md"})  # that has a test of its own
 BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
+NEEDS = {"quickstart": ["equinox", "flax", "keras"]}
+MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
+           "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
+           "gainstage.diagnostics.progress", "gainstage.distributed", "gainstage.interop.keras",
+           "gainstage.interop.orbax", "gainstage.interop.peers", "gainstage.interop.tensorboard",
+           "gainstage.schedules"]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_code_blocks_run(page, capsys):
+def test_code_blocks_run(page, capsys, tmp_path, monkeypatch):
     """Blocks run one after the other; a block of text behind one is what that prints."""
+    for library in NEEDS.get(page.stem, []):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
     scope = {"__name__": "docs"}
     for code, output in re.findall(BLOCK, page.read_text(), re.DOTALL):
         exec(code, scope)
         printed = capsys.readouterr().out
-        assert not output or printed == output
+        assert not output or printed.rstrip() == output.rstrip()
 
 
 def test_fault_table_names_every_status():
@@ -26,3 +44,72 @@ def test_fault_table_names_every_status():
 
     page = (DOCS / "scaling.md").read_text()
     assert {int(n) for n in re.findall(r"status (\d+)", page)} == {TEMPORARY, 1}
+
+
+def test_layers_are_those_that_are_tested():
+    """The page on the design lists the layers as the test of the imports has them."""
+    from test_package import LAYERS
+
+    listed = re.search(r"```text\n(checks.*?)```", (DOCS / "design.md").read_text(), re.S)
+    lines = [set(line.split(", ")) for line in listed[1].splitlines()]
+    assert lines == LAYERS
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built with every warning an error."""
+    for library in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"needs {library}")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def public_names():
+    """Where each public class and function is documented under, with its public methods."""
+    for module in MODULES:
+        try:
+            found = importlib.import_module(module)
+        except ImportError:
+            continue  # an extra that is not installed
+        names = getattr(found, "__all__", None) or [
+            name
+            for name, value in vars(found).items()
+            if getattr(value, "__module__", None) == module and not name.startswith("_")
+        ]
+        for name in set(names) - {"schedules"}:
+            value = getattr(found, name)
+            yield {f"{module}.{name}", f"{value.__module__}.{value.__qualname__}"}
+            for method in vars(value) if inspect.isclass(value) else ():
+                described = getattr(vars(value)[method], "__doc__", None)  # or else where it is new
+                if (
+                    described
+                    and not method.startswith("_")
+                    and inspect.isfunction(vars(value)[method])
+                ):
+                    yield {f"{module}.{name}.{method}", f"{value.__module__}.{name}.{method}"}
+
+
+def test_every_public_name_is_on_the_site(site):
+    """Every public class, method and function has a place in the pages on the API."""
+    pages = [path.read_text() for path in site.glob("api/**/*.html")]
+    anchors = {anchor for page in pages for anchor in re.findall(r'id="(gainstage[\w.]*)"', page)}
+    missing = [sorted(names)[0] for names in public_names() if not names & anchors]
+    assert missing == []
+    assert "gainstage.LossScaleOptimizer.apply" in anchors
+    assert len(gs.__all__) < len(anchors)
+
+
+def test_no_page_is_left_out(site):
+    """Every page of the folder is in the navigation."""
+    index = (site / "index.html").read_text()
+    for page in set(PAGES) | {DOCS / "migrating.md"}:
+        if page.stem == "index":
+            continue
+        assert f'href="{page.relative_to(DOCS).with_suffix("")}/"' in index, page

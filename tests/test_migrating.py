@@ -242,6 +242,15 @@ def _():
     assert int(opt.iterations) == 1
 
 
+@row(1, "new: telemetry")
+def _():
+    w = gs.Variable(1.0)
+    plain, opt = wrapped(gs.SGD(0.1)), wrapped(gs.SGD(0.1), telemetry=True)
+    assert len(opt.variables) == len(plain.variables) + 4
+    opt.apply([np.nan], [w])
+    assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
+
+
 @row(1, "new: rule")
 def _():
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)

@@ -120,7 +120,7 @@ def test_public_docstrings_say_what_goes_in_and_out(name):
     doc = inspect.getdoc(value)
     if issubclass(value, tuple) if inspect.isclass(value) else False:
         return
-    assert any(section in doc for section in ("Args:", "Example:")), name
+    assert any(section in doc for section in ("Args:", "Examples:")), name
     assert any(section in doc for section in ("Raises:", "Source:")), name
 
 

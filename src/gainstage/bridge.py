@@ -97,7 +97,7 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
         TypeError: a leaf of `state` that is no variable.
         ValueError: the same variable twice; at the call, values that do not fit.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> count = gs.Variable(0)
         >>> pure = gs.functional(lambda step: count.assign_add(step), [count])
@@ -140,7 +140,7 @@ class jit:  # noqa: N801 - reads as the function it stands for
         TypeError: a leaf of `state` that is no variable.
         ValueError: the same variable twice; at the call, a variable in use but not in `state`.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> total = gs.Variable(0.0)
         >>> add = gs.jit(lambda x: total.assign_add(x), [total], donate=True)

@@ -53,7 +53,7 @@ class LossScaleOptimizer(Optimizer):
         ValueError: an inner optimizer that another wrapper has; an option given to both; `rule`
             together with another scale argument; an argument out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
         >>> opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0**15)

@@ -209,7 +209,7 @@ class Minimizer(Stateful):
         `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`. The scale of
         the loss is part of `variables`, so it too is read by a pure function:
 
-        Example:
+        Examples:
             >>> import jax, gainstage as gs
             >>> w = gs.Variable(1.0)
             >>> opt = gs.LossScaleOptimizer(gs.SGD(0.25))

@@ -67,7 +67,7 @@ class Optimizer(Step):
         TypeError: an argument of the wrong kind.
         ValueError: an argument out of range; two clip options.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp
         >>> class SignSGD(gs.Optimizer):

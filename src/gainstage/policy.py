@@ -23,7 +23,7 @@ class Policy:
         TypeError: no string.
         ValueError: no such policy.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp
         >>> policy = gs.Policy("mixed_float16")
@@ -94,7 +94,7 @@ def global_policy() -> Policy:
 
     Source: `keras.mixed_precision.global_policy`.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> gs.global_policy()
         Policy(name='float32')

@@ -51,7 +51,7 @@ class LossScale(abc.ABC):
     (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss; nan where
     the caller did not pass it). A rule that names nothing pays nothing.
 
-    Example:
+    Examples:
         >>> import dataclasses, gainstage as gs
         >>> import jax.numpy as jnp
         >>> @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class FixedLossScale(LossScale):
         TypeError: no number, or a bool.
         ValueError: out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> print(gs.FixedLossScale(128).init().scale)
         128.0
@@ -159,7 +159,7 @@ class DynamicLossScale(LossScale):
         TypeError: an argument is no number, or a bool.
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> rule = gs.DynamicLossScale(initial_loss_scale=8.0, increment_period=2)
         >>> state = rule.init()

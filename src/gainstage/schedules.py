@@ -47,7 +47,7 @@ class ExponentialDecay(LearningRateSchedule):
         TypeError: an argument is no number, or a bool.
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> rate = gs.schedules.ExponentialDecay(0.4, decay_steps=1, decay_rate=0.5)
         >>> print(rate(0), rate(2))
@@ -93,7 +93,7 @@ class InverseTimeDecay(LearningRateSchedule):
         TypeError: an argument is no number, or a bool.
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> rate = gs.schedules.InverseTimeDecay(0.5, decay_steps=1, decay_rate=0.5)
         >>> print(rate(0), rate(2))
@@ -136,7 +136,7 @@ class PolynomialDecay(LearningRateSchedule):
         TypeError: an argument is no number, or a bool.
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> rate = gs.schedules.PolynomialDecay(1.0, decay_steps=4, end_learning_rate=0.0)
         >>> print(rate(1), rate(9))
@@ -185,7 +185,7 @@ class CosineDecay(LearningRateSchedule):
         TypeError: an argument is no number, or a bool.
         ValueError: an argument is out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> rate = gs.schedules.CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=10)
         >>> print(rate(5), rate(10), rate(20))
@@ -233,7 +233,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         TypeError: an element is no number, or a bool.
         ValueError: lengths that do not fit, boundaries that do not ascend.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> rate = gs.schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25])
         >>> print(rate(10), rate(11), rate(30))

@@ -20,7 +20,7 @@ def telemetry(opt_or_state: Any) -> StepInfo:
     Raises:
         ValueError: made without `telemetry=True`; no loss-scale state, or several.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> w = gs.Variable([3.0, 4.0])
         >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)

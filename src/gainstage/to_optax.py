@@ -36,7 +36,7 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
             (give a `rule`), `shard_state_over`, `master_weights` with loss scaling, variables
             excluded from decay (give names).
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
         >>> tx = gs.to_optax(gs.SGD(0.5, momentum=0.9))

@@ -49,7 +49,7 @@ def loss_scaled(
     Raises:
         TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
         >>> params = jnp.float32(1.0)
@@ -167,7 +167,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Raises:
         ValueError: no loss-scale state, or several, in `opt_state`.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.5)))

@@ -51,7 +51,7 @@ class Variable:
     Raises:
         ValueError: created inside a traced function, where its value would outlive the trace.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable([1.0, 2.0], name="w")
         >>> var.assign_add([0.5, 0.5])

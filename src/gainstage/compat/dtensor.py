@@ -187,7 +187,7 @@ class SGD(_MeshOptimizer, optimizers.SGD):
         TypeError: an argument of the wrong kind, or unknown.
         ValueError: an argument out of range, `amsgrad=True`, no mesh.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import dtensor
         >>> var = gs.Variable(1.0)

@@ -21,7 +21,7 @@ class LossScaleOptimizer(tf2.LossScaleOptimizer):
         TypeError: no optimizer, or a wrapped one.
         ValueError: any other `loss_scale`.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import experimental, tf2
         >>> opt = experimental.LossScaleOptimizer(gs.SGD(), 123)

@@ -51,7 +51,7 @@ class FixedLossScale(LossScale):
     Raises:
         ValueError: no number, or below 1.
 
-    Example:
+    Examples:
         >>> from gainstage.compat.experimental import FixedLossScale
         >>> scale = FixedLossScale(7)
         >>> print(scale, scale(), scale.update([float("inf")]))
@@ -93,7 +93,7 @@ class DynamicLossScale(LossScale):
         TypeError: an argument is no number.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> from gainstage.compat.experimental import DynamicLossScale
         >>> scale = DynamicLossScale(8, increment_period=2)
         >>> _, should_apply = scale.update({"w": [float("inf"), 1.0], "b": None})

@@ -29,7 +29,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         TypeError: no optimizer, a wrapped one, or `dynamic` is no bool.
         ValueError: an optimizer that another wrapper has; scale arguments that do not fit.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import tf2
         >>> var = gs.Variable(1.0)

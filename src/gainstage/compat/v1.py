@@ -167,7 +167,7 @@ class MomentumOptimizer(Optimizer):
     """Momentum of version 1: `m = momentum * m + g; w -= learning_rate * m`, or, with
     `use_nesterov`, `w -= learning_rate * (g + momentum * m)`.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import v1
         >>> var, step = gs.Variable(1.0), gs.Variable(0)

@@ -17,7 +17,7 @@ class ProgressBar(Writer):
         description: the words before the bar.
         every: after so many steps the numbers behind the bar are read, an integer >= 1.
 
-    Example:
+    Examples:
         >>> from gainstage.diagnostics.progress import ProgressBar
         >>> with ProgressBar(total=3) as bar:
         ...     for step in range(3):

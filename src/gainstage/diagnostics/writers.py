@@ -97,7 +97,7 @@ class JsonLines(Writer):
     Raises:
         OSError: the file cannot be made.
 
-    Example:
+    Examples:
         >>> import tempfile, pathlib
         >>> from gainstage.diagnostics import JsonLines
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.jsonl"
@@ -127,7 +127,7 @@ def described(record: Record) -> str:
     Args:
         record: numbers by name, such as `info._asdict()`.
 
-    Example:
+    Examples:
         >>> from gainstage.diagnostics import described
         >>> described({"loss": 0.031, "loss_scale": 32768.0, "skipped_steps": 3})
         'loss 0.031, scale 2^15, 3 skipped'

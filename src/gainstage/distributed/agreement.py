@@ -35,7 +35,7 @@ def assert_consistent(optimizer: Optimizer) -> None:
     Raises:
         ValueError: they differ, with what differs first, on which processes.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> from gainstage import distributed
         >>> opt = gs.SGD(0.1)
@@ -105,7 +105,7 @@ def check_replicas(tree: Any) -> jax.Array:
     Raises:
         ValueError: arrays on several meshes.
 
-    Example:
+    Examples:
         >>> import jax, gainstage as gs
         >>> from gainstage import distributed
         >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))

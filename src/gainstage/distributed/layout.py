@@ -25,7 +25,7 @@ def describe_layout(optimizer: Optimizer) -> str:
     Raises:
         ValueError: not built.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp, gainstage as gs
         >>> from gainstage import distributed
         >>> kernel = jax.ShapeDtypeStruct((50257, 768), jnp.float16)

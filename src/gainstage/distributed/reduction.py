@@ -31,7 +31,7 @@ def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
     Raises:
         ValueError: an array that is not on a mesh of Explicit axes.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from gainstage import distributed
         >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -75,7 +75,7 @@ def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
     Returns:
         The means, in float32 or wider.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from gainstage import distributed
         >>> halves = jnp.full(2, 60000, jnp.float16)
@@ -100,7 +100,7 @@ def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.
         log2 of the largest number over the largest gradient, less log2(`summed_over`): a float32
         scalar, negative where there is none left, -inf if a gradient is inf, inf if all are 0.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from gainstage import distributed
         >>> grads = jnp.array([-16.0, 2.0])

@@ -34,7 +34,7 @@ class Watchdog:
     Args:
         patience: the seconds that may pass between two calls of `feed`; None for ever.
 
-    Example:
+    Examples:
         >>> from gainstage import distributed
         >>> watchdog = distributed.Watchdog(patience=600)
         >>> for _ in range(3):

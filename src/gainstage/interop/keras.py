@@ -93,7 +93,7 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         TypeError: `rule` is no rule.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> import keras, numpy as np
         >>> from gainstage.interop.keras import LossScaleOptimizer
         >>> model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
@@ -196,7 +196,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         optimizer: not built, with all its options; it is not changed.
         name: its name, by default the optimizer's.
 
-    Example:
+    Examples:
         >>> import gainstage as gs, keras, numpy as np
         >>> from gainstage.interop.keras import KerasOptimizer
         >>> model = keras.Sequential([keras.layers.Dense(1)])
@@ -316,7 +316,7 @@ class LogLossScale(keras.callbacks.Callback):
     """Adds `loss_scale` and `skipped_steps`, those since `fit` began, to the logs of each epoch,
     and so to the history.
 
-    Example:
+    Examples:
         >>> import keras, numpy as np
         >>> from gainstage.interop.keras import LogLossScale, LossScaleOptimizer
         >>> model = keras.Sequential([keras.layers.Dense(1)])

@@ -39,7 +39,7 @@ class Checkpoints:
         directory: the folder; made if missing.
         keep: how many checkpoints to keep, the last ones; None for all.
 
-    Example:
+    Examples:
         >>> import gainstage as gs, tempfile
         >>> from gainstage.interop.orbax import Checkpoints
         >>> w = gs.Variable([1.0, 2.0], name="w")

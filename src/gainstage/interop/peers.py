@@ -19,7 +19,7 @@ Imported = tuple[DynamicLossScale, ScaleState]
 def from_torch(state_dict: Mapping[str, Any]) -> Imported:
     """The rule and state of a `torch.amp.GradScaler.state_dict()`.
 
-    Example:
+    Examples:
         >>> from gainstage.interop import peers
         >>> rule, state = peers.from_torch({
         ...     "scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.25,

@@ -22,7 +22,7 @@ class TensorBoard(Writer):
         every: after so many steps the numbers are read and written, an integer >= 1.
         prefix: what stands before the names.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from gainstage.interop.tensorboard import TensorBoard
         >>> with TensorBoard(tempfile.mkdtemp()) as board:

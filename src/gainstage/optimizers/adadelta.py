@@ -30,7 +30,7 @@ class Adadelta(Optimizer):
         TypeError: an argument of the wrong kind.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
         >>> loss = gs.Adadelta(learning_rate=1.0).minimize(lambda: (var ** 2) / 2.0, [var])

@@ -28,7 +28,7 @@ class Adagrad(Optimizer):
         TypeError: an argument of the wrong kind.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
         >>> loss = gs.Adagrad(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])

@@ -31,7 +31,7 @@ class Adam(Optimizer):
         TypeError: an argument of the wrong kind.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
         >>> loss = gs.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
@@ -98,7 +98,7 @@ class AdamW(Adam):
         TypeError: an argument of the wrong kind.
         ValueError: an argument out of range; no weight decay.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
         >>> loss = gs.AdamW(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])

@@ -32,7 +32,7 @@ class Optax(Optimizer):
         TypeError: `tx` is no transformation, or an argument of the wrong kind.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs, optax
         >>> var = gs.Variable(10.0)
         >>> opt = gs.LossScaleOptimizer(gs.Optax(optax.adamw(0.1)))

@@ -30,7 +30,7 @@ class SGD(Optimizer):
         TypeError: an argument of the wrong kind.
         ValueError: an argument out of range.
 
-    Example:
+    Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
         >>> opt = gs.SGD(learning_rate=0.1)
