@@ -10,6 +10,10 @@ import numpy as np
 import pytest
 
 from gainstage import __main__ as command
+
+for needed in ("matplotlib", "rich", "sklearn"):
+    pytest.importorskip(needed)
+
 from gainstage.demo import report
 from gainstage.demo.task import load_digits
 from gainstage.demo.training import FLOAT32, MODES, SCALED, UNSCALED, Trainer

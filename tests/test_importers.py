@@ -3,11 +3,8 @@
 import json
 from pathlib import Path
 
-import flax.training.dynamic_scale
 import jax
 import jax.numpy as jnp
-import jmp
-import keras
 import numpy as np
 import pytest
 
@@ -50,7 +47,7 @@ def test_torch_disabled():
 @pytest.mark.parametrize("floor", [None, 2.0**14])
 def test_flax(stop, floor):
     """A flax DynamicScale, taken after any step, leads to flax's scales, with its late growth."""
-    peer = flax.training.dynamic_scale.DynamicScale(
+    peer = pytest.importorskip("flax.training.dynamic_scale").DynamicScale(
         growth_interval=3, backoff_factor=0.25, scale=2.0**15
     )
     peer = peer if floor is None else peer.replace(minimum_scale=floor)
@@ -73,7 +70,7 @@ def test_flax(stop, floor):
 @pytest.mark.parametrize("floor", [1.0, 2.0**14])
 def test_jmp(stop, floor):
     """A jmp DynamicLossScale, taken after any step, leads to jmp's scales and counts."""
-    peer = jmp.DynamicLossScale(
+    peer = pytest.importorskip("jmp").DynamicLossScale(
         jnp.float32(2.0**15), period=3, factor=4, min_loss_scale=jnp.float32(floor)
     )
     for finite in FLAGS[:stop]:
@@ -97,6 +94,7 @@ def test_jmp(stop, floor):
 )
 def test_keras(kind, dtype):
     """What Keras's LossScaleOptimizer saved, loaded here, leads to Keras's weights."""
+    keras = pytest.importorskip("keras")
     if dtype == "float16" and kind(gs).gradient_accumulation_steps:
         pytest.skip("Keras cannot accumulate with float16 variables")
     rng = np.random.default_rng(1)

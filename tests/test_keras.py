@@ -4,12 +4,13 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
 import pytest
 
 import gainstage as gs
+
+keras = pytest.importorskip("keras")
 
 STEPS = 50
 SHAPES = [(4, 3), (5,)]

@@ -2,11 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import pytest
 
 import gainstage as gs
+
+keras = pytest.importorskip("keras")
+
 from gainstage.interop.keras import KerasOptimizer, LogLossScale, LossScaleOptimizer
 
 # Keras itself, where it saves a model or sets a rate with numpy 2.
