@@ -29,7 +29,7 @@ LAYERS = [
     {"demo", "doctor", "__main__"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
-FILES = sorted(set(SRC.rglob("*.py")) - set(SRC.glob("benchmarks/*")))  # those a wheel carries along
+FILES = sorted(set(SRC.rglob("*.py")) - set(SRC.glob("benchmarks/*")))  # a wheel has them
 
 
 def part(path):

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 
@@ -259,5 +260,155 @@ def test_the_state_can_be_asked_wherever_it_is():
         assert bool(gs.step_was_applied(state)) is not np.isnan(factor)
         assert float(gs.loss_scale(state)) == (scale if factor != np.inf else 2.0**14)
     for ask in (gs.loss_scale, gs.step_was_applied, lambda s: gs.scale_loss(1.0, s)):
-        with pytest.raises(ValueError, match="exactly one state"):
+        with pytest.raises(ValueError, match=r"exactly one state"):
             ask(optax.sgd(0.1).init(params))
+
+
+WRAPPED = {
+    "multi_transform, in one part": lambda tx: optax.multi_transform(
+        {"w": tx, "b": optax.sgd(0.5)}, {"w": "w", "b": "b"}
+    ),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda factor: optax.chain(
+        tx, optax.scale(factor)))(factor=1.0),
+    "named_chain": lambda tx: optax.named_chain(("scaled", tx), ("rest", optax.scale(1.0))),
+    "partition": lambda tx: optax.partition({True: tx, False: optax.set_to_zero()},
+                                            {"w": True, "b": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_it_works_as_a_part(wrap):
+    """In a part of a larger transformation the state is found, and its part is skipped alone."""
+    tx = wrap(gs.loss_scaled(optax.sgd(0.5, momentum=0.9), gs.DynamicLossScale(8.0)))
+    params = {"w": jnp.ones(2), "b": jnp.ones(())}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    bad = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(())}
+    updates, after = update(bad, state, params)
+    assert np.signbit(np.asarray(updates["w"])).all()
+    assert updates["w"].tolist() == [0.0, 0.0]
+    assert (float(gs.loss_scale(after)), bool(gs.step_was_applied(after))) == (4.0, False)
+    good = {"w": jnp.ones(2), "b": jnp.ones(())}
+    updates, after = update(good, after, params)
+    assert updates["w"].tolist() == [-0.5, -0.5]
+    assert bool(gs.step_was_applied(after))
+
+
+INSIDE = {
+    "multi_transform": optax.multi_transform(
+        {"w": optax.adam(0.1), "b": optax.sgd(0.5)}, {"w": "w", "b": "b"}
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.5), 2).gradient_transformation(),
+    "masked decay": optax.adamw(0.1, weight_decay=0.1, mask={"w": True, "b": False}),
+    "lookahead of a norm": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.1)),
+}
+
+
+@pytest.mark.parametrize("inner", INSIDE.values(), ids=INSIDE)
+def test_it_wraps_larger_ones(inner):
+    """Around a larger transformation a bad step leaves all of its state, and the good ones are
+    those of the transformation alone."""
+    params = {"w": jnp.ones(2), "b": jnp.ones(())}
+    tx = gs.loss_scaled(inner)
+    state, alone = tx.init(params), inner.init(params)
+    update, update_alone = jax.jit(tx.update), jax.jit(inner.update)
+    for step in range(6):
+        grads = {"w": jnp.array([1.0 + step, -2.0]), "b": jnp.float32(0.5)}
+        if step == 3:
+            updates, state = update({**grads, "b": jnp.float32(jnp.inf)}, state, params)
+            assert all(x.tolist() == (0 * x).tolist() for x in jax.tree.leaves(updates))
+        updates, state = update(grads, state, params)
+        wanted, alone = update_alone(grads, alone, params)
+        for a, b in zip(jax.tree.leaves((updates, state.inner)), jax.tree.leaves((wanted, alone)),
+                        strict=True):  # fmt: skip
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_several_parts_have_a_scale_each():
+    """Two scaled parts in one tree keep their own scale; asked without saying which, an error."""
+    parts = {"a": gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0)),
+             "b": gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(64.0))}  # fmt: skip
+    tx = optax.multi_transform(parts, {"w": "a", "v": "b"})
+    params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    _, state = tx.update({"w": jnp.full(2, jnp.nan), "v": jnp.ones(2)}, tx.init(params), params)
+    scales = {name: float(gs.loss_scale(part)) for name, part in state.inner_states.items()}
+    assert scales == {"a": 4.0, "b": 64.0}
+    with pytest.raises(ValueError, match=r"exactly one state .* got 2"):
+        gs.loss_scale(state)
+
+
+def test_none_and_integers_in_the_tree():
+    """A parameter that is None stays None; integers are no gradients, and say so as in JAX."""
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    params = {"w": jnp.ones(2), "nothing": None}
+    state = tx.init(params)
+    loss, grads = gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)(params)
+    updates, _ = tx.update(grads, state, params)
+    assert (float(loss), grads["nothing"], updates["nothing"]) == (2.0, None, None)
+    with pytest.raises(TypeError, match="int32"):
+        gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)({"w": jnp.ones(2, jnp.int32)})
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("size", [4, 40_000])
+def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
+    """A NaN in the part of one device skips the step on all, by one all-reduce; the norm is that of
+    all parts, where JAX knows what differs. (flax: each device ends up with its own scale.)"""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+    params = {"w": put(jnp.ones((8, size)), "data"), "b": put(jnp.ones(size))}
+    specs = {"w": PartitionSpec("data"), "b": PartitionSpec()}
+    state = tx.init(params)
+    held = jax.tree.map(lambda x: x.sharding.spec, state)
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=mesh,
+            in_specs=(specs, held, specs),
+            out_specs=(specs, held),
+            check_vma=checked,
+        )
+    )
+    grads = {"w": put(jnp.ones((8, size)), "data"), "b": put(jnp.full(size, 2.0))}
+    text = mapped.lower(params, state, grads).compile().as_text()
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+    moved, after = mapped(params, state, grads)
+    assert float(moved["w"].min()) < 1 > float(moved["b"].min())
+    if checked:
+        np.testing.assert_allclose(gs.telemetry(after).grad_norm, np.sqrt(12 * size), rtol=1e-5)
+    bad = {**grads, "w": put(jnp.ones((8, size)).at[3, 0].set(jnp.nan), "data")}
+    same, after = mapped(params, state, bad)
+    assert [float(x.data) for x in after.loss_scale.scale.addressable_shards] == [2.0**14] * 8
+    for name, old in params.items():
+        assert np.asarray(same[name]).tobytes() == np.asarray(old).tobytes()
+
+
+def test_the_state_is_stored_by_orbax_and_msgpack(tmp_path):
+    """What Orbax and flax's msgpack give back goes on bit for bit."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    serialization = pytest.importorskip("flax.serialization")
+    params, tx, state = make(optax.adam(0.1), rule=gs.DynamicLossScale(8.0, 2, hysteresis=2))
+    grads = {"w": jnp.arange(4.0), "b": jnp.float32(jnp.inf)}
+    _, state = tx.update(grads, state, params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        stored = checkpointer.restore(tmp_path / "state", state)
+    packed = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
+    for again in (stored, packed):
+        assert jax.tree.structure(again) == jax.tree.structure(state)
+        ours, theirs = tx.update(grads, state, params), tx.update(grads, again, params)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()

@@ -1,8 +1,9 @@
 """One reading of the gradients, for all that a step must know of them before it is taken."""
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,8 +65,11 @@ def inspect(
     limits = limits or {}
     clips = not limits.keys().isdisjoint(("clipnorm", "global_clipnorm"))
     limits = {**limits, "global_clipnorm": math.inf} if norm and not clips else limits
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        sums = _read(leaves, onto, scale, limits)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes:  # inside of `jax.shard_map`
+        axes = [varying_axes(leaf) for leaf in leaves]
+        ordered = set(mesh.manual_axes) == set(mesh.axis_names)
+        sums = _agreed(_read_part(leaves, onto, scale, limits, axes, mesh.manual_axes, ordered))
     elif not spread:
         sums = _read(leaves, onto, scale, limits, ordered=known)
     else:
@@ -82,6 +86,14 @@ def typed_layout(x: Any) -> NamedSharding | None:
     layout = None if x is None else jax.typeof(x).sharding
     kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())
     return layout if kinds and set(kinds) == {AxisType.Explicit} else None
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of the mesh along which an array differs, inside of `jax.shard_map`; none with
+    `check_vma=False`, where JAX does not know."""
+    kind = jax.typeof(x)
+    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
+    return frozenset(axes)
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -132,7 +144,7 @@ def _read(
         total, each = _sums(exactly, rows, ordered, stored=False)
         return Sums(total.finite, _wanted(total, each, limits).astype(norms.dtype))
 
-    return lax.cond(vouched, lambda: Sums(jnp.array(True), jnp.square(norms)), ask)
+    return lax.cond(vouched, lambda: Sums(vouched, jnp.square(norms)), ask)
 
 
 def _wanted(total: Sums, each: list[Sums], limits: Mapping[str, float]) -> jax.Array:
@@ -149,27 +161,11 @@ def _read_mesh(
     layouts: Sequence[NamedSharding],
 ) -> Sums:
     """Reads arrays that are spread over a mesh: every device its part, then one sum over all."""
-    mesh, specs, each = layouts[0].mesh, [layout.spec for layout in layouts], "clipnorm" in limits
-    alike: dict[frozenset[str], list[int]] = {}
-    for i, spec in enumerate(specs):
-        alike.setdefault(axes_of(spec), []).append(i)
+    mesh, specs = layouts[0].mesh, [layout.spec for layout in layouts]
+    axes = [axes_of(spec) for spec in specs]
 
     def part(leaves: list[jax.Array], onto: list[jax.Array], scale: jax.Array) -> jax.Array:
-        finite, squares = jnp.array(True), None
-        for axes, places in alike.items():
-            mine = [onto[i] for i in places if onto]
-            sums = _read([leaves[i] for i in places], mine, scale, limits)
-            # What several devices hold alike is counted on the first of them.
-            first = [lax.axis_index(axis) == 0 for axis in mesh.axis_names if axis not in axes]
-            own = jnp.where(jnp.array(first, bool).all(), sums.squares, 0)
-            if each:
-                squares = jnp.zeros(len(leaves), own.dtype) if squares is None else squares
-                squares = squares.at[jnp.array(places)].set(own)
-            else:
-                squares = own if squares is None else squares + own
-            finite &= sums.finite
-        assert squares is not None
-        return lax.psum(jnp.append(squares, ~finite), mesh.axis_names)
+        return _read_part(leaves, onto, scale, limits, axes, mesh.axis_names)
 
     columns = [[placed(x, s) for x, s in zip(c, layouts, strict=False)] for c in (leaves, onto)]
     everywhere: Any = jax.shard_map(
@@ -179,7 +175,52 @@ def _read_mesh(
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    told = everywhere(*columns, jnp.asarray(scale, jnp.float32))
+    return _agreed(everywhere(*columns, jnp.asarray(scale, jnp.float32)))
+
+
+def _read_part(
+    leaves: Sequence[jax.Array],
+    onto: Sequence[jax.Array],
+    scale: jax.Array | float,
+    limits: Mapping[str, float],
+    axes: Sequence[frozenset[str]],
+    everywhere: Sequence[str],
+    ordered: bool = True,
+) -> jax.Array:
+    """On each device of a mesh: its part of the arrays, summed over all devices.
+
+    Args:
+        leaves, onto, scale, limits, ordered: as for `_read`.
+        axes: of the mesh, those along which each array differs.
+        everywhere: all axes.
+
+    Returns:
+        The squares that clipping wants, and behind them the number of devices with a part that is
+        not finite.
+    """
+    alike: dict[frozenset[str], list[int]] = {}
+    for i, own in enumerate(axes):
+        alike.setdefault(own, []).append(i)
+    finite, squares = jnp.array(True), None
+    for own, places in alike.items():
+        mine = [onto[i] for i in places if onto]
+        sums = _read([leaves[i] for i in places], mine, scale, limits, ordered)
+        # What several devices hold alike is counted on the first of them.
+        first = [lax.axis_index(axis) == 0 for axis in everywhere if axis not in own]
+        counted = jnp.where(jnp.array(first, bool).all(), sums.squares, 0)
+        if "clipnorm" in limits:
+            squares = jnp.zeros(len(leaves), counted.dtype) if squares is None else squares
+            squares = squares.at[jnp.array(places)].set(counted)
+        else:
+            squares = counted if squares is None else squares + counted
+        finite &= sums.finite
+    if squares is None:  # of no array at all
+        squares = _read([], [], scale, limits).squares
+    return lax.psum(jnp.append(squares, ~finite), tuple(everywhere))
+
+
+def _agreed(told: jax.Array) -> Sums:
+    """What `_read_part` has told all devices."""
     return Sums(told[-1] == 0, told[:-1])
 
 
@@ -207,13 +248,20 @@ def _sums(
             that, if it is no half precision; anything else it would store first.
     """
     dtype = jnp.result_type(jnp.float32, *(wide(row[0].dtype) for row in rows))
-    total, each = Sums(jnp.array(True), jnp.zeros((), dtype)), []
+    total, each = _nothing(dtype, itertools.chain(*rows)), []
     by_rows = jax.jit(functools.partial(_by_rows, fn))  # traced once for rows of one shape
     for row in rows:
         at_once = not ordered or (stored and row[0].dtype.itemsize >= 4)
         total, own = _at_once(fn, total, *row) if at_once else by_rows(total, *row)
         each.append(own)
     return total, each
+
+
+def _nothing(dtype: Any, arrays: Iterable[jax.Array]) -> Sums:
+    """The sums of nothing, of the type that those of the arrays have."""
+    axes = tuple(frozenset().union(*map(varying_axes, arrays)))
+    nothing = Sums(jnp.array(True), jnp.zeros((), dtype))
+    return lax.pcast(nothing, axes, to="varying") if axes else nothing
 
 
 def _at_once(fn: Callable[..., Sums], total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
@@ -240,7 +288,6 @@ def _by_rows(fn: Callable[..., Sums], total: Sums, *arrays: jax.Array) -> tuple[
             return _joined(so_far[0], part), _joined(so_far[1], part)
 
         # The total that is handed on makes the loops take turns, and so share their memory.
-        nothing = Sums(jnp.array(True), jnp.zeros((), dtype))
-        return lax.fori_loop(0, size // row, one_more, (total, nothing))
+        return lax.fori_loop(0, size // row, one_more, (total, _nothing(dtype, arrays)))
 
     return lax.platform_dependent(total, *arrays, cpu=by_rows, default=at_once)

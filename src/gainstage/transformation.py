@@ -80,7 +80,7 @@ def loss_scaled(
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
-        leaves = jax.tree.leaves(lax.optimization_barrier(grads))
+        leaves = [lax.optimization_barrier(leaf) for leaf in jax.tree.leaves(grads)]
         finite, _, norm = inspect(leaves, norm=telemetry)
         measured = gradients.measure(rule.measures, grads, extra.get("value"))
 

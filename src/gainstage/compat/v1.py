@@ -15,6 +15,7 @@ from gainstage.compat.live import (
     LossScale,
     UnscaledLossScaleOptimizer,
 )
+from gainstage.inspection import varying_axes
 from gainstage.variable import Variable
 
 __all__ = [
@@ -320,6 +321,4 @@ def _rule(loss_scale: Any) -> rules.LossScale:
 
 def _varies(gradient: Any) -> bool:
     """Whether a value differs between the devices of a mesh, inside of `jax.shard_map`."""
-    kind = jax.typeof(gradient) if isinstance(gradient, jax.Array) else None
-    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
-    return bool(axes)
+    return isinstance(gradient, jax.Array) and bool(varying_axes(gradient))
