@@ -16,6 +16,7 @@ CORE = [gs.SGD, gs.Adam, gs.AdamW, gs.RMSprop, gs.Adagrad, gs.Adadelta, gs.Lion]
 MESH = [dtensor.SGD, dtensor.Adam, dtensor.AdamW, dtensor.RMSprop, dtensor.Adagrad]
 # A value for each option that is not its default; what else a constructor takes is below.
 OPTIONS = {
+    "telemetry": True,
     "learning_rate": gs.schedules.ExponentialDecay(0.5, 2, 0.5),
     "weight_decay": 0.125,
     "clipnorm": 2.0,

@@ -1,5 +1,6 @@
 """Objects that can be described by their constructor's arguments, and made again from them."""
 
+import dataclasses
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -81,6 +82,20 @@ def _with_own(
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             handed_on = [p.replace(kind=p.KEYWORD_ONLY) for p in handed_on]
     return sorted(named + handed_on, key=lambda parameter: parameter.kind)
+
+
+class Fields:
+    """A base of frozen dataclasses, which are described by their fields."""
+
+    def get_config(self) -> dict[str, Any]:
+        """The constructor's arguments."""
+        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """The object that `get_config` describes."""
+        return cls(**config)
 
 
 def serialize(obj: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
 from gainstage.joining import SMALL, bundle, is_spread
-from gainstage.sharding import axes_of
+from gainstage.sharding import axes_of, is_first
 from gainstage.variable import placed
 
 ROW = 2**15  # elements: so many float32 fit into a core's cache
@@ -206,8 +206,8 @@ def _read_part(
         mine = [onto[i] for i in places if onto]
         sums = _read([leaves[i] for i in places], mine, scale, limits, ordered)
         # What several devices hold alike is counted on the first of them.
-        first = [lax.axis_index(axis) == 0 for axis in everywhere if axis not in own]
-        counted = jnp.where(jnp.array(first, bool).all(), sums.squares, 0)
+        first = is_first(axis for axis in everywhere if axis not in own)
+        counted = jnp.where(first, sums.squares, 0)
         if "clipnorm" in limits:
             squares = jnp.zeros(len(leaves), counted.dtype) if squares is None else squares
             squares = squares.at[jnp.array(places)].set(counted)

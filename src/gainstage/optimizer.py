@@ -347,6 +347,9 @@ class Optimizer(Step):
             raise ValueError(f"Expected regular expressions in var_names; got {names}.") from error
         self._undecayed = set(variables)
 
+    def _skips(self) -> bool:
+        return self._wrapper is not None or self._option("loss_scale_factor") is not None
+
     def _decays(self, variable: Variable) -> bool:
         names = self._undecayed_names
         return variable not in self._undecayed and not (names and names.search(variable.name))

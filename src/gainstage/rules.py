@@ -8,12 +8,13 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.configurable import Fields
 from gainstage.variable import strong
 
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
@@ -44,7 +45,7 @@ def _explained(update: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-class LossScale(abc.ABC):
+class LossScale(Fields, abc.ABC):
     """The interface of a rule; subclass it, as a frozen dataclass, to write your own.
 
     `measures` names what `update` wants to know of a step beside its finiteness: any of `max_abs`
@@ -88,15 +89,6 @@ class LossScale(abc.ABC):
             finite: bool scalar, whether every gradient of the step was finite.
             measured: the scalars named in `measures`.
         """
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, for a rule that is a dataclass."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """The rule that `get_config` describes."""
-        return cls(**config)
 
 
 @dataclasses.dataclass(frozen=True)

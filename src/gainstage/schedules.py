@@ -3,16 +3,17 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gainstage import checks
+from gainstage.configurable import Fields
 
 
-class LearningRateSchedule(abc.ABC):
+class LearningRateSchedule(Fields, abc.ABC):
     """A learning rate as a function of the step; subclass it, as a frozen dataclass, for your own.
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
@@ -21,15 +22,6 @@ class LearningRateSchedule(abc.ABC):
     @abc.abstractmethod
     def __call__(self, step: jax.Array) -> jax.Array:
         """The rate at `step`, the number of steps taken before: an int32 scalar, maybe traced."""
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, for a schedule that is a dataclass."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """The schedule that `get_config` describes."""
-        return cls(**config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Where the state of an optimizer lies on a mesh: with its variable, or divided more (ZeRO-1)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 SMALL = 1024  # elements: what has fewer stays as it is
@@ -52,6 +55,12 @@ def _check_divides(variable: Any) -> None:
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
     """The axes of the mesh over which a sharding divides an array."""
     return frozenset(axis for entry in spec for axis in _axes(entry))
+
+
+def is_first(axes: Iterable[str]) -> jax.Array:
+    """Inside of `jax.shard_map`: whether this device is the first along all of these axes, and so
+    the one that speaks for those that hold the same."""
+    return jnp.array([lax.axis_index(axis) == 0 for axis in axes], bool).all()
 
 
 def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) -> NamedSharding:

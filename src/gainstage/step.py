@@ -46,6 +46,10 @@ class Step(Minimizer):
         """The clip option in force, if any, with its limit."""
 
     @abc.abstractmethod
+    def _skips(self) -> bool:
+        """Whether steps that are not finite are skipped."""
+
+    @abc.abstractmethod
     def _decays(self, variable: Variable) -> bool:
         """Whether weight decay touches a variable."""
 
@@ -136,6 +140,7 @@ class Step(Minimizer):
         """Adds to the accumulators; every so many steps, updates with their average."""
         steps = self._option("gradient_accumulation_steps")
         present = [(g, a) for g, a in zip(grads, self._accumulators, strict=True) if g is not None]
+        state = (list(self._index), self.variables)
         for gradient, accumulator in present:
             accumulator.assign(accumulator + gradient.value())
 
@@ -146,10 +151,17 @@ class Step(Minimizer):
             pairs = zip(grads, sums, strict=True)
             means = [None if g is None else s / steps for g, s in pairs]
             norms = norms_of(means, self._clips(), self._layouts())
-            self._update_weights(gradients.divided(means), norms, rate)
+
+            def update_weights() -> None:
+                self._update_weights(gradients.divided(means), norms, rate)
+
+            if norms and self._skips():  # finite means may have a norm that is not
+                keep_if(jnp.isfinite(jnp.array(norms)).all(), update_weights, state, branches=True)
+            else:
+                update_weights()
 
         due = (self._iterations + 1) % steps == 0
-        keep_if(due, update, (list(self._index), self.variables), branches=True)
+        keep_if(due, update, state, branches=True)
 
     def _update_weights(
         self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array

@@ -9,7 +9,6 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from gainstage.bridge import functional
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
 from gainstage.stateful import unique_names
@@ -62,16 +61,15 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     if inner.shard_state_over:
         raise ValueError("Expected no shard_state_over for to_optax: state lies where you put it.")
-    optimizer = copy.deepcopy(optimizer)
-    if isinstance(optimizer, LossScaleOptimizer):
-        if optimizer.inner_optimizer.master_weights:
-            raise ValueError(
-                "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
-                "params, and cast them in the loss."
-            )
-        inner = _unscaled(optimizer.inner_optimizer)
-        return loss_scaled(inner, optimizer.rule, optimizer.telemetry)
-    return _unscaled(optimizer)
+    inner = copy.deepcopy(inner)  # with a wrapper of its own, whose options are in force
+    if not isinstance(optimizer, LossScaleOptimizer):
+        return _unscaled(inner)
+    if inner.master_weights:
+        raise ValueError(
+            "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
+            "params, and cast them in the loss."
+        )
+    return loss_scaled(_unscaled(inner), optimizer.rule, optimizer.telemetry)
 
 
 def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
@@ -100,14 +98,12 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("Expected params for the update of to_optax; got None.")
-        mine, variables = built_for(params)
+        mine, _ = built_for(params)
         names = unique_names(mine.variables)
         leaves, structure = jax.tree.flatten(params)
         grads = structure.flatten_up_to(updates)
         old = [jnp.asarray(leaf) for leaf in leaves]
-        step = functional(mine._apply, (variables, mine.variables))
-        given = (old, [state[name] for name in names])
-        _, (new, values) = step(given, grads, mine._rate_now())
+        new, values = mine.stateless_apply([state[name] for name in names], grads, old)
         changes = [None if g is None else n - o for g, n, o in zip(grads, new, old, strict=True)]
         return structure.unflatten(changes), dict(zip(names, values, strict=True))
 

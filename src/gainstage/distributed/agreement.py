@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.configurable import readable
 from gainstage.optimizer import Optimizer
-from gainstage.sharding import axes_of
+from gainstage.sharding import axes_of, is_first
 from gainstage.stateful import unique_names
 from gainstage.variable import Variable
 
@@ -134,8 +134,7 @@ def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
         for i, (array, spec) in enumerate(zip(arrays, specs, strict=True)):
             over = [axis for axis in mesh.axis_names if axis not in axes_of(spec)]
             replicas = math.prod(mesh.shape[axis] for axis in over)
-            first = jnp.array([lax.axis_index(axis) == 0 for axis in over], bool).all()
-            times = jnp.where(first, replicas, 0).astype(jnp.uint32) - jnp.uint32(1)
+            times = jnp.where(is_first(over), replicas, 0).astype(jnp.uint32) - jnp.uint32(1)
             total += _hashes(array, i) * (times if replicas > 1 else jnp.uint32(0))
         return lax.psum(total, mesh.axis_names)
 

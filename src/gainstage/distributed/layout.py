@@ -49,11 +49,8 @@ def describe_layout(optimizer: Optimizer) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     devices = max(len(v.sharding.device_set) if v.sharding else 1 for v in variables)
     lines.append(f"on each device: {_bytes(variables)} of variables, {_bytes(state)} of state")
-    whole = [
-        f"{_written(sum(map(_size, vs)))} of {what}"
-        for vs, what in [(variables, "variables"), (state, "state")]
-    ]
-    lines.append(f"in all: {', '.join(whole)}, on {devices} device{'s' * (devices > 1)}")
+    whole = f"{_bytes(variables, whole=True)} of variables, {_bytes(state, whole=True)} of state"
+    lines.append(f"in all: {whole}, on {devices} device{'s' * (devices > 1)}")
     return "\n".join(lines)
 
 
@@ -64,16 +61,12 @@ def _layout(variables: list[Variable]) -> str:
     return max(written, key=written.count, default="-")
 
 
-def _size(variable: Variable) -> int:
-    return variable.size * variable.dtype.itemsize
-
-
-def _bytes(variables: list[Variable]) -> str:
-    """What they take up on one device."""
+def _bytes(variables: list[Variable], whole: bool = False) -> str:
+    """What they take up on one device, or as a whole."""
     total = 0
     for variable in variables:
         shape: Any = variable.shape
-        if variable.sharding is not None:
+        if variable.sharding is not None and not whole:
             shape = variable.sharding.shard_shape(shape)
         total += math.prod(shape) * variable.dtype.itemsize
     return _written(total)

@@ -94,7 +94,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         atexit.register(self.close)
-        self._old_hook, sys.excepthook = sys.excepthook, self._end_with
+        sys.excepthook = self._end_with
         os.register_at_fork(after_in_child=self._forget)
         self._start()
 

@@ -18,7 +18,6 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from gainstage import gradients
-from gainstage.bridge import functional
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import inspect
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
@@ -184,7 +183,7 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         """The optimizer that `get_config` describes."""
         config = dict(config)
         if isinstance(config.get("rule"), Mapping):
-            config["rule"] = deserialize(config["rule"], LossScale)
+            config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
 
 
@@ -222,10 +221,10 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
         """Creates a Keras variable for each of the optimizer's state, laid out as it says."""
-        self._planned = [_planned(variable) for variable in variables]
-        self._ours.build(self._planned)
+        planned = [_planned(variable) for variable in variables]
+        self._ours.build(planned)
         values = [variable.value for variable in variables]
-        starts = self._ours._starts(dict(zip(self._planned, values, strict=True)))
+        starts = self._ours._starts(dict(zip(planned, values, strict=True)))
         for slot in self._ours.variables:
             variable = keras.Variable(
                 jnp.copy(starts[slot]),  # Keras donates what its variables hold
@@ -247,9 +246,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
-        step = functional(self._ours._apply, (self._planned, self._ours.variables))
-        given = (list(trainable_variables), list(optimizer_variables))
-        return step(given, list(grads), self._ours._rate_now())[1]
+        return self._ours.stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def _mirror(self, ours: Any) -> Any:
         """The Keras variable of one of the optimizer's."""
