@@ -149,3 +149,13 @@ def test_types():
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout
+
+
+def test_a_type_checker_knows_the_public_names():
+    """Pyright infers the types that `typed.py` says, and finds the mistakes in it."""
+    pytest.importorskip("basedpyright")
+    result = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "tests/typed.py"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout
