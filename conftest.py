@@ -6,6 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+collect_ignore = ["tests/typed.py"]  # which a type-checker reads
+
 os.environ["KERAS_BACKEND"] = "jax"
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -49,7 +49,7 @@ def test_a_number_that_was_donated_is_told():
     kept, scale = Kept(every=10), jnp.float32(1.0)
     kept.write(0, scale=scale)
     jax.jit(lambda x: x + 1, donate_argnums=0)(scale)
-    with pytest.raises(ValueError, match=r"Expected numbers that live .* return `gainstage"):
+    with pytest.raises(ValueError, match=r"Expected numbers that live .* got scale, which was"):
         kept.flush()
 
 
@@ -57,6 +57,9 @@ def test_what_is_no_scalar_is_told():
     """A vector, or a step that is no integer, is refused where it enters."""
     with pytest.raises(TypeError, match=r"Expected a scalar for loss; got shape \(2,\)"):
         Kept(1).write(0, loss=jnp.ones(2))
+    for wrong in ([1.0], "high", None):
+        with pytest.raises(TypeError, match="Expected a number for loss"):
+            Kept(1).write(0, loss=wrong)
     with pytest.raises(TypeError, match="for step"):
         Kept(1).write("0")
     with pytest.raises(ValueError, match="every"):
@@ -89,6 +92,19 @@ def test_a_run_that_went_back_counts_as_it_went_on(tmp_path):
         file.write('{"step": 3, "lo')
     run = read_run(path)
     assert (list(run.steps), list(run.get("loss"))) == ([0, 1, 2], [1.0, 2.0, 2.0])
+    with JsonLines(path) as run:  # and written over
+        run.write(3, loss=3.0)
+    assert list(read_run(path).get("loss")) == [1.0, 2.0, 2.0, 3.0]
+
+
+def test_a_variable_is_written_as_it_is_then():
+    """What a variable holds is taken when it is written, not when it is read."""
+    rate = gs.Variable(0.5)
+    with Kept(every=10) as kept:
+        kept.write(0, rate=rate)
+        rate.assign(0.25)
+        kept.write(1, rate=rate)
+    assert [record["rate"] for record in kept.batches[0]] == [0.5, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +166,7 @@ def test_report_prints_a_table_and_draws(tmp_path, capsys):
             run.write(step, info(step != 4, 2.0**10, step > 4), loss=1 / (step + 1))
     assert main(["report", str(path)]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"Steps skipped\s+│\s+1 \(3\.3%\)", said)
+    assert re.search(r"Skipped, of those recorded\s+│\s+1 \(3\.3%\)", said)
     assert "\x1b" not in said
     assert max(map(len, said.splitlines()[:-1])) <= 80
     assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"

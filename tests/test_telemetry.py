@@ -155,6 +155,8 @@ def test_without_it_the_error_says_how():
         gs.telemetry(gs.LossScaleOptimizer(gs.SGD(0.1)))
     with pytest.raises(ValueError, match="Expected telemetry=True"):
         gs.telemetry(gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1)))
+    with pytest.raises(TypeError, match="Expected a LossScaleOptimizer or a state"):
+        gs.telemetry(gs.SGD(0.1))
     with pytest.raises(TypeError, match="Expected a bool for telemetry"):
         gs.loss_scaled(optax.sgd(0.1), telemetry=1)
 

@@ -104,12 +104,11 @@ def test_finite_steps_are_those_of_the_wrapped_transformation():
     [
         lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
         lambda tx: optax.chain(tx, optax.scale(2.0)),
-        lambda tx: optax.MultiSteps(tx, 2),
         lambda tx: optax.named_chain(("scaled", tx), ("after", optax.scale(1.0))),
     ],
 )
 def test_it_composes(wrap):
-    """The state is found inside `chain` and `MultiSteps`, and a bad step is skipped there too."""
+    """The state is found inside of chains, and a bad step is skipped there too."""
     params = {"w": jnp.ones(3)}
     tx = wrap(gs.loss_scaled(optax.sgd(0.1)))
     state = tx.init(params)
@@ -302,7 +301,7 @@ INSIDE = {
     "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
     "MultiSteps": optax.MultiSteps(optax.sgd(0.5), 2).gradient_transformation(),
     "masked decay": optax.adamw(0.1, weight_decay=0.1, mask={"w": True, "b": False}),
-    "lookahead of a norm": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.1)),
+    "a chain with a norm": optax.chain(optax.clip_by_global_norm(1.0), optax.lion(0.1)),
 }
 
 

@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from gainstage import schedules
+from gainstage.adaptive import AdaptiveLossScale
 from gainstage.bridge import functional, jit
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
@@ -30,6 +31,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AdaptiveLossScale",
     "DynamicLossScale",
     "FixedLossScale",
     "Lion",

@@ -89,13 +89,15 @@ class LossScaleOptimizer(Optimizer):
         self.telemetry = checks.flag("telemetry", telemetry)
         state = start(rule)
         self._scale_state = _variables_of(state, self.name)
-        self._info = _variables_of(at_first(state.scale), self.name) if telemetry else None
+        self._info = None
         self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
             if value is not None:
                 vars(self)[option] = check_option(option, value, vars(self))
         inner_optimizer._wrapper = self
+        if telemetry:
+            self._info = _variables_of(at_first(self._loss_scale()), self.name)
 
     def _chosen_rule(
         self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None
@@ -142,7 +144,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def step_counter(self) -> Variable | None:
-        """Finite steps since the scale last moved, an int32 variable; None where none counts."""
+        """Finite steps in a row since the scale moved, an int32 variable; None if not counted."""
         return getattr(self._scale_state, "good_steps", None)
 
     dynamic_counter = step_counter
@@ -175,13 +177,18 @@ class LossScaleOptimizer(Optimizer):
         """What the gradients that `apply` gets were multiplied by."""
         return self._loss_scale()
 
-    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+    def _wants_loss(self) -> bool:
+        return "loss" in self.rule.measures
+
+    def _apply(
+        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+    ) -> None:
         scale = self._divisor()
         seen = self.inner_optimizer._update_if_finite(grads, scale, rate, norm=self.telemetry)
         measured = {}
         if self.rule.measures:
             true = gradients.unscale(grads, scale)
-            measured = gradients.measure(self.rule.measures, true)
+            measured = gradients.measure(self.rule.measures, true, loss)
         if self._info is not None and seen.norm is not None:
             info = following(read(self._info), seen.finite, self._loss_scale(), seen.norm)
             jax.tree.map(Variable.assign, self._info, info)

@@ -28,6 +28,7 @@ class Minimizer(Stateful):
 
     jit_compile: bool
     _program: jit | None
+    _loss: jax.Array | None = None  # of the step that is being taken, where `minimize` takes it
     _taken: Any = None  # the kind of the last gradients, if a step took them as they came
 
     @abc.abstractmethod
@@ -53,8 +54,14 @@ class Minimizer(Stateful):
         """A learning rate that Python has to compute for each step; else None."""
 
     @abc.abstractmethod
-    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+    def _apply(
+        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+    ) -> None:
         """One step, as imperative code on variables; gradients in the trainable ones' order."""
+
+    def _wants_loss(self) -> bool:
+        """Whether a step wants to know the true loss, if there is one."""
+        return False
 
     # ── the step ─────────────────────────────────────────────────────────────────────────────
 
@@ -72,7 +79,11 @@ class Minimizer(Stateful):
             TypeError, ValueError: as `compute_gradients` and `apply`.
         """
         value, grads_and_vars = self._loss_and_gradients(loss, var_list)
-        self.apply_gradients(grads_and_vars)
+        self._loss = value
+        try:
+            self.apply_gradients(grads_and_vars)
+        finally:
+            self._loss = None
         return value
 
     def compute_gradients(
@@ -158,15 +169,16 @@ class Minimizer(Stateful):
         if kind is None or kind != self._taken:
             given, grads = grads, self._checked(grads, trainable_variables)
             self._taken = kind if _same(given, grads) else None
+        loss = self._loss if self._wants_loss() else None
         if any([variable._traces for variable in self.variables]):
-            self._apply(grads, None)  # already inside of a traced function
+            self._apply(grads, None, loss)  # already inside of a traced function
             return
         state = (self.variables, list(self._index))
         if not self.jit_compile:
-            run(self._apply, state, grads, self._rate_now())
+            run(self._apply, state, grads, self._rate_now(), loss)
         else:
             self._program = self._program or jit(self._apply, state, donate=True)
-            self._program(grads, self._rate_now())
+            self._program(grads, self._rate_now(), loss)
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients as a step takes them: an array or None for each variable, in order."""

@@ -26,7 +26,7 @@ class ScaleState(NamedTuple):
     """The state of a rule. What a rule does not count is None, and takes no space in a pytree."""
 
     scale: jax.Array  # float32: what the next loss is multiplied by
-    good_steps: jax.Array | None = None  # int32: finite steps since the scale last moved
+    good_steps: jax.Array | None = None  # int32: finite steps in a row since the scale last moved
     bad_steps: jax.Array | None = None  # int32: non-finite steps in a row, where it counts them
 
 
@@ -113,7 +113,7 @@ class FixedLossScale(LossScale):
     loss_scale_value: float
 
     def __post_init__(self) -> None:
-        _set(self, "loss_scale_value", checks.real, low=SMALLEST, high=LARGEST)
+        set_field(self, "loss_scale_value", checks.real, low=SMALLEST, high=LARGEST)
 
     def init(self) -> ScaleState:
         return ScaleState(jnp.float32(self.loss_scale_value))
@@ -176,14 +176,14 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        _set(self, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
-        _set(self, "min_scale", checks.real, low=SMALLEST, high=self.max_scale)
-        _set(self, "initial_loss_scale", checks.real, low=SMALLEST, high=self.max_scale)
-        _set(self, "multiplier", checks.real, above=0.0)
-        _set(self, "increment_period", checks.integer, low=1)
-        _set(self, "hysteresis", checks.integer, low=1)
+        set_field(self, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
+        set_field(self, "min_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        set_field(self, "initial_loss_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        set_field(self, "multiplier", checks.real, above=0.0)
+        set_field(self, "increment_period", checks.integer, low=1)
+        set_field(self, "hysteresis", checks.integer, low=1)
         if self.backoff_factor is not None:
-            _set(self, "backoff_factor", checks.real, above=0.0, below=1.0)
+            set_field(self, "backoff_factor", checks.real, above=0.0, below=1.0)
 
     def init(self) -> ScaleState:
         return ScaleState(
@@ -194,10 +194,10 @@ class DynamicLossScale(LossScale):
 
     def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
         finite = jnp.asarray(finite)
-        good_steps = jnp.where(finite, _one_more(state.good_steps, self.increment_period), 0)
+        good_steps = jnp.where(finite, one_more(state.good_steps, self.increment_period), 0)
         bad_steps = state.bad_steps
         if bad_steps is not None:
-            bad_steps = jnp.where(finite, 0, _one_more(bad_steps, self.hysteresis))
+            bad_steps = jnp.where(finite, 0, one_more(bad_steps, self.hysteresis))
         grow = good_steps >= self.increment_period
         lower = ~finite if bad_steps is None else bad_steps >= self.hysteresis
 
@@ -216,7 +216,7 @@ class DynamicLossScale(LossScale):
         return jnp.minimum(scale * factor, self.max_scale)
 
 
-def _one_more(count: Any, limit: int) -> jax.Array:
+def one_more(count: Any, limit: int) -> jax.Array:
     """A count and one, at most `limit`: a stored count may be anything, and must not overflow."""
     return jnp.clip(jnp.asarray(count), 0, limit - 1) + 1
 
@@ -252,5 +252,6 @@ def as_rule(name: str, value: Any) -> LossScale:
     return value
 
 
-def _set(rule: LossScale, name: str, check: Any, **bounds: float) -> None:
+def set_field(rule: LossScale, name: str, check: Any, **bounds: float) -> None:
+    """Checks a field of a rule that is being made, and keeps it as what the check returns."""
     object.__setattr__(rule, name, check(name, getattr(rule, name), **bounds))

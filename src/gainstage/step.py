@@ -80,7 +80,9 @@ class Step(Minimizer):
         factor = self._option("loss_scale_factor")
         return None if factor is None else jnp.asarray(factor, jnp.float32)
 
-    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+    def _apply(
+        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+    ) -> None:
         scale = self._loss_scale()
         if scale is None:
             norms = [] if self._accumulators else norms_of(grads, self._clips(), self._layouts())

@@ -10,7 +10,7 @@ class StepInfo(NamedTuple):
     """What the last step was like: four device scalars, to be returned from a compiled step."""
 
     finite: jax.Array  # bool: whether it was applied, and not skipped; True before the first
-    loss_scale: jax.Array  # float32: the scale of its loss
+    loss_scale: jax.Array  # float32: the scale of its loss; the next step's may be another
     skipped_steps: jax.Array  # int32: how many steps have been skipped so far
     grad_norm: jax.Array  # float32: of all true gradients together, before clipping; 0 at first
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.minimizer import Minimizer
 from gainstage.step_info import StepInfo
 from gainstage.transformation import loss_scaled_state
 
@@ -18,6 +19,7 @@ def telemetry(opt_or_state: Any) -> StepInfo:
             state of `loss_scaled(..., telemetry=True)` anywhere inside.
 
     Raises:
+        TypeError: an optimizer that scales no loss.
         ValueError: made without `telemetry=True`; no loss-scale state, or several.
 
     Examples:
@@ -32,6 +34,10 @@ def telemetry(opt_or_state: Any) -> StepInfo:
         >>> print(gs.telemetry(opt).finite, gs.telemetry(opt).skipped_steps)
         False 1
     """
+    if isinstance(opt_or_state, Minimizer) and not isinstance(opt_or_state, LossScaleOptimizer):
+        raise TypeError(
+            f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt_or_state!r}."
+        )
     if isinstance(opt_or_state, LossScaleOptimizer):
         info = opt_or_state._info and StepInfo(*(v.value() for v in opt_or_state._info))
     else:

@@ -34,7 +34,8 @@ def loss_scaled(
     It takes the true gradients that `gainstage.value_and_grad` returns. On a step with one that is
     not finite the updates are -0.0, which leave every weight bit for bit as it is, and the state of
     `tx` does not change. `tx` sees gradients and parameters, and keeps its state, in float32 where
-    they are half precision. Wrap all that has state: `loss_scaled(optax.chain(...))`.
+    they are half precision. Wrap all there is, `loss_scaled(optax.chain(...))`: what stands in
+    front, such as `optax.clip`, would hide an overflow or, such as `optax.MultiSteps`, keep it.
 
     Args:
         tx: the transformation that makes updates out of gradients.
@@ -48,6 +49,7 @@ def loss_scaled(
 
     Raises:
         TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
+        ValueError: from `init`, if `tx` holds another `loss_scaled`.
 
     Examples:
         >>> import gainstage as gs
@@ -69,6 +71,8 @@ def loss_scaled(
 
     def init(params: Any) -> LossScaledState:
         inner = tx.init(gradients.widen(params))
+        if _states_in(inner):
+            raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
         info = at_first(scale.scale) if telemetry else None
         return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), info))
@@ -170,7 +174,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
-        >>> tx = optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.5)))
+        >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.scale(2.0))
         >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
@@ -211,17 +215,22 @@ def step_was_applied(opt_state: Any) -> jax.Array:
 def loss_scaled_state(opt_state: Any) -> LossScaledState:
     """The one state of `loss_scaled` anywhere inside of an optax state, or a ValueError."""
 
-    def is_state(node: Any) -> bool:
-        return isinstance(node, LossScaledState)
-
-    found = [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
+    found = _states_in(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
             f"got {len(found)} in a {type(opt_state).__name__} of "
-            f"{jax.tree.structure(opt_state, is_leaf=is_state)}."
+            f"{jax.tree.structure(opt_state, is_leaf=_is_state)}."
         )
     return _unboxed(found[0])
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, LossScaledState)
+
+
+def _states_in(tree: Any) -> list[LossScaledState]:
+    return [node for node in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(node)]
 
 
 def _unboxed(state: LossScaledState) -> LossScaledState:

@@ -138,10 +138,12 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             self._forgotten.clear()
         return super().apply_gradients(pairs)
 
-    def _apply(self, grads: list[Any], rate: jax.Array | None) -> None:
+    def _apply(
+        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+    ) -> None:
         count = self.inner_optimizer._iterations
         before = count.value()
-        super()._apply(grads, rate)
+        super()._apply(grads, rate, loss)
         count.assign(before + 1)  # a skipped step counts
 
     def get_config(self) -> dict[str, Any]:

@@ -3,10 +3,22 @@
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gainstage.diagnostics.writers import Record, Writer, described
+
+try:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'Expected rich to be installed; run: pip install "gainstage[report]"', name="rich"
+    ) from error
 
 
 class ProgressBar(Writer):
@@ -34,6 +46,8 @@ class ProgressBar(Writer):
             TextColumn("{task.fields[numbers]}"),
             console=Console(stderr=True),
             disable=jax.process_index() > 0,
+            redirect_stdout=False,  # what the user prints goes where it would
+            redirect_stderr=False,
         )
         self._task = self._bar.add_task(description, total=total, numbers="")
         self._bar.start()
@@ -46,5 +60,7 @@ class ProgressBar(Writer):
         self._bar.update(self._task, numbers=described(records[-1]))
 
     def close(self) -> None:
-        super().close()
-        self._bar.stop()
+        try:
+            super().close()
+        finally:
+            self._bar.stop()

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gainstage.diagnostics.runs import Run, measures, read_run
 from gainstage.diagnostics.writers import as_power
@@ -25,16 +26,16 @@ def main(path: Path, output: Path) -> int:
         output: the picture's file.
 
     Returns:
-        The exit status: 0, or 1 if the file cannot be read.
+        The exit status: 0, or 1 if the file cannot be read, or the picture not be written.
     """
     try:
         run = read_run(path)
+        draw(run, path.name).savefig(output)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
     console.print(table(run, path.name))
-    draw(run, path.name).savefig(output)
     console.print(f"\nPicture: {output}", soft_wrap=True)
     return 0
 
@@ -42,17 +43,17 @@ def main(path: Path, output: Path) -> int:
 def table(run: Run, title: str) -> Table:
     """One row a measure; what was not recorded has none."""
     found = measures(run)
-    result = Table(title=title, show_header=False)
+    result = Table(title=Text(title), show_header=False)
     result.add_column("")
     result.add_column("", justify="right")
     rows = {
         "Steps recorded": "{steps} ({first} to {last})",
-        "Steps skipped": "{skipped} ({skipped_share:.1%})",
-        "Most of them in a row": "{longest}",
-        "Loss scale, at first and in the end": "{scale_first}, {scale_last}",
-        "Its lowest and highest": "{scale_lowest}, {scale_highest}",
+        "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
+        "Longest run of skipped steps": "{longest}",
+        "Loss scale, first and last": "{scale_first}, {scale_last}",
+        "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",
         "Steps at the lowest": "{at_lowest}",
-        "Times it was raised, lowered": "{raised}, {lowered}",
+        "Times raised, lowered": "{raised}, {lowered}",
         "Loss, first and last tenth (median)": "{loss_first:.4g}, {loss_last:.4g}",
         "Norm of all gradients (median)": "{grad_norm:.4g}",
     }
@@ -73,7 +74,7 @@ def draw(run: Run, title: str) -> Figure:
     panels = {"loss": "Loss", "loss_scale": "Loss scale", "grad_norm": "Norm of all gradients"}
     there = [name for name in panels if np.isfinite(run.get(name)).any()]
     figure = Figure(figsize=(10, 1 + 2.6 * max(len(there), 1)), dpi=100, layout="constrained")
-    figure.suptitle(title, fontsize=15, fontweight="bold")
+    figure.suptitle(title, fontsize=15, fontweight="bold", parse_math=False)
     grid: Any = figure.subplots(max(len(there), 1), 1, sharex=True, squeeze=False)
     for axes, name in zip(grid[:, 0], there, strict=False):
         _panel(axes, run, name, panels[name])

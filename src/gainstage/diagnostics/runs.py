@@ -88,7 +88,8 @@ def measures(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": len(run.steps), "first": run.steps[0], "last": run.steps[-1]}
     if "finite" in run.numbers:
         found |= {"skipped": int(skipped.sum()), "longest": _longest(skipped)}
-    if "loss_scale" in run.numbers:
+    scale = scale[np.isfinite(scale)]
+    if scale.size:
         found |= {
             "scale_first": scale[0], "scale_last": scale[-1], "scale_lowest": scale.min(),
             "scale_highest": scale.max(), "at_lowest": int((scale == scale.min()).sum()),

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from gainstage import checks
 from gainstage.step_info import StepInfo
+from gainstage.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name
 
@@ -40,7 +42,8 @@ class Writer(abc.ABC):
         """Takes the numbers of a step.
 
         Args:
-            step: its number.
+            step: its number since the run began, a Python integer >= 0. A number that has been
+                there before says that the run has gone back to it.
             info: what `gainstage.telemetry` returned, if anything.
             **numbers: more scalars by name, such as `loss=loss`; arrays need not be ready.
 
@@ -48,10 +51,8 @@ class Writer(abc.ABC):
             TypeError: `step` is no integer, or a number no scalar.
         """
         numbers = {**({} if info is None else info._asdict()), **numbers}
-        for name, number in numbers.items():
-            if getattr(number, "shape", ()):
-                raise TypeError(f"Expected a scalar for {name}; got shape {number.shape}.")
-        self._waiting.append({"step": checks.integer("step", step, low=0), **numbers})
+        record = {name: _scalar(name, number) for name, number in numbers.items()}
+        self._waiting.append({"step": checks.integer("step", step, low=0), **record})
         if len(self._waiting) >= self.every:
             self.flush()
 
@@ -64,13 +65,13 @@ class Writer(abc.ABC):
         waiting, self._waiting = self._waiting, []
         if not waiting or jax.process_index():
             return
-        try:
-            read = jax.device_get(waiting)
-        except RuntimeError as error:
-            raise ValueError(
-                "Expected numbers that live until they are read; got one that was donated to a "
-                "later step. Let the compiled step return `gainstage.telemetry(...)`."
-            ) from error
+        for name, number in (pair for record in waiting for pair in record.items()):
+            if isinstance(number, jax.Array) and number.is_deleted():
+                raise ValueError(
+                    f"Expected numbers that live until they are read; got {name}, which was "
+                    f"donated to a later step. Let the compiled step return it."
+                )
+        read = jax.device_get(waiting)
         pairs = zip(waiting, read, strict=True)
         self.put([{name: _plain(numbers[name]) for name in record} for record, numbers in pairs])
 
@@ -114,6 +115,7 @@ class JsonLines(Writer):
         self._path = Path(path)
         if not jax.process_index():
             self._path.touch()
+            _drop_unfinished_line(self._path)
 
     def put(self, records: list[Record]) -> None:
         lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
@@ -145,6 +147,22 @@ def as_power(scale: float) -> str:
     if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
         return f"2^{int(math.log2(scale))}"
     return f"{scale:g}"
+
+
+def _scalar(name: str, number: Any) -> Any:
+    """A number as it is now, though it may not be ready."""
+    number = number.value() if isinstance(number, Variable) else number
+    if not isinstance(number, (bool, int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(f"Expected a number for {name}; got {number!r}.")
+    if getattr(number, "shape", ()):
+        raise TypeError(f"Expected a scalar for {name}; got shape {number.shape}.")  # type: ignore[union-attr]
+    return number
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """What a killed process has left behind the last whole line."""
+    with path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _plain(number: Any) -> Any:

@@ -1,5 +1,6 @@
 """TensorBoard: a writer of event files, without TensorFlow."""
 
+import math
 from pathlib import Path
 
 import jax
@@ -8,14 +9,16 @@ from gainstage.diagnostics.writers import Record, Writer
 
 try:
     from tensorboardX import SummaryWriter
-except ImportError as error:
-    raise ImportError(
-        'Expected tensorboardX to be installed; run: pip install "gainstage[tensorboard]"'
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'Expected tensorboardX to be installed; run: pip install "gainstage[tensorboard]"',
+        name="tensorboardX",
     ) from error
 
 
 class TensorBoard(Writer):
-    """Writes every number of a step as a scalar, `train/loss_scale` and so on.
+    """Writes every number of a step as a scalar, `train/loss_scale` and so on; TensorBoard draws
+    no numbers that are not finite, and they are left out.
 
     Args:
         logdir: the folder of the event file, made if missing.
@@ -39,10 +42,13 @@ class TensorBoard(Writer):
         for record in records:
             step = record.pop("step")
             for name, number in record.items():
-                self._events.add_scalar(f"{self._prefix}{name}", float(number), step)
+                if math.isfinite(number):
+                    self._events.add_scalar(f"{self._prefix}{name}", float(number), step)
         self._events.flush()
 
     def close(self) -> None:
-        super().close()
-        if self._events is not None:
-            self._events.close()
+        try:
+            super().close()
+        finally:
+            if self._events is not None:
+                self._events.close()

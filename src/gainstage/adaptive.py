@@ -1,0 +1,144 @@
+"""A rule that measures: it finds the scale in a step or two, and is not misled by bad data."""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import checks
+from gainstage.rules import LARGEST, SMALLEST, LossScale, one_more, set_field
+
+PROBE = 2.0**-12  # how far down the first overflow sends a scale of which nothing is known
+PATIENCE = 3  # lower scales at which a gradient may be NaN before the data is blamed
+RETRY = 64  # steps after which a scale is lowered all the same, should that have been wrong
+
+
+class AdaptiveState(NamedTuple):
+    """The state of `AdaptiveLossScale`."""
+
+    scale: jax.Array  # float32: what the next loss is multiplied by
+    good_steps: jax.Array  # int32: finite steps since the ceiling last moved
+    bad_steps: jax.Array  # int32: steps in a row that were not finite
+    ceiling: jax.Array  # float32: what overflows have taught, a power of two below the last
+    before: jax.Array  # float32: the ceiling when the last row of bad steps began
+    largest: jax.Array  # float32: the largest true gradient of late, 0 if none is known
+    knows_loss: jax.Array  # bool: whether the last finite step came with its loss
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveLossScale(LossScale):
+    """Puts the largest gradient just below the largest number of float16.
+
+    The scale follows the largest gradient of late, `margin` bits below the limit, from the first
+    finite step on. So it need not be guessed, and comes back in one step after it has been too low.
+    What the gradients of the weights do not show (inside of the network there may be larger ones)
+    is learned from overflows: each sets a ceiling at half the scale, which is doubled again after
+    `increment_period` finite steps. A first overflow, before anything is known, divides the scale
+    by 2**12, so that the second step can be measured.
+
+    A step is not held against the scale if the true loss was not finite, for then no scale would
+    have helped, or if gradients stay NaN at three lower scales; then only every 64th step lowers
+    it. The loss is known to `minimize`, and to `loss_scaled` where it is passed as `value=`.
+
+    Args:
+        initial_loss_scale: the scale of the first step, > 0.
+        increment_period: finite steps in a row before the ceiling is doubled, an integer >= 1.
+        margin: bits between the largest gradient and `largest_number`, >= 0.
+        memory: steps in which the largest gradient is forgotten by half, an integer >= 1.
+        min_scale, max_scale: the bounds, within 2**-126 and 2**126.
+        largest_number: the largest number of the dtype of the backward pass, > 0.
+
+    Raises:
+        TypeError: an argument is no number, or a bool.
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> w = gs.Variable([4.0, 1.0])
+        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=gs.AdaptiveLossScale(2.0**20))
+        >>> def loss():  # its gradients pass through float16
+        ...     return (w.value().astype("float16").astype("float32") ** 2).sum()
+        >>> for _ in range(3):
+        ...     value = opt.minimize(loss, [w])
+        ...     print(opt.loss_scale)
+        256.0
+        2048.0
+        4096.0
+
+    Source: the ceiling is that of Micikevicius et al., 2018, arXiv:1710.03740; the measured scale
+    that of the delayed scaling in Micikevicius et al., 2022, arXiv:2209.05433.
+    """
+
+    measures: ClassVar[tuple[str, ...]] = ("max_abs", "any_nan", "loss")
+
+    initial_loss_scale: float = 2.0**15
+    increment_period: int = 2000
+    _: dataclasses.KW_ONLY
+    margin: float = 1.0
+    memory: int = 200
+    min_scale: float = 2.0**-24
+    max_scale: float = LARGEST
+    largest_number: float = 65504.0
+
+    def __post_init__(self) -> None:
+        set_field(self, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
+        set_field(self, "min_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        set_field(self, "initial_loss_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        set_field(self, "increment_period", checks.integer, low=1)
+        set_field(self, "margin", checks.real, low=0.0)
+        set_field(self, "memory", checks.integer, low=1)
+        set_field(self, "largest_number", checks.real, above=0.0)
+
+    def init(self) -> AdaptiveState:
+        top = jnp.float32(self.max_scale)
+        return AdaptiveState(
+            scale=jnp.float32(self.initial_loss_scale),
+            good_steps=jnp.int32(0),
+            bad_steps=jnp.int32(0),
+            ceiling=top,
+            before=top,
+            largest=jnp.float32(0),
+            knows_loss=jnp.array(False),
+        )
+
+    def update(
+        self, state: AdaptiveState, finite: jax.Array, **measured: jax.Array
+    ) -> AdaptiveState:
+        has_loss = jnp.isfinite(measured["loss"])
+        hopeless = state.knows_loss & ~has_loss
+        stays_nan = measured["any_nan"] & (state.bad_steps >= PATIENCE)
+        to_blame = ~hopeless & ~(stays_nan & (state.bad_steps % RETRY != 0))
+        good = self._after_good(state, measured["max_abs"])
+        bad = self._after_overflow(state, to_blame)
+        good = good._replace(knows_loss=has_loss)
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, bad)
+
+    def _after_good(self, state: AdaptiveState, max_abs: jax.Array) -> AdaptiveState:
+        faded = state.largest * 0.5 ** (1 / self.memory)
+        largest = jnp.where(jnp.isfinite(max_abs), jnp.maximum(max_abs, faded), faded)
+        good_steps = one_more(state.good_steps, self.increment_period)
+        due = good_steps >= self.increment_period
+        ceiling = jnp.where(state.bad_steps > PATIENCE, state.before, state.ceiling)
+        ceiling = jnp.minimum(jnp.where(due, ceiling * 2, ceiling), self.max_scale)
+        _, bits = jnp.frexp(jnp.float32(self.largest_number * 2.0**-self.margin) / largest)
+        power = jnp.ldexp(jnp.float32(1), jnp.clip(bits - 1, -126, 126))  # `exp2` would round
+        wanted = jnp.where(largest > 0, power, state.scale)
+        return state._replace(
+            scale=jnp.maximum(jnp.minimum(wanted, ceiling), self.min_scale),
+            good_steps=jnp.where(due, 0, good_steps),
+            bad_steps=jnp.zeros_like(state.bad_steps),
+            ceiling=ceiling,
+            largest=largest,
+        )
+
+    def _after_overflow(self, state: AdaptiveState, to_blame: jax.Array) -> AdaptiveState:
+        factor = jnp.where(state.largest > 0, 0.5, PROBE)
+        lower = jnp.maximum(state.scale * factor, self.min_scale)
+        return state._replace(
+            scale=jnp.where(to_blame, lower, state.scale),
+            good_steps=jnp.zeros_like(state.good_steps),
+            bad_steps=jnp.minimum(state.bad_steps, 2**30) + 1,
+            ceiling=jnp.where(to_blame, state.scale / 2, state.ceiling),
+            before=jnp.where(state.bad_steps == 0, state.ceiling, state.before),
+        )
