@@ -1,6 +1,6 @@
 """Equinox: two lines are ours.
 
-pip install equinox
+pip install ".[demo]" equinox
 python examples/digits_equinox.py
 """
 

@@ -1,6 +1,6 @@
 """Haiku: parameters in dictionaries by the names of modules; two lines are ours.
 
-pip install dm-haiku
+pip install ".[demo]" dm-haiku
 python examples/digits_haiku.py
 """
 

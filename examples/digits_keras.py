@@ -1,6 +1,6 @@
 """Keras `fit`: one line is ours.
 
-pip install keras
+pip install ".[demo,keras]"
 KERAS_BACKEND=jax python examples/digits_keras.py
 """
 

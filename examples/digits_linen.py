@@ -1,6 +1,6 @@
 """Flax Linen and its `TrainState`: two lines are ours.
 
-pip install flax
+pip install ".[demo,flax]"
 python examples/digits_linen.py
 """
 

@@ -1,6 +1,6 @@
 """Flax NNX: two lines are ours.
 
-pip install flax
+pip install ".[demo,flax]"
 python examples/digits_nnx.py
 """
 

@@ -1,5 +1,6 @@
 """optax, and parameters in plain dictionaries: two lines are ours.
 
+pip install ".[demo]"
 python examples/digits_optax.py
 """
 

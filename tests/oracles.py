@@ -77,3 +77,41 @@ class Oracle:
         v = self.vhat[i] if self.o.get("amsgrad") else self.v[i]
         alpha = self.lr * math.sqrt(1 - b2**t) / (1 - b1**t)
         return -alpha * self.m[i] / (np.sqrt(v) + 1e-7)
+
+
+class AdaptiveAutomaton:
+    """`AdaptiveLossScale`, as its description says it, one step after the other."""
+
+    def __init__(self, rule):
+        self.rule, self.scale = rule, rule.initial_loss_scale
+        self.ceiling = self.before = rule.max_scale
+        self.good = self.bad = 0
+        self.largest, self.knows_loss = np.float32(0), False
+
+    def step(self, finite, max_abs, any_nan, loss):
+        rule = self.rule
+        if not finite:
+            hopeless = self.knows_loss and not math.isfinite(loss)
+            stays_nan = any_nan and self.bad >= 3 and self.bad % 64 != 0
+            if self.bad == 0:
+                self.before = self.ceiling
+            if not hopeless and not stays_nan:
+                self.ceiling = self.scale / 2
+                factor = 2.0**-1 if self.largest > 0 else 2.0**-12
+                self.scale = max(self.scale * factor, rule.min_scale)
+            self.good, self.bad = 0, self.bad + 1
+            return self.scale
+        faded = self.largest * np.float32(0.5 ** (1 / rule.memory))
+        self.largest = max(np.float32(max_abs), faded)
+        self.ceiling = self.before if self.bad > 3 else self.ceiling
+        self.good, self.bad, self.knows_loss = self.good + 1, 0, math.isfinite(loss)
+        if self.good >= rule.increment_period:
+            self.good, self.ceiling = 0, self.ceiling * 2
+        self.ceiling = min(self.ceiling, rule.max_scale)
+        wanted = self.scale
+        if self.largest > 0:
+            limit = np.float32(rule.largest_number * 2.0**-rule.margin)
+            _, bits = np.frexp(np.float32(limit / self.largest))
+            wanted = 2.0 ** min(max(int(bits) - 1, -126), 126)
+        self.scale = max(min(wanted, self.ceiling), rule.min_scale)
+        return self.scale
