@@ -52,11 +52,11 @@ def mlp(dtype: Any) -> Model:
     return Model(params, batch, loss)
 
 
-def transformer(dtype: Any) -> Model:
-    """Four decoder blocks of width 256, 3.3 million parameters, and 16 sequences of 64 bytes."""
-    rng, width, length, letters = np.random.default_rng(0), 256, 64, 256
+def transformer(dtype: Any, width: int = 256, blocks: int = 4) -> Model:
+    """Decoder blocks, by default 3.3 million parameters, and 16 sequences of 64 bytes."""
+    rng, length, letters = np.random.default_rng(0), 64, 256
     params = {"letters": dense(rng, letters, width), "places": dense(rng, length, width)}
-    for block in range(4):
+    for block in range(blocks):
         params[f"norms{block}"] = jnp.ones((2, width))
         params[f"attention{block}"] = dense(rng, width, 3 * width)
         params[f"project{block}"] = dense(rng, width, width)
@@ -67,7 +67,7 @@ def transformer(dtype: Any) -> Model:
     def loss(params: Params, batch: Any) -> jax.Array:
         p, inputs, targets = cast(params, dtype), batch[:, :-1], batch[:, 1:]
         x = p["letters"][inputs] + p["places"]
-        for block in range(4):
+        for block in range(blocks):
             first, second = p[f"norms{block}"]
             q, k, v = jnp.split(normed(x, first) @ p[f"attention{block}"], 3, axis=-1)
             x = x + attention(q, k, v, heads=4) @ p[f"project{block}"]

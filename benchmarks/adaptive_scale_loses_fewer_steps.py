@@ -1,0 +1,207 @@
+"""Steps that a rule loses: skipped, or with more than 1 % of the gradient's elements flushed to 0.
+
+Two tasks in float16: the digits of the demo, and a small transformer on English text, that of
+Python's own help pages. Each is trained by both rules from a start that is 2**10 too high, through
+a storm of 45 batches of NaN (which count for neither), in 400 steps from the defaults, and in a
+long healthy run. Losses in the end are held against float32 without bad batches.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+from harness import RESULTS
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import gainstage as gs
+from gainstage.demo import task as digits
+
+STORM = range(100, 145)
+RULES = {"dynamic": gs.DynamicLossScale, "adaptive": gs.AdaptiveLossScale}
+Batches = Callable[[int, int], Iterator[Any]]
+
+
+class Task(NamedTuple):
+    """A network to train: `loss(weights, batch, dtype)`, and its batches by seed."""
+
+    weights: Callable[[int], list[np.ndarray]]
+    loss: Callable[[list[jax.Array], Any, str], jax.Array]
+    batches: Batches
+    rate: float
+
+
+def digits_task() -> Task:
+    """The demo's: digits are told apart and drawn again."""
+    train, _ = digits.load_digits()
+    images, labels = np.asarray(train.images), np.asarray(train.labels)
+
+    def batches(seed: int, steps: int) -> Iterator[Any]:
+        rng = np.random.default_rng(seed)
+        for _ in range(steps):
+            chosen = rng.choice(len(labels), digits.BATCH, replace=False)
+            yield digits.Digits(images[chosen], labels[chosen])
+
+    def loss(weights: list[jax.Array], batch: Any, dtype: str) -> jax.Array:
+        return digits.loss(weights, batch, dtype)[0]
+
+    return Task(digits.initial_weights, loss, batches, 2e-3)
+
+
+def text_task() -> Task:
+    """The next byte of English text, by two decoder blocks of width 64."""
+    text = np.frombuffer("".join(topics.topics.values()).encode(), np.uint8).astype(np.int32)
+    losses = {
+        d: models.transformer(jnp.dtype(d), width=64, blocks=2) for d in ("float16", "float32")
+    }
+    flat, structure = jax.tree.flatten(losses["float32"].params)
+
+    def weights(seed: int) -> list[np.ndarray]:
+        rng = np.random.default_rng(seed)
+        return [np.asarray(w) * np.float32(rng.choice([-1, 1], size=w.shape)) if w.ndim > 1 and
+                w.shape[0] > 2 else np.asarray(w) for w in flat]  # fmt: skip
+
+    def loss(weights: list[jax.Array], batch: Any, dtype: str) -> jax.Array:
+        tokens, factor = batch
+        return losses[dtype].loss(structure.unflatten(weights), tokens) * factor
+
+    def batches(seed: int, steps: int) -> Iterator[Any]:
+        rng = np.random.default_rng(seed)
+        for _ in range(steps):
+            starts = rng.integers(len(text) - 65, size=16)
+            yield np.stack([text[start : start + 65] for start in starts]), np.float32(1)
+
+    return Task(weights, loss, batches, 1e-3)
+
+
+def spoiled(batch: Any) -> Any:
+    """The batch with NaN in the place of its floating numbers."""
+    return jax.tree.map(lambda x: x * np.float32(np.nan) if x.dtype == np.float32 else x, batch)
+
+
+class Trainer:
+    """A task under a rule; compiled once. Without a rule in float32, unscaled."""
+
+    def __init__(self, task: Task, rule: gs.LossScale | None):
+        self.task, self.dtype = task, "float16" if rule else "float32"
+        self.weights = [gs.Variable(w, name=f"w{i}") for i, w in enumerate(task.weights(0))]
+        self.optimizer = gs.LossScaleOptimizer(
+            gs.Adam(task.rate), rule=rule or gs.FixedLossScale(1.0), telemetry=True
+        )
+        self.optimizer.build(self.weights)
+        self.fresh = [variable.numpy() for variable in self.optimizer.variables]
+        self.step = gs.jit(self._step, (self.weights, self.optimizer.variables), donate=True)
+
+    def _step(self, batch: Any) -> Any:
+        values = [w.value() for w in self.weights]
+
+        def gradient(dtype: str, scale: Any) -> jax.Array:
+            def scaled(weights: list[jax.Array]) -> jax.Array:
+                halves = [w.astype(dtype) for w in weights]
+                return self.task.loss(halves, batch, dtype) * scale
+
+            grads = jax.grad(scaled)(values)
+            return jnp.concatenate([jnp.ravel(g) for g in grads])
+
+        flushed = jnp.float32(0)
+        if self.dtype == "float16":
+            exact, held = gradient("float32", 1.0), gradient("float16", self.optimizer.loss_scale)
+            flushed = jnp.sum((exact != 0) & (held == 0)) / jnp.maximum(jnp.sum(exact != 0), 1)
+        loss = self.optimizer.minimize(
+            lambda: self.task.loss([w.value() for w in self.weights], batch, self.dtype),
+            self.weights,
+        )
+        return loss, gs.telemetry(self.optimizer), flushed
+
+    def run(
+        self, seed: int, steps: int, bad: Sequence[int] = (), scale: float | None = None
+    ) -> Any:
+        """What was lost, and the loss over the last twentieth of the run."""
+        for variable, value in zip(self.weights, self.task.weights(seed), strict=True):
+            variable.assign(value)
+        self.optimizer.set_weights(self.fresh)
+        if scale is not None:
+            self.optimizer.dynamic_scale.assign(scale)
+        seen = []
+        for n, batch in enumerate(self.task.batches(seed, steps)):
+            seen.append(self.step(spoiled(batch) if n in bad else batch))
+        loss, info, flushed = jax.tree.map(lambda *xs: np.array(xs), *jax.device_get(seen))
+        good = np.array([n not in bad for n in range(steps)])
+        skipped = ~info.finite & good
+        low = (flushed > 0.01) & good & ~skipped
+        end = loss[good & info.finite][-steps // 20 :]
+        return {
+            "skipped": int(skipped.sum()),
+            "flushed": int(low.sum()),
+            "lost": int((skipped | low).sum()),
+            "share_flushed": float(flushed[good & ~skipped].mean()),
+            "loss": float(end.mean()),
+        }
+
+
+def highest(trainer: Trainer, seed: int) -> float:
+    """The largest power of two at which the first step is finite."""
+    for bits in range(40, -40, -1):
+        if not trainer.run(seed, 1, scale=2.0**bits)["skipped"]:
+            return 2.0**bits
+    raise RuntimeError("no scale is finite")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains, prints the table, and writes `results/rules/float16.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--long", type=int, default=3000, help="steps of the healthy run")
+    parser.add_argument("--output", type=Path, default=RESULTS / "rules" / "float16.json")
+    options = parser.parse_args(argv)
+    results: dict[str, Any] = {}
+    for name, task in {"digits": digits_task(), "text": text_task()}.items():
+        exact = Trainer(task, None)
+        for rule, make in RULES.items():
+            trainer = Trainer(task, make())
+            for seed in track(range(options.seeds), f"{name}, {rule}"):
+                top = highest(trainer, seed)
+                cases = {
+                    "2**10 too high": (400, {"scale": top * 2.0**10}),
+                    "storm of 45": (400, {"bad": STORM}),
+                    "400 steps": (400, {}),
+                    "healthy": (options.long, {}),
+                }
+                for case, (steps, how) in cases.items():
+                    found = trainer.run(seed, steps, **how)
+                    if rule == "dynamic":
+                        found["float32"] = exact.run(seed, steps)["loss"]
+                    results.setdefault(name, {}).setdefault(case, {}).setdefault(rule, []).append(
+                        found
+                    )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    Console().print(table(results))
+
+
+def table(results: dict[str, Any]) -> Table:
+    """Sums over the seeds; losses are means."""
+    shown = Table()
+    for column in ("task", "run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32"):
+        shown.add_column(column)
+    for name, cases in results.items():
+        for case, rules in cases.items():
+            exact = np.mean([run["float32"] for run in rules["dynamic"]])
+            for rule, runs in rules.items():
+                lost = [str(sum(r[key] for r in runs)) for key in ("lost", "skipped", "flushed")]
+                share, loss = (np.mean([r[key] for r in runs]) for key in ("share_flushed", "loss"))
+                numbers = [f"{share:.4%}", f"{loss:.4f}", f"{exact:.4f}"]
+                shown.add_row(name, case, rule, *lost, *numbers)
+    return shown
+
+
+if __name__ == "__main__":
+    main()
