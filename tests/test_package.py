@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = [
     {"checks", "configurable", "joining", "sharding", "variable"},
     {"bridge", "gradients", "options", "policy", "rules", "schedules", "step_info"},
-    {"adaptive", "groups", "inspection", "learning_rate"},
+    {"adaptive", "causes", "groups", "inspection", "learning_rate"},
     {"stateful"},
     {"minimizer"},
     {"step"},

@@ -144,9 +144,100 @@ def test_on_a_mesh_it_is_part_of_the_one_sum(kind, rng):
     program = gs.jit(lambda g: opt.apply([g], [w]), ([w], opt.variables))
     grads = jax.device_put(true * 8, layout)
     text = program.lower(grads).compile().as_text()
+    text = text[text.index("ENTRY") :]  # a branch for skipped steps reads on
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
     program(grads)
     np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(true), rtol=1e-5)
+
+
+SIZES = [(3,), (70, 50), (), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("way", ["optimizer", "optax"])
+def test_a_planted_element_is_reported_as_its_tensor(way, rng):
+    """100 times an inf, -inf or NaN in a random place: the report names that tensor, kind and
+    step, and no other."""
+    names = [f"block/{i}" for i in range(len(SIZES))]
+    grads = [jnp.ones(size) for size in SIZES]
+    if way == "optimizer":
+        variables = [gs.Variable(g, name=n) for g, n in zip(grads, names, strict=True)]
+        opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+
+        def after(grads):
+            opt.apply(grads, variables)
+            return gs.report(opt)
+
+    else:
+        params = {"block": {str(i): g for i, g in enumerate(grads)}}
+        tx, states = gs.loss_scaled(optax.sgd(0.1), telemetry=True), []
+        states.append(tx.init(params))
+        update = jax.jit(tx.update)
+
+        def after(grads):
+            tree = {"block": {str(i): g for i, g in enumerate(grads)}}
+            states.append(update(tree, states[-1], params)[1])
+            return gs.report(states[-1], params)
+
+    wanted = np.array([[0, 0, -1, -1]] * len(SIZES))
+    for step in range(100):
+        leaf, value = rng.integers(len(SIZES)), rng.choice([np.inf, -np.inf, np.nan])
+        bad = np.ones(SIZES[leaf], np.float32)
+        bad.reshape(-1)[rng.integers(bad.size)] = value
+        report = after([*grads[:leaf], jnp.asarray(bad), *grads[leaf + 1 :]])
+        wanted[leaf, 1 if np.isnan(value) else 0] += 1
+        wanted[leaf, 2] = step if wanted[leaf, 2] < 0 else wanted[leaf, 2]
+        wanted[leaf, 3] = step
+        np.testing.assert_array_equal(report.counts, wanted)
+        assert (report.names, report.steps, report.skipped) == (tuple(names), step + 1, step + 1)
+    assert str(after(grads)).startswith("100 of 101 steps were skipped.")
+
+
+def test_a_report_in_words():
+    """The worst comes first; what never failed is not mentioned; None counts as finite."""
+    a, b, c = (gs.Variable(1.0, name=name) for name in "abc")
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+    opt.build([a, b, c])
+    inf, nan = jnp.float32(jnp.inf), jnp.float32(jnp.nan)
+    with pytest.warns(UserWarning, match="No gradient"):
+        opt.apply([inf, None, jnp.float32(1)])
+    for grads in ([inf, 1.0, 1.0], [nan, nan, 1.0]):
+        opt.apply(grads)
+    assert str(gs.report(opt)).splitlines() == [
+        "3 of 3 steps were skipped.",
+        "a: at least 2 of 3, inf 2, NaN 1, steps 0 to 2",
+        "b: 1 of 3, all NaN, step 2",
+    ]
+
+
+def test_a_gradient_of_none_keeps_its_place():
+    """In an optax loop a gradient may be None; the others keep their names."""
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    params = {"a": jnp.ones(2), "b": jnp.ones(2), "nothing": None}
+    _, state = tx.update({"a": None, "b": jnp.full(2, jnp.nan), "nothing": None}, tx.init(params))
+    assert str(gs.report(state, params)).splitlines()[1] == "b: 1 of 1, all NaN, step 0"
+
+
+def test_a_report_of_what_is_spread_over_devices():
+    """On a mesh, and inside of `shard_map`, an inf in the part of one device is everybody's."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    layout = NamedSharding(mesh, PartitionSpec("data"))
+    bad = jax.device_put(jnp.ones((16, 3)).at[9, 1].set(jnp.inf), layout)
+    w = gs.Variable(jax.device_put(jnp.ones((16, 3)), layout), name="w")
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+    opt.apply([bad], [w])
+    assert gs.report(opt).counts.tolist() == [[1, 0, 0, 0]]
+
+    tx, params = gs.loss_scaled(optax.sgd(0.1), telemetry=True), {"w": w.value()}
+    state = tx.init(params)
+    specs = jax.tree.map(lambda x: x.sharding.spec, (state, params))
+    mapped = jax.shard_map(
+        lambda state, params, grads: tx.update(grads, state, params)[1],
+        mesh=mesh,
+        in_specs=(*specs, specs[1]),
+        out_specs=specs[0],
+    )
+    state = jax.jit(mapped)(state, params, {"w": bad})
+    assert gs.report(state, params).counts.tolist() == [[1, 0, 0, 0]]
 
 
 def test_without_it_the_error_says_how():

@@ -11,7 +11,7 @@ from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Opta
 from gainstage.policy import Policy, global_policy, set_global_policy
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage.step_info import StepInfo
-from gainstage.telemetry import telemetry
+from gainstage.telemetry import Report, report, telemetry
 from gainstage.to_optax import to_optax
 from gainstage.transformation import (
     LossScaledState,
@@ -42,6 +42,7 @@ __all__ = [
     "Optimizer",
     "Policy",
     "RMSprop",
+    "Report",
     "ScaleState",
     "StepInfo",
     "Variable",
@@ -50,6 +51,7 @@ __all__ = [
     "jit",
     "loss_scale",
     "loss_scaled",
+    "report",
     "scale_loss",
     "schedules",
     "set_global_policy",

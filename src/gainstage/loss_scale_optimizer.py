@@ -9,6 +9,7 @@ import numpy as np
 
 from gainstage import checks, gradients
 from gainstage.bridge import read
+from gainstage.causes import counted, none_yet
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
 from gainstage.optimizer import Optimizer
@@ -44,8 +45,9 @@ class LossScaleOptimizer(Optimizer):
         dynamic: False for a fixed scale, which `initial_scale` must then give.
         rule: a `LossScale` in the place of the three arguments before.
         name: the prefix of the names of the wrapper's own variables.
-        telemetry: whether `gainstage.telemetry` may ask what the last step was like; adds four
-            scalars to the state.
+        telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
+            `gainstage.report` which tensors overflowed; adds five scalars to the state, and four
+            integers for each variable.
         **options: those of every `Optimizer`. `loss_scale_factor` multiplies the scale.
 
     Raises:
@@ -89,7 +91,7 @@ class LossScaleOptimizer(Optimizer):
         self.telemetry = checks.flag("telemetry", telemetry)
         state = start(rule)
         self._scale_state = _variables_of(state, self.name)
-        self._info = None
+        self._info = self._causes = None
         self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
@@ -192,6 +194,8 @@ class LossScaleOptimizer(Optimizer):
         if self._info is not None and seen.norm is not None:
             info = following(read(self._info), seen.finite, self._loss_scale(), seen.norm)
             jax.tree.map(Variable.assign, self._info, info)
+            causes = counted(read(self._causes), grads, seen.finite)
+            jax.tree.map(Variable.assign, self._causes, causes)
         new = advance(self.rule, read(self._scale_state), seen.finite, **measured)
         jax.tree.map(Variable.assign, self._scale_state, new)
 
@@ -203,7 +207,7 @@ class LossScaleOptimizer(Optimizer):
         inner's."""
         state = self._scale_state
         first = [v for v in (self.step_counter, state.scale) if v is not None]
-        rest = [v for v in jax.tree.leaves((state, self._info)) if v not in first]
+        rest = [v for v in jax.tree.leaves((state, self._info, self._causes)) if v not in first]
         return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
 
     @property
@@ -255,7 +259,10 @@ class LossScaleOptimizer(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
         self.inner_optimizer.build(var_list)
-        own = jax.tree.leaves((self._scale_state, self._info))
+        if self.telemetry and self._causes is None:
+            self._causes = _variables_of(none_yet(len(self._index)), self.name)
+            self._forget_program()
+        own = jax.tree.leaves((self._scale_state, self._info, self._causes))
         self._replicate([*own, *self._slots], var_list)
 
     def update_step(

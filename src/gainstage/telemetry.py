@@ -1,11 +1,17 @@
 """What can be asked of a run while it goes on, of an optimizer or of an optax state alike."""
 
+import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
+
+from gainstage.causes import Causes, none_yet
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.minimizer import Minimizer
 from gainstage.step_info import StepInfo
 from gainstage.transformation import loss_scaled_state
+from gainstage.variable import Variable
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:
@@ -34,17 +40,84 @@ def telemetry(opt_or_state: Any) -> StepInfo:
         >>> print(gs.telemetry(opt).finite, gs.telemetry(opt).skipped_steps)
         False 1
     """
-    if isinstance(opt_or_state, Minimizer) and not isinstance(opt_or_state, LossScaleOptimizer):
+    return _told(opt_or_state)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Which tensors made steps be skipped; `print` shows it as a table."""
+
+    steps: int  # so far, the skipped ones too
+    skipped: int
+    names: tuple[str, ...]  # of the tensors, all of them
+    counts: np.ndarray  # one row a tensor: steps with an inf, with a NaN, the first, the last
+
+    def __str__(self) -> str:
+        lines = [f"{self.skipped} of {self.steps} steps were skipped."]
+        worst = sorted(zip(self.names, self.counts.tolist(), strict=True), key=_steps, reverse=True)
+        for name, (inf, nan, first, last) in worst:
+            if first < 0:
+                continue
+            kinds = "all inf" if not nan else "all NaN" if not inf else f"inf {inf}, NaN {nan}"
+            count = f"at least {max(inf, nan)}" if inf and nan else f"{inf + nan}"
+            when = f"step {first}" if first == last else f"steps {first} to {last}"
+            lines.append(f"{name}: {count} of {self.skipped}, {kinds}, {when}")
+        return "\n".join(lines)
+
+
+def _steps(row: tuple[str, list[int]]) -> int:
+    return max(row[1][:2])
+
+
+def report(opt_or_state: Any, params: Any = None) -> Report:
+    """Which tensors overflowed or were NaN, how often and when: read back from the device.
+
+    Args:
+        opt_or_state: as for `telemetry`.
+        params: for a state, the parameters, whose paths are the names.
+
+    Raises:
+        TypeError, ValueError: as `telemetry`; parameters of another number of leaves.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> a, b = gs.Variable([1.0, 2.0], name="query"), gs.Variable(3.0, name="key")
+        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+        >>> for gradient in (1.0, float("inf"), float("inf")):
+        ...     opt.apply([[gradient, 0.0], 1.0], [a, b])
+        >>> print(gs.report(opt))
+        2 of 3 steps were skipped.
+        query: 2 of 2, all inf, steps 1 to 2
+    """
+    info, causes = _told(opt_or_state)
+    counts = np.asarray(causes.counts)
+    if isinstance(opt_or_state, LossScaleOptimizer):
+        names = [variable.name for variable in opt_or_state._index]
+    elif params is None:
+        names = [f"gradient {place}" for place in range(len(counts))]
+    else:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
+        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    if len(names) != len(counts):
+        raise ValueError(f"Expected params of {len(counts)} leaves; got {len(names)}.")
+    return Report(int(causes.steps), int(info.skipped_steps), tuple(names), counts)
+
+
+def _told(opt_or_state: Any) -> tuple[StepInfo, Causes]:
+    """What telemetry has put into the state of an optimizer or a transformation."""
+    if isinstance(opt_or_state, LossScaleOptimizer):
+        parts = (opt_or_state._info, opt_or_state._causes)
+        info, causes = jax.tree.map(Variable.value, parts)
+    elif isinstance(opt_or_state, Minimizer):
         raise TypeError(
             f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt_or_state!r}."
         )
-    if isinstance(opt_or_state, LossScaleOptimizer):
-        info = opt_or_state._info and StepInfo(*(v.value() for v in opt_or_state._info))
     else:
-        info = loss_scaled_state(opt_or_state).info
+        state = loss_scaled_state(opt_or_state)
+        info, causes = state.info, state.causes
     if info is None:
         raise ValueError(
             "Expected telemetry=True for the LossScaleOptimizer, or for loss_scaled; got one "
             "without."
         )
-    return info
+    return info, none_yet(0) if causes is None else causes

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage import checks, gradients
 from gainstage.bridge import select
+from gainstage.causes import counted, none_yet, places
 from gainstage.inspection import inspect
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.step_info import at_first, following
@@ -24,6 +25,7 @@ class LossScaledState(NamedTuple):
     inner: Any  # the wrapped transformation's
     applied: Any = True  # bool scalar: whether the last step was, True before the first
     info: Any = None  # with `telemetry` a StepInfo
+    causes: Any = None  # with `telemetry` what of which gradient was not finite
 
 
 def loss_scaled(
@@ -40,8 +42,9 @@ def loss_scaled(
     Args:
         tx: the transformation that makes updates out of gradients.
         rule: a `LossScale`, by default `DynamicLossScale()`.
-        telemetry: whether `gainstage.telemetry` may ask what the last step was like; adds four
-            scalars to the state.
+        telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
+            `gainstage.report` which tensors overflowed; adds five scalars to the state, and four
+            integers for each parameter.
 
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
@@ -74,8 +77,10 @@ def loss_scaled(
         if _states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
-        info = at_first(scale.scale) if telemetry else None
-        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), info))
+        told = (None, None)
+        if telemetry:
+            told = at_first(scale.scale), none_yet(len(places(params)))
+        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), *told))
 
     def update(
         updates: Any, state: Any, params: Any = None, **extra: Any
@@ -94,8 +99,13 @@ def loss_scaled(
         updates, inner = select(finite, step, state.inner)
         updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0).astype(u.dtype), updates)
         scale = advance(rule, state.loss_scale, finite, **measured)
-        info = norm if norm is None else following(state.info, finite, state.loss_scale.scale, norm)
-        return updates, LossScaledState(scale, inner, finite, info)
+        told = (None, None)
+        if norm is not None:
+            told = (
+                following(state.info, finite, state.loss_scale.scale, norm),
+                counted(state.causes, places(grads), finite),
+            )
+        return updates, LossScaledState(scale, inner, finite, *told)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -242,4 +252,6 @@ def _unboxed(state: LossScaledState) -> LossScaledState:
         return fields and type(fields)(*(x if x is None else jax.tree.leaves(x)[0] for x in fields))
 
     (applied,) = jax.tree.leaves(state.applied)
-    return LossScaledState(unboxed(state.loss_scale), state.inner, applied, unboxed(state.info))
+    scalars = map(unboxed, (state.loss_scale, state.info, state.causes))
+    scale, info, causes = scalars
+    return LossScaledState(scale, state.inner, applied, info, causes)
