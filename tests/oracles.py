@@ -92,10 +92,12 @@ class AdaptiveAutomaton:
         rule = self.rule
         if not finite:
             hopeless = self.knows_loss and not math.isfinite(loss)
-            stays_nan = any_nan and self.bad >= 3 and self.bad % 64 != 0
+            stays_nan, retries = any_nan and self.bad >= 3, self.bad > 0 and self.bad % 64 == 0
             if self.bad == 0:
                 self.before = self.ceiling
-            if not hopeless and not stays_nan:
+            if stays_nan and not retries:
+                self.ceiling = self.before
+            if retries or (not hopeless and not stays_nan):
                 self.ceiling = self.scale / 2
                 factor = 2.0**-1 if self.largest > 0 else 2.0**-12
                 self.scale = max(self.scale * factor, rule.min_scale)
@@ -103,15 +105,13 @@ class AdaptiveAutomaton:
             return self.scale
         faded = self.largest * np.float32(0.5 ** (1 / rule.memory))
         self.largest = max(np.float32(max_abs), faded)
-        self.ceiling = self.before if self.bad > 3 else self.ceiling
         self.good, self.bad, self.knows_loss = self.good + 1, 0, math.isfinite(loss)
         if self.good >= rule.increment_period:
             self.good, self.ceiling = 0, self.ceiling * 2
         self.ceiling = min(self.ceiling, rule.max_scale)
         wanted = self.scale
         if self.largest > 0:
-            limit = np.float32(rule.largest_number * 2.0**-rule.margin)
-            _, bits = np.frexp(np.float32(limit / self.largest))
-            wanted = 2.0 ** min(max(int(bits) - 1, -126), 126)
+            quotient = rule.largest_number * 2.0**-rule.margin / float(self.largest)
+            wanted = 2.0 ** min(max(math.frexp(quotient)[1] - 1, -126), 126)
         self.scale = max(min(wanted, self.ceiling), rule.min_scale)
         return self.scale

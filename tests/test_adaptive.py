@@ -107,6 +107,57 @@ def test_a_gradient_that_stays_nan_lowers_it_in_the_end():
     assert float(state.scale) <= 2.0**6 or int(state.bad_steps) < 64
 
 
+def test_what_overflows_teach_is_kept():
+    """Gradients inside of the network are 2**10 above those of its weights: after the scale has
+    come down to what fits, there is no skipped step until the ceiling is tried again."""
+    rule = gs.AdaptiveLossScale(increment_period=100)
+    state, skipped = rule.init(), []
+    for _ in range(300):
+        finite = float(state.scale) <= 2.0**5
+        skipped.append(not finite)
+        nan = jnp.array(False)
+        state = rule.update(state, finite, max_abs=1.0, any_nan=nan, loss=1.0)
+    assert sum(skipped[:20]) <= 10
+    assert sum(skipped[20:]) <= 3
+
+
+def test_a_loss_that_is_no_longer_passed_does_not_stop_the_rule():
+    """Overflows without a loss, after a step with one: the scale comes down in the end."""
+    rule = gs.AdaptiveLossScale()
+    state = rule.update(rule.init(), True, max_abs=1.0, any_nan=False, loss=1.0)
+    first = float(state.scale)
+    for _ in range(200):
+        state = rule.update(state, False, max_abs=1.0, any_nan=False, loss=NAN)
+    assert float(state.scale) <= first / 8
+
+
+@pytest.mark.parametrize("tiny", [2.0**-120, 1e-36])
+def test_tiny_gradients_get_the_largest_scale(tiny):
+    """A quotient that no float32 holds is bounded like any other."""
+    rule = gs.AdaptiveLossScale()
+    state = rule.update(rule.init(), True, max_abs=jnp.float32(tiny), any_nan=False, loss=1.0)
+    assert float(state.scale) == 2.0**126
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_devices_measure_together(checked):
+    """Inside of `shard_map` all devices measure the largest gradient of all."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())
+    spec = jax.sharding.PartitionSpec("data")
+    params = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, spec))
+    state = tx.init(params)
+    held = jax.tree.map(lambda x: x.sharding.spec, state)
+    grads = jax.device_put(2.0 ** jnp.arange(8.0), params.sharding)
+    mapped = jax.shard_map(
+        lambda state, grads: tx.update(grads, state, value=grads.sum())[1],
+        mesh=mesh, in_specs=(held, spec), out_specs=held, check_vma=checked,
+    )  # fmt: skip
+    after = jax.jit(mapped)(state, grads)
+    scales = [float(x.data) for x in after.loss_scale.scale.addressable_shards]
+    assert scales == [2.0**7] * 8
+
+
 def test_in_an_optax_loop_the_loss_is_passed_as_value():
     """`value=` tells a NaN in the data from an overflow."""
     tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())

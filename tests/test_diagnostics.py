@@ -97,6 +97,20 @@ def test_a_run_that_went_back_counts_as_it_went_on(tmp_path):
     assert list(read_run(path).get("loss")) == [1.0, 2.0, 2.0, 3.0]
 
 
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    """Notes are not cut off, and a whole last line without an end is kept."""
+    notes = tmp_path / "notes.txt"
+    notes.write_text("to do")
+    with pytest.raises(ValueError, match="Expected a file of JSON objects"):
+        JsonLines(notes)
+    assert notes.read_text() == "to do"
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 0, "loss": 1.0}')
+    with JsonLines(path) as run:
+        run.write(1, loss=2.0)
+    assert list(read_run(path).get("loss")) == [1.0, 2.0]
+
+
 def test_a_variable_is_written_as_it_is_then():
     """What a variable holds is taken when it is written, not when it is read."""
     rate = gs.Variable(0.5)

@@ -1,4 +1,6 @@
+import copy
 import dataclasses
+import pickle
 from typing import NamedTuple
 
 import jax
@@ -312,3 +314,24 @@ def test_a_users_rule():
     assert (opt.dynamic, opt.dynamic_counter) == (True, None)
     twin = gs.LossScaleOptimizer.from_config(opt.get_config())
     assert twin.rule == Ceiling()
+
+
+@pytest.mark.parametrize("how", ["apply", "minimize", "build", "copy", "pickle"])
+def test_an_optimizer_with_a_past_can_be_wrapped(how):
+    """An inner optimizer that was used, built, copied or stored works inside, with telemetry."""
+    w, inner = gs.Variable([1.0, 1.0]), gs.SGD(0.5)
+    if how == "minimize":
+        inner.minimize(lambda: w.value().sum() * 0.0, [w])
+    else:
+        {"apply": lambda: inner.apply([[0.0, 0.0]], [w]), "build": lambda: inner.build([w]),
+         "copy": int, "pickle": int}[how]()  # fmt: skip
+    inner = copy.deepcopy(inner) if how == "copy" else inner
+    inner = pickle.loads(pickle.dumps(inner)) if how == "pickle" else inner
+    opt = gs.LossScaleOptimizer(inner, 8.0, telemetry=True)
+    if inner.built:
+        opt.apply([jnp.array([8.0, 0.0])])
+    else:
+        opt.apply([jnp.array([8.0, 0.0])], [w])
+    opt.apply([jnp.array([jnp.nan, 0.0])])
+    assert w.numpy().tolist() == [0.5, 1.0]
+    assert gs.report(opt).counts.tolist() == [[0, 1, 1, 1]]

@@ -586,3 +586,23 @@ def test_a_known_kind_of_gradients_is_still_looked_at():
         with pytest.raises((ValueError, TypeError), match="Expected"):
             opt.apply(wrong, [a, b])
     np.testing.assert_array_equal([a.numpy(), b.numpy()], [[-8.0, -8.0], [-13.0, -13.0]])
+
+
+def test_one_gradient_for_two_variables_does_not_hide_their_order():
+    """The same array for both, in the other order, says nothing of the next two."""
+    a, b = gs.Variable([0.0]), gs.Variable([0.0])
+    opt, g, h = gs.SGD(1.0), jnp.array([1.0]), jnp.array([2.0])
+    opt.build([a, b])
+    opt.apply([g, g], [b, a])
+    opt.apply([g, h], [b, a])
+    assert (float(a[0]), float(b[0])) == (-3.0, -2.0)
+
+
+def test_a_configuration_means_the_same_whatever_is_imported():
+    """A class of another module's name is the plain one, not a subclass from `compat`."""
+    from gainstage.compat import dtensor
+
+    config = {"class_name": "SGD", "module": "keras.optimizers", "config": {"learning_rate": 0.5}}
+    wrapper = {"inner_optimizer": config, "initial_scale": 8.0}
+    assert dtensor.SGD.__name__ == "SGD"
+    assert type(gs.LossScaleOptimizer.from_config(wrapper).inner_optimizer) is gs.SGD

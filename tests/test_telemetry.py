@@ -192,6 +192,13 @@ def test_a_planted_element_is_reported_as_its_tensor(way, rng):
     assert str(after(grads)).startswith("100 of 101 steps were skipped.")
 
 
+def test_a_part_without_parameters():
+    """Of no gradients at all there is nothing to tell, and no error."""
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    _, state = jax.jit(tx.update)({}, tx.init({}), {})
+    assert str(gs.report(state, {})) == "0 of 1 steps were skipped."
+
+
 def test_a_report_in_words():
     """The worst comes first; what never failed is not mentioned; None counts as finite."""
     a, b, c = (gs.Variable(1.0, name=name) for name in "abc")

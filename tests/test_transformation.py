@@ -382,6 +382,7 @@ def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     )
     grads = {"w": put(jnp.ones((8, size)), "data"), "b": put(jnp.full(size, 2.0))}
     text = mapped.lower(params, state, grads).compile().as_text()
+    text = text[text.index("ENTRY") :]  # a branch for skipped steps reads on
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
     moved, after = mapped(params, state, grads)
     assert float(moved["w"].min()) < 1 > float(moved["b"].min())

@@ -1,6 +1,7 @@
 """A rule that measures: it finds the scale in a step or two, and is not misled by bad data."""
 
 import dataclasses
+import math
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from gainstage import checks
 from gainstage.rules import LARGEST, SMALLEST, LossScale, one_more, set_field
 
 PROBE = 2.0**-12  # how far down the first overflow sends a scale of which nothing is known
-PATIENCE = 3  # lower scales at which a gradient may be NaN before the data is blamed
+PATIENCE = 3  # bad steps in a row after which a NaN is put down to the data
 RETRY = 64  # steps after which a scale is lowered all the same, should that have been wrong
 
 
@@ -20,7 +21,7 @@ class AdaptiveState(NamedTuple):
     scale: jax.Array  # float32: what the next loss is multiplied by
     good_steps: jax.Array  # int32: finite steps since the ceiling last moved
     bad_steps: jax.Array  # int32: steps in a row that were not finite
-    ceiling: jax.Array  # float32: what overflows have taught, a power of two below the last
+    ceiling: jax.Array  # float32: what overflows have taught, half of the last that was one
     before: jax.Array  # float32: the ceiling when the last row of bad steps began
     largest: jax.Array  # float32: the largest true gradient of late, 0 if none is known
     knows_loss: jax.Array  # bool: whether the last finite step came with its loss
@@ -38,14 +39,14 @@ class AdaptiveLossScale(LossScale):
     by 2**12, so that the second step can be measured.
 
     A step is not held against the scale if the true loss was not finite, for then no scale would
-    have helped, or if gradients stay NaN at three lower scales; then only every 64th step lowers
-    it. The loss is known to `minimize`, and to `loss_scaled` where it is passed as `value=`.
+    have helped, or if a gradient is NaN after three bad steps in a row; then only every 64th step
+    lowers it. The loss is known to `minimize`, and to `loss_scaled` where it is passed as `value=`.
 
     Args:
         initial_loss_scale: the scale of the first step, > 0.
         increment_period: finite steps in a row before the ceiling is doubled, an integer >= 1.
         margin: bits between the largest gradient and `largest_number`, >= 0.
-        memory: steps in which the largest gradient is forgotten by half, an integer >= 1.
+        memory: the half-life, in steps, of the largest gradient, an integer >= 1.
         min_scale, max_scale: the bounds, within 2**-126 and 2**126.
         largest_number: the largest number of the dtype of the backward pass, > 0.
 
@@ -108,9 +109,9 @@ class AdaptiveLossScale(LossScale):
         has_loss = jnp.isfinite(measured["loss"])
         hopeless = state.knows_loss & ~has_loss
         stays_nan = measured["any_nan"] & (state.bad_steps >= PATIENCE)
-        to_blame = ~hopeless & ~(stays_nan & (state.bad_steps % RETRY != 0))
+        retries = (state.bad_steps > 0) & (state.bad_steps % RETRY == 0)
         good = self._after_good(state, measured["max_abs"])
-        bad = self._after_overflow(state, to_blame)
+        bad = self._after_overflow(state, retries | ~(hopeless | stays_nan), stays_nan)
         good = good._replace(knows_loss=has_loss)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, bad)
 
@@ -119,10 +120,12 @@ class AdaptiveLossScale(LossScale):
         largest = jnp.where(jnp.isfinite(max_abs), jnp.maximum(max_abs, faded), faded)
         good_steps = one_more(state.good_steps, self.increment_period)
         due = good_steps >= self.increment_period
-        ceiling = jnp.where(state.bad_steps > PATIENCE, state.before, state.ceiling)
-        ceiling = jnp.minimum(jnp.where(due, ceiling * 2, ceiling), self.max_scale)
-        _, bits = jnp.frexp(jnp.float32(self.largest_number * 2.0**-self.margin) / largest)
-        power = jnp.ldexp(jnp.float32(1), jnp.clip(bits - 1, -126, 126))  # `exp2` would round
+        ceiling = jnp.minimum(jnp.where(due, state.ceiling * 2, state.ceiling), self.max_scale)
+        # The power of two below the quotient, which itself might overflow; `exp2` would round.
+        limit, bits = math.frexp(self.largest_number * 2.0**-self.margin)
+        part, exponent = jnp.frexp(largest)
+        bits = bits - exponent - (part > jnp.float32(limit))
+        power = jnp.ldexp(jnp.float32(1), jnp.clip(bits, -126, 126))
         wanted = jnp.where(largest > 0, power, state.scale)
         return state._replace(
             scale=jnp.maximum(jnp.minimum(wanted, ceiling), self.min_scale),
@@ -132,13 +135,19 @@ class AdaptiveLossScale(LossScale):
             largest=largest,
         )
 
-    def _after_overflow(self, state: AdaptiveState, to_blame: jax.Array) -> AdaptiveState:
+    def _after_overflow(
+        self, state: AdaptiveState, lowers: jax.Array, stays_nan: jax.Array
+    ) -> AdaptiveState:
         factor = jnp.where(state.largest > 0, 0.5, PROBE)
         lower = jnp.maximum(state.scale * factor, self.min_scale)
         return state._replace(
-            scale=jnp.where(to_blame, lower, state.scale),
+            scale=jnp.where(lowers, lower, state.scale),
             good_steps=jnp.zeros_like(state.good_steps),
             bad_steps=jnp.minimum(state.bad_steps, 2**30) + 1,
-            ceiling=jnp.where(to_blame, state.scale / 2, state.ceiling),
+            ceiling=jnp.where(
+                lowers,
+                state.scale / 2,
+                jnp.where(stays_nan, state.before, state.ceiling),  # it was not the scale
+            ),
             before=jnp.where(state.bad_steps == 0, state.ceiling, state.before),
         )

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-INF, NAN, FIRST, LAST = range(4)  # the columns of `counts`
-
 
 class Causes(NamedTuple):
     """The steps that were skipped, by the gradients that made them be."""
@@ -23,7 +21,7 @@ def none_yet(count: int) -> Causes:
     return Causes(jnp.int32(0), jnp.tile(never, (count, 1)))
 
 
-def places(tree: Any) -> list[Any]:
+def leaves_and_none(tree: Any) -> list[Any]:
     """The leaves of a tree, None being one."""
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
@@ -39,7 +37,7 @@ def counted(causes: Causes, grads: Sequence[Any], finite: jax.Array) -> Causes:
         return [jnp.isinf(gradient).any(), jnp.isnan(gradient).any()]
 
     def more() -> jax.Array:
-        found = jnp.array([kinds(gradient) for gradient in grads])
+        found = jnp.array([kinds(gradient) for gradient in grads], bool).reshape(-1, 2)
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if axes:  # inside of `jax.shard_map` each device has seen its own part
             found = lax.psum(found.astype(jnp.int32), tuple(axes)) > 0

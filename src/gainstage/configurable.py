@@ -129,7 +129,7 @@ def deserialize(
     Args:
         description: what `serialize` or Keras wrote; it is not changed.
         base: the expected class. Among several subclasses of one name the one of the same module
-            wins, then the one defined last.
+            wins, then one that is not derived from another of them, then the one defined last.
         custom_objects: classes by name, to search first.
 
     Raises:
@@ -142,7 +142,8 @@ def deserialize(
         )
     name, module = description["class_name"], description.get("module")
     found = [cls for cls in _family(base) if cls.__name__ == name]
-    found.sort(key=lambda cls: cls.__module__ == module)
+    derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
+    found.sort(key=lambda cls: (cls.__module__ == module, cls not in derived))
     cls = (custom_objects or {}).get(name) or (found[-1] if found else None)
     if cls is None:
         known = sorted({cls.__name__ for cls in _family(base)})

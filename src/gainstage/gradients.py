@@ -103,7 +103,18 @@ def measure(names: Sequence[str], grads: Any, loss: Any = None) -> dict[str, jax
     for name in names:
         if name not in known:
             raise ValueError(f"Expected measures among {sorted(known)}; got {name!r}.")
-    return {name: known[name]() for name in names}
+    measured = {name: known[name]() for name in names}
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return measured
+    # Inside of `jax.shard_map` each device has measured its own part, and all have to agree.
+    together = {"max_abs": lax.pmax, "loss": lax.pmean}
+    return {
+        name: together[name](value, axes)
+        if name in together
+        else lax.psum(value.astype(jnp.int32), axes) > 0
+        for name, value in measured.items()
+    }
 
 
 def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Array]) -> Gradients:

@@ -105,7 +105,8 @@ def norms(
     grads: Sequence[Any], limits: Mapping[str, float], layouts: Sequence[Any] = ()
 ) -> list[jax.Array]:
     """What `gradients.clip` divides by, of gradients that are not scaled."""
-    if any(isinstance(layout, NamedSharding) for layout in layouts):
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual or any(isinstance(layout, NamedSharding) for layout in layouts):
         return inspect(grads, 1.0, limits, layouts=layouts).norms if limits else []
     rows = [(g,) for g in grads if g is not None and limits]
     return list(jnp.sqrt(_wanted(*_sums(_squares, rows), limits)))

@@ -100,6 +100,8 @@ class LossScaleOptimizer(Optimizer):
         inner_optimizer._wrapper = self
         if telemetry:
             self._info = _variables_of(at_first(self._loss_scale()), self.name)
+        if inner_optimizer.built:
+            self._build_around(list(self._index))
 
     def _chosen_rule(
         self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None
@@ -259,11 +261,13 @@ class LossScaleOptimizer(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
         self.inner_optimizer.build(var_list)
-        if self.telemetry and self._causes is None:
-            self._causes = _variables_of(none_yet(len(self._index)), self.name)
-            self._forget_program()
+
+    def _build_around(self, variables: Sequence[Variable]) -> None:
+        if self.telemetry:
+            self._causes = _variables_of(none_yet(len(variables)), self.name)
         own = jax.tree.leaves((self._scale_state, self._info, self._causes))
-        self._replicate([*own, *self._slots], var_list)
+        self._replicate([*own, *self._slots], variables)
+        self._forget_program()
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

@@ -28,8 +28,8 @@ class Minimizer(Stateful):
 
     jit_compile: bool
     _program: jit | None
-    _loss: jax.Array | None = None  # of the step that is being taken, where `minimize` takes it
-    _taken: Any = None  # the kind of the last gradients, if a step took them as they came
+    _loss: jax.Array | None  # of the step that is being taken, where `minimize` takes it
+    _taken: Any  # the kind of the last gradients, if a step took them as they came
 
     @abc.abstractmethod
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -168,10 +168,12 @@ class Minimizer(Stateful):
         kind = _kind(grads, trainable_variables)
         if kind is None or kind != self._taken:
             given, grads = grads, self._checked(grads, trainable_variables)
-            self._taken = kind if _same(given, grads) else None
+            as_given = kind is not None and kind[0] in (None, list(self._index))
+            self._taken = kind if as_given and all(map(operator.is_, given, grads)) else None
         loss = self._loss if self._wants_loss() else None
         if any([variable._traces for variable in self.variables]):
             self._apply(grads, None, loss)  # already inside of a traced function
+            self._taken = None
             return
         state = (self.variables, list(self._index))
         if not self.jit_compile:
@@ -279,10 +281,6 @@ def _kind(grads: list[Any], variables: Any) -> Any:
         return None
     order = None if variables is None else list(variables)
     return order, [gradient.aval for gradient in grads], {gradient.sharding for gradient in grads}
-
-
-def _same(some: list[Any], others: list[Any]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def check_floating(variables: Sequence[Variable]) -> None:

@@ -143,7 +143,7 @@ class Optimizer(Step):
         self._slots: list[Variable] = []
         self._slot_of: dict[tuple[Variable, str], Variable] = {}
         self._group_of: dict[Variable, Group] = {}
-        self._program = None
+        self._program = self._taken = self._loss = None
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
@@ -303,10 +303,15 @@ class Optimizer(Step):
                 if not variable._is_planned:
                     master.assign(variable)
         self._places = {variable: place for place, variable in enumerate(variables)}
+        if isinstance(self._wrapper, Optimizer):
+            self._wrapper._build_around(variables)
         if self.group_small and self._is_elementwise():
             for group in groups_of(variables, gradients.wide):
                 self._group_of |= dict.fromkeys(group.members, group)
         self._forget_program()
+
+    def _build_around(self, variables: Sequence[Variable]) -> None:
+        """Creates what a wrapper keeps beside the state of its inner optimizer."""
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

@@ -40,10 +40,10 @@ def telemetry(opt_or_state: Any) -> StepInfo:
         >>> print(gs.telemetry(opt).finite, gs.telemetry(opt).skipped_steps)
         False 1
     """
-    return _told(opt_or_state)[0]
+    return jax.tree.map(_value, _told(opt_or_state)[0])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Report:
     """Which tensors made steps be skipped; `print` shows it as a table."""
 
@@ -89,7 +89,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         2 of 3 steps were skipped.
         query: 2 of 2, all inf, steps 1 to 2
     """
-    info, causes = _told(opt_or_state)
+    info, causes = jax.tree.map(_value, _told(opt_or_state))
     counts = np.asarray(causes.counts)
     if isinstance(opt_or_state, LossScaleOptimizer):
         names = [variable.name for variable in opt_or_state._index]
@@ -103,11 +103,14 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     return Report(int(causes.steps), int(info.skipped_steps), tuple(names), counts)
 
 
+def _value(x: Any) -> Any:
+    return x.value() if isinstance(x, Variable) else x
+
+
 def _told(opt_or_state: Any) -> tuple[StepInfo, Causes]:
-    """What telemetry has put into the state of an optimizer or a transformation."""
+    """What telemetry has put into the state: variables of an optimizer, else arrays."""
     if isinstance(opt_or_state, LossScaleOptimizer):
-        parts = (opt_or_state._info, opt_or_state._causes)
-        info, causes = jax.tree.map(Variable.value, parts)
+        info, causes = opt_or_state._info, opt_or_state._causes
     elif isinstance(opt_or_state, Minimizer):
         raise TypeError(
             f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt_or_state!r}."

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage import checks, gradients
 from gainstage.bridge import select
-from gainstage.causes import counted, none_yet, places
+from gainstage.causes import counted, leaves_and_none, none_yet
 from gainstage.inspection import inspect
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.step_info import at_first, following
@@ -79,7 +79,7 @@ def loss_scaled(
         scale = start(rule)
         told = (None, None)
         if telemetry:
-            told = at_first(scale.scale), none_yet(len(places(params)))
+            told = at_first(scale.scale), none_yet(len(leaves_and_none(params)))
         return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), *told))
 
     def update(
@@ -103,7 +103,7 @@ def loss_scaled(
         if norm is not None:
             told = (
                 following(state.info, finite, state.loss_scale.scale, norm),
-                counted(state.causes, places(grads), finite),
+                counted(state.causes, leaves_and_none(grads), finite),
             )
         return updates, LossScaledState(scale, inner, finite, *told)
 
@@ -121,7 +121,8 @@ def _on_mesh_of(params: Any, state: Any) -> Any:
     everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
 
     def placed(x: jax.Array) -> jax.Array:
-        return x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere)
+        there = isinstance(getattr(x, "sharding", None), NamedSharding)
+        return x if there else jax.device_put(x, everywhere)
 
     return jax.tree.map(placed, state)
 

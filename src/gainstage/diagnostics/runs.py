@@ -29,8 +29,8 @@ def read_run(path: str | Path) -> Run:
     """A run that `JsonLines` has written.
 
     A step that is recorded twice, as after a return to a checkpoint, counts as it was the last
-    time, and those behind it not at all. A last line without an end is what a killed process
-    leaves, and is left out.
+    time, and those behind it not at all. Of a last line that a killed process has not
+    written to its end nothing is read.
 
     Args:
         path: the file.

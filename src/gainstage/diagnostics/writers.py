@@ -52,7 +52,7 @@ class Writer(abc.ABC):
         """
         numbers = {**({} if info is None else info._asdict()), **numbers}
         record = {name: _scalar(name, number) for name, number in numbers.items()}
-        self._waiting.append({"step": checks.integer("step", step, low=0), **record})
+        self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
         if len(self._waiting) >= self.every:
             self.flush()
 
@@ -62,8 +62,9 @@ class Writer(abc.ABC):
         Raises:
             ValueError: a number whose memory has been given to a later step.
         """
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
         if not waiting or jax.process_index():
+            waiting.clear()
             return
         for name, number in (pair for record in waiting for pair in record.items()):
             if isinstance(number, jax.Array) and number.is_deleted():
@@ -74,6 +75,7 @@ class Writer(abc.ABC):
         read = jax.device_get(waiting)
         pairs = zip(waiting, read, strict=True)
         self.put([{name: _plain(numbers[name]) for name in record} for record, numbers in pairs])
+        waiting.clear()
 
     def close(self) -> None:
         """Puts away what is waiting, and ends."""
@@ -97,6 +99,7 @@ class JsonLines(Writer):
 
     Raises:
         OSError: the file cannot be made.
+        ValueError: it holds something else.
 
     Examples:
         >>> import tempfile, pathlib
@@ -115,7 +118,7 @@ class JsonLines(Writer):
         self._path = Path(path)
         if not jax.process_index():
             self._path.touch()
-            _drop_unfinished_line(self._path)
+            _end_last_line(self._path)
 
     def put(self, records: list[Record]) -> None:
         lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
@@ -156,13 +159,24 @@ def _scalar(name: str, number: Any) -> Any:
         raise TypeError(f"Expected a number for {name}; got {number!r}.")
     if getattr(number, "shape", ()):
         raise TypeError(f"Expected a scalar for {name}; got shape {number.shape}.")  # type: ignore[union-attr]
-    return number
+    return number.item() if isinstance(number, (np.generic, np.ndarray)) else number
 
 
-def _drop_unfinished_line(path: Path) -> None:
-    """What a killed process has left behind the last whole line."""
+def _end_last_line(path: Path) -> None:
+    """Ends the last line, or drops what of it a killed process has left."""
     with path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+        text = file.read()
+        start = text.rfind(b"\n") + 1
+        rest = text[start:]
+        if not rest:
+            return
+        if not rest.startswith(b"{"):
+            raise ValueError(f"Expected a file of JSON objects at {path}; got {rest[:60]!r}.")
+        try:
+            json.loads(rest)
+            file.write(b"\n")
+        except ValueError:
+            file.truncate(start)
 
 
 def _plain(number: Any) -> Any:
