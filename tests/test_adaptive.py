@@ -142,7 +142,8 @@ def test_tiny_gradients_get_the_largest_scale(tiny):
 @pytest.mark.parametrize("checked", [True, False])
 def test_devices_measure_together(checked):
     """Inside of `shard_map` all devices measure the largest gradient of all."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kind = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())
     spec = jax.sharding.PartitionSpec("data")
     params = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, spec))

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gainstage.sharding import varying
+
 
 class Causes(NamedTuple):
     """The steps that were skipped, by the gradients that made them be."""
@@ -40,7 +42,7 @@ def counted(causes: Causes, grads: Sequence[Any], finite: jax.Array) -> Causes:
         found = jnp.array([kinds(gradient) for gradient in grads], bool).reshape(-1, 2)
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if axes:  # inside of `jax.shard_map` each device has seen its own part
-            found = lax.psum(found.astype(jnp.int32), tuple(axes)) > 0
+            found = lax.psum(varying(found.astype(jnp.int32), axes), tuple(axes)) > 0
         hit, step = found.any(axis=1), causes.steps
         inf, nan, first, last = causes.counts.T
         first = jnp.where(hit & (first < 0), step, first)

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from gainstage.sharding import varying
 from gainstage.variable import placed
 
 
@@ -110,9 +111,9 @@ def measure(names: Sequence[str], grads: Any, loss: Any = None) -> dict[str, jax
     # Inside of `jax.shard_map` each device has measured its own part, and all have to agree.
     together = {"max_abs": lax.pmax, "loss": lax.pmean}
     return {
-        name: together[name](value, axes)
+        name: together[name](varying(value, axes), axes)
         if name in together
-        else lax.psum(value.astype(jnp.int32), axes) > 0
+        else lax.psum(varying(value.astype(jnp.int32), axes), axes) > 0
         for name, value in measured.items()
     }
 

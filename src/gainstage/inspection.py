@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
 from gainstage.joining import SMALL, bundle, is_spread
-from gainstage.sharding import axes_of, is_first
+from gainstage.sharding import axes_of, is_first, varying, varying_axes
 from gainstage.variable import placed
 
 ROW = 2**15  # elements: so many float32 fit into a core's cache
@@ -86,14 +86,6 @@ def typed_layout(x: Any) -> NamedSharding | None:
     layout = None if x is None else jax.typeof(x).sharding
     kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())
     return layout if kinds and set(kinds) == {AxisType.Explicit} else None
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """The axes of the mesh along which an array differs, inside of `jax.shard_map`; none with
-    `check_vma=False`, where JAX does not know."""
-    kind = jax.typeof(x)
-    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
-    return frozenset(axes)
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -217,7 +209,7 @@ def _read_part(
         finite &= sums.finite
     if squares is None:  # of no array at all
         squares = _read([], [], scale, limits).squares
-    return lax.psum(jnp.append(squares, ~finite), tuple(everywhere))
+    return lax.psum(varying(jnp.append(squares, ~finite), everywhere), tuple(everywhere))
 
 
 def _agreed(told: jax.Array) -> Sums:

@@ -63,6 +63,21 @@ def is_first(axes: Iterable[str]) -> jax.Array:
     return jnp.array([lax.axis_index(axis) == 0 for axis in axes], bool).all()
 
 
+def varying_axes(x: Any) -> frozenset[str]:
+    """The axes of the mesh along which an array differs, inside of `jax.shard_map`; none with
+    `check_vma=False`, where JAX does not know."""
+    kind = jax.typeof(x)
+    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
+    return frozenset(axes)
+
+
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Inside of `jax.shard_map`: an array as a collective over these axes takes it, that is, not
+    of a type that differs along some of them and is known to be alike along others."""
+    alike = tuple(set(axes) - varying_axes(x))
+    return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
+
+
 def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) -> NamedSharding:
     """The layout of the state for a variable of that layout, divided over more axes of the mesh.
 

@@ -45,12 +45,22 @@ def telemetry(opt_or_state: Any) -> StepInfo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """Which tensors made steps be skipped; `print` shows it as a table."""
+    """Which tensors made steps be skipped, as `report` returns it; `print` shows it in words.
 
-    steps: int  # so far, the skipped ones too
+    Args:
+        steps: how many there were, the skipped ones too.
+        skipped: how many of them were skipped.
+        names: of the tensors, all of them.
+        counts: an integer array with one row a tensor: steps in which it held an inf, steps in
+            which it held a NaN, the first of them and the last, -1 if there was none.
+
+    Source: NVIDIA apex issue 192, which asks for it.
+    """
+
+    steps: int
     skipped: int
-    names: tuple[str, ...]  # of the tensors, all of them
-    counts: np.ndarray  # one row a tensor: steps with an inf, with a NaN, the first, the last
+    names: tuple[str, ...]
+    counts: np.ndarray
 
     def __str__(self) -> str:
         lines = [f"{self.skipped} of {self.steps} steps were skipped."]

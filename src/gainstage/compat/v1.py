@@ -15,7 +15,7 @@ from gainstage.compat.live import (
     LossScale,
     UnscaledLossScaleOptimizer,
 )
-from gainstage.inspection import varying_axes
+from gainstage.sharding import varying_axes
 from gainstage.variable import Variable
 
 __all__ = [
