@@ -31,7 +31,9 @@ class Sums(NamedTuple):
     """What is added up over elements, arrays and devices."""
 
     finite: jax.Array  # bool scalar: whether all elements are
-    squares: jax.Array  # of one array or several together; in the end those that clipping wants
+    # Of one array or several together; in the end one element for each norm that is wanted, and
+    # None if none is: XLA does not bear arrays without elements everywhere.
+    squares: Any
 
 
 def inspect(
@@ -75,8 +77,10 @@ def inspect(
     else:
         alone = NamedSharding(next(iter(spread.values())).mesh, PartitionSpec())
         sums = _read_mesh(leaves, onto, scale, limits, [spread.get(i, alone) for i in here])
+    if sums.squares is None:
+        return Inspection(sums.finite, [], None)
     norms = jnp.sqrt(sums.squares)
-    whole = jnp.sqrt(jnp.sum(jnp.square(norms))) if "clipnorm" in limits else norms.sum()
+    whole = jnp.sqrt(jnp.sum(jnp.square(norms))) if "clipnorm" in limits else norms[0]
     finite = sums.finite & jnp.isfinite(norms).all() if clips else sums.finite
     return Inspection(finite, list(norms) if clips else [], whole if norm else None)
 
@@ -100,8 +104,8 @@ def norms(
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual or any(isinstance(layout, NamedSharding) for layout in layouts):
         return inspect(grads, 1.0, limits, layouts=layouts).norms if limits else []
-    rows = [(g,) for g in grads if g is not None and limits]
-    return list(jnp.sqrt(_wanted(*_sums(_squares, rows), limits)))
+    squares = _wanted(*_sums(_squares, [(g,) for g in grads if g is not None and limits]), limits)
+    return [] if squares is None else list(jnp.sqrt(squares))
 
 
 def _read(
@@ -121,7 +125,8 @@ def _read(
     alone = "clipnorm" in limits or not ordered
     rows = [*zip(*columns, strict=True)] if alone else bundle(*columns)
     total, each = _sums(_squares, [row[:1] for row in rows], ordered)
-    norms = jnp.sqrt(_wanted(total, each, limits)) / scale
+    squares = _wanted(total, each, limits)
+    norms = None if squares is None else jnp.sqrt(squares) / scale
     # What is below 2**100 does not move a finite sum of float32 beyond the largest number.
     vouched = jnp.sqrt(total.squares) / scale < 2.0**100
     # Squares that were flushed to zero are those of norms far below any such limit.
@@ -135,15 +140,17 @@ def _read(
 
     def ask() -> Sums:
         total, each = _sums(exactly, rows, ordered, stored=False)
-        return Sums(total.finite, _wanted(total, each, limits).astype(norms.dtype))
+        asked = _wanted(total, each, limits)
+        return Sums(total.finite, None if norms is None else asked.astype(norms.dtype))
 
-    return lax.cond(vouched, lambda: Sums(vouched, jnp.square(norms)), ask)
+    known = None if norms is None else jnp.square(norms)
+    return lax.cond(vouched, lambda: Sums(vouched, known), ask)
 
 
-def _wanted(total: Sums, each: list[Sums], limits: Mapping[str, float]) -> jax.Array:
-    """The squares that clipping wants."""
+def _wanted(total: Sums, each: list[Sums], limits: Mapping[str, float]) -> Any:
+    """The squares that clipping wants, None if it wants none."""
     chosen = each if "clipnorm" in limits else [total] if "global_clipnorm" in limits else []
-    return jnp.array([sums.squares for sums in chosen], total.squares.dtype)
+    return jnp.array([sums.squares for sums in chosen], total.squares.dtype) if chosen else None
 
 
 def _read_mesh(
@@ -200,21 +207,24 @@ def _read_part(
         sums = _read([leaves[i] for i in places], mine, scale, limits, ordered)
         # What several devices hold alike is counted on the first of them.
         first = is_first(axis for axis in everywhere if axis not in own)
+        finite &= sums.finite
+        if sums.squares is None:
+            continue
         counted = jnp.where(first, sums.squares, 0)
         if "clipnorm" in limits:
             squares = jnp.zeros(len(leaves), counted.dtype) if squares is None else squares
             squares = squares.at[jnp.array(places)].set(counted)
         else:
             squares = counted if squares is None else squares + counted
-        finite &= sums.finite
-    if squares is None:  # of no array at all
+    if squares is None and not leaves:
         squares = _read([], [], scale, limits).squares
-    return lax.psum(varying(jnp.append(squares, ~finite), everywhere), tuple(everywhere))
+    told = jnp.float32(~finite)[None] if squares is None else jnp.append(squares, ~finite)
+    return lax.psum(varying(told, everywhere), tuple(everywhere))
 
 
 def _agreed(told: jax.Array) -> Sums:
     """What `_read_part` has told all devices."""
-    return Sums(told[-1] == 0, told[:-1])
+    return Sums(told[-1] == 0, told[:-1] if told.size > 1 else None)
 
 
 def _squares(x: jax.Array) -> Sums:

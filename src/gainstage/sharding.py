@@ -1,5 +1,6 @@
 """Where the state of an optimizer lies on a mesh: with its variable, or divided more (ZeRO-1)."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -60,7 +61,8 @@ def axes_of(spec: PartitionSpec) -> frozenset[str]:
 def is_first(axes: Iterable[str]) -> jax.Array:
     """Inside of `jax.shard_map`: whether this device is the first along all of these axes, and so
     the one that speaks for those that hold the same."""
-    return jnp.array([lax.axis_index(axis) == 0 for axis in axes], bool).all()
+    firsts = [lax.axis_index(axis) == 0 for axis in axes]
+    return functools.reduce(jnp.logical_and, firsts, jnp.array(True))
 
 
 def varying_axes(x: Any) -> frozenset[str]:
