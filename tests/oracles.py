@@ -98,7 +98,7 @@ class AdaptiveAutomaton:
             if stays_nan and not retries:
                 self.ceiling = self.before
             if retries or (not hopeless and not stays_nan):
-                self.ceiling = self.scale / 2
+                self.ceiling = max(self.scale / 2, rule.min_scale)
                 factor = 2.0**-1 if self.largest > 0 else 2.0**-12
                 self.scale = max(self.scale * factor, rule.min_scale)
             self.good, self.bad = 0, self.bad + 1

@@ -131,6 +131,17 @@ def test_a_loss_that_is_no_longer_passed_does_not_stop_the_rule():
     assert float(state.scale) <= first / 8
 
 
+def test_from_the_lowest_floor_it_comes_back():
+    """After overflows at the smallest scale there is, finite steps raise it again."""
+    rule = gs.AdaptiveLossScale(2.0**-125, increment_period=1, min_scale=2.0**-126)
+    state = rule.update(rule.init(), True, max_abs=1.0, any_nan=False, loss=1.0)
+    state = state._replace(scale=jnp.float32(2.0**-126))
+    state = rule.update(state, False, max_abs=1.0, any_nan=False, loss=1.0)
+    for _ in range(10):
+        state = rule.update(state, True, max_abs=1.0, any_nan=False, loss=1.0)
+    assert float(state.scale) == 2.0**-116
+
+
 @pytest.mark.parametrize("tiny", [2.0**-120, 1e-36])
 def test_tiny_gradients_get_the_largest_scale(tiny):
     """A quotient that no float32 holds is bounded like any other."""

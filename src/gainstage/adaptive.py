@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks
-from gainstage.rules import LARGEST, SMALLEST, LossScale, one_more, set_field
+from gainstage.rules import LARGEST, LossScale, one_more, set_field, set_scales
 
 PROBE = 2.0**-12  # how far down the first overflow sends a scale of which nothing is known
 PATIENCE = 3  # bad steps in a row after which a NaN is put down to the data
@@ -83,9 +83,7 @@ class AdaptiveLossScale(LossScale):
     largest_number: float = 65504.0
 
     def __post_init__(self) -> None:
-        set_field(self, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
-        set_field(self, "min_scale", checks.real, low=SMALLEST, high=self.max_scale)
-        set_field(self, "initial_loss_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        set_scales(self)
         set_field(self, "increment_period", checks.integer, low=1)
         set_field(self, "margin", checks.real, low=0.0)
         set_field(self, "memory", checks.integer, low=1)
@@ -146,7 +144,7 @@ class AdaptiveLossScale(LossScale):
             bad_steps=jnp.minimum(state.bad_steps, 2**30) + 1,
             ceiling=jnp.where(
                 lowers,
-                state.scale / 2,
+                jnp.maximum(state.scale / 2, self.min_scale),  # 0 would never grow again
                 jnp.where(stays_nan, state.before, state.ceiling),  # it was not the scale
             ),
             before=jnp.where(state.bad_steps == 0, state.ceiling, state.before),

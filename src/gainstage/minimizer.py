@@ -172,8 +172,8 @@ class Minimizer(Stateful):
             self._taken = kind if as_given and all(map(operator.is_, given, grads)) else None
         loss = self._loss if self._wants_loss() else None
         if any([variable._traces for variable in self.variables]):
+            self._taken = None  # nothing was asked about where arrays lie
             self._apply(grads, None, loss)  # already inside of a traced function
-            self._taken = None
             return
         state = (self.variables, list(self._index))
         if not self.jit_compile:

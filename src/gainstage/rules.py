@@ -176,9 +176,7 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
-        set_field(self, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
-        set_field(self, "min_scale", checks.real, low=SMALLEST, high=self.max_scale)
-        set_field(self, "initial_loss_scale", checks.real, low=SMALLEST, high=self.max_scale)
+        set_scales(self)
         set_field(self, "multiplier", checks.real, above=0.0)
         set_field(self, "increment_period", checks.integer, low=1)
         set_field(self, "hysteresis", checks.integer, low=1)
@@ -250,6 +248,13 @@ def as_rule(name: str, value: Any) -> LossScale:
     if not isinstance(value, LossScale):
         raise TypeError(f"Expected a gainstage.LossScale for {name}; got {value!r}.")
     return value
+
+
+def set_scales(rule: Any) -> None:
+    """Checks the bounds of a rule that is being made, and its first scale against them."""
+    set_field(rule, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
+    set_field(rule, "min_scale", checks.real, low=SMALLEST, high=rule.max_scale)
+    set_field(rule, "initial_loss_scale", checks.real, low=SMALLEST, high=rule.max_scale)
 
 
 def set_field(rule: LossScale, name: str, check: Any, **bounds: float) -> None:
