@@ -103,22 +103,21 @@ class Trainer:
     def _step(self, batch: Any) -> Any:
         values = [w.value() for w in self.weights]
 
-        def gradient(dtype: str, scale: Any) -> jax.Array:
-            def scaled(weights: list[jax.Array]) -> jax.Array:
-                halves = [w.astype(dtype) for w in weights]
-                return self.task.loss(halves, batch, dtype) * scale
+        def gradient(dtype: str, scale: Any) -> tuple[jax.Array, list[jax.Array]]:
+            def scaled(weights: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+                loss = self.task.loss(weights, batch, dtype).astype(jnp.float32)
+                return loss * scale, loss
 
-            grads = jax.grad(scaled)(values)
-            return jnp.concatenate([jnp.ravel(g) for g in grads])
+            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(values)
+            return loss, grads
 
+        loss, grads = gradient(self.dtype, self.optimizer.loss_scale)
         flushed = jnp.float32(0)
         if self.dtype == "float16":
-            exact, held = gradient("float32", 1.0), gradient("float16", self.optimizer.loss_scale)
-            flushed = jnp.sum((exact != 0) & (held == 0)) / jnp.maximum(jnp.sum(exact != 0), 1)
-        loss = self.optimizer.minimize(
-            lambda: self.task.loss([w.value() for w in self.weights], batch, self.dtype),
-            self.weights,
-        )
+            pairs = list(zip(gradient("float32", 1.0)[1], grads, strict=True))
+            lost = sum(jnp.sum((exact != 0) & (held == 0)) for exact, held in pairs)
+            flushed = lost / jnp.maximum(sum(jnp.sum(exact != 0) for exact, _ in pairs), 1)
+        self.optimizer.apply(grads, self.weights, loss=loss)
         return loss, gs.telemetry(self.optimizer), flushed
 
     def run(

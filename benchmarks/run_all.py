@@ -14,6 +14,7 @@ CLAIMS = (
     "clipping_shares_its_norm_with_the_check",
     "options_cost_what_they_cost_in_optax",
     "train_steps_do_not_notice_scaling",
+    "telemetry_costs_nothing",
     "faster_than_the_peers",
     "many_tiny_tensors",
     "eager_apply",

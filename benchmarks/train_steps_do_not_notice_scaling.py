@@ -57,18 +57,20 @@ def in_optax(model: models.Model) -> harness.Variant:
     return pure(step, model, tx.init(model.params))
 
 
-def keras_style(model: models.Model) -> harness.Variant:
-    """`gs.jit` over `minimize`."""
+def keras_style(model: models.Model, **options: Any) -> harness.Variant:
+    """`gs.jit` over `minimize`; with telemetry the step returns it."""
     params = jax.tree.map(gs.Variable, model.params)
     variables = jax.tree.leaves(params)
-    optimizer = gs.LossScaleOptimizer(gs.Adam(RATE, epsilon=EPSILON), initial_scale=SCALE)
+    options = {"rule": gs.DynamicLossScale(SCALE), **options}
+    optimizer = gs.LossScaleOptimizer(gs.Adam(RATE, epsilon=EPSILON), **options)
     optimizer.build(variables)
 
-    def step(batch: Any) -> jax.Array:
+    def step(batch: Any) -> Any:
         def loss() -> jax.Array:
             return model.loss(jax.tree.map(lambda v: v.value(), params), batch)
 
-        return optimizer.minimize(loss, variables)
+        value = optimizer.minimize(loss, variables)
+        return (value, gs.telemetry(optimizer)) if optimizer.telemetry else value
 
     program = gs.jit(step, (variables, optimizer.variables), donate=True)
     return lambda _, batch: (variables, program(batch)), (variables, None)

@@ -85,6 +85,7 @@ class AdaptiveAutomaton:
     def __init__(self, rule):
         self.rule, self.scale = rule, rule.initial_loss_scale
         self.ceiling = self.before = rule.max_scale
+        self.first = self.scale
         self.good = self.bad = 0
         self.largest, self.knows_loss = np.float32(0), False
 
@@ -94,13 +95,17 @@ class AdaptiveAutomaton:
             hopeless = self.knows_loss and not math.isfinite(loss)
             stays_nan, retries = any_nan and self.bad >= 3, self.bad > 0 and self.bad % 64 == 0
             if self.bad == 0:
-                self.before = self.ceiling
+                self.before, self.first = self.ceiling, self.scale
             if stays_nan and not retries:
                 self.ceiling = self.before
+                factor = 1.0 if self.largest > 0 else 2.0**-12
+                self.scale = max(self.first * factor, rule.min_scale)
             if retries or (not hopeless and not stays_nan):
                 self.ceiling = max(self.scale / 2, rule.min_scale)
                 factor = 2.0**-1 if self.largest > 0 else 2.0**-12
                 self.scale = max(self.scale * factor, rule.min_scale)
+                if retries and stays_nan:
+                    self.first = self.scale * (1.0 if self.largest > 0 else 2.0**12)
             self.good, self.bad = 0, self.bad + 1
             return self.scale
         faded = self.largest * np.float32(0.5 ** (1 / rule.memory))

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
     {"checks", "configurable", "joining", "sharding", "variable"},
-    {"bridge", "gradients", "options", "policy", "rules", "schedules", "step_info"},
-    {"adaptive", "causes", "groups", "inspection", "learning_rate"},
+    {"bridge", "gradients", "options", "policy", "rules", "schedules"},
+    {"adaptive", "groups", "inspection", "learning_rate", "local", "observed"},
     {"stateful"},
     {"minimizer"},
     {"step"},

@@ -29,17 +29,21 @@ def steps_of(rng, scale_of, n=12):
         yield true, [t * np.float32(scale_of()) for t in true]
 
 
-def expected(true, before, scale):
+def expected(true, before, scale, step):
     """The telemetry of a step, in float64 numpy."""
+    elements = np.concatenate([np.ravel(t) for t in true])
+    largest = np.abs(elements[np.isfinite(elements)]).max()
     finite = all(np.isfinite(t).all() for t in true)
     norm = np.sqrt(sum(np.square(t, dtype=np.float64).sum() for t in true)) if finite else None
-    return finite, scale, before + (not finite), norm
+    return finite, scale, before + (not finite), norm, largest, step
 
 
 def check(info, wanted):
-    finite, scale, skipped, norm = wanted
+    finite, scale, skipped, norm, largest, step = wanted
     assert (bool(info.finite), float(info.loss_scale)) == (finite, scale)
     assert int(info.skipped_steps) == skipped
+    assert int(info.applied_steps) == step + 1 - skipped
+    np.testing.assert_allclose(info.max_abs, largest, rtol=1e-6)
     if norm is not None:
         np.testing.assert_allclose(info.grad_norm, norm, rtol=1e-5)
     else:
@@ -51,11 +55,11 @@ def test_an_optimizer_tells_what_the_step_was_like(options, rng):
     """Finiteness, the scale of the step, all skips so far, the norm before clipping."""
     variables = [gs.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
     opt = gs.LossScaleOptimizer(gs.Adam(0.1, **options), 64.0, 2, telemetry=True)
-    assert [float(x) for x in gs.telemetry(opt)] == [1.0, 64.0, 0.0, 0.0]
+    assert [float(x) for x in gs.telemetry(opt)] == [1.0, 64.0, 0.0, 0.0, 0.0, 0.0]
     skipped = 0
-    for true, grads in steps_of(rng, lambda: opt.loss_scale):
+    for step, (true, grads) in enumerate(steps_of(rng, lambda: opt.loss_scale)):
         scale = float(opt.loss_scale)
-        wanted = expected(true, skipped, scale)
+        wanted = expected(true, skipped, scale, step)
         opt.apply(grads, variables)
         check(gs.telemetry(opt), wanted)
         skipped = wanted[2]
@@ -93,8 +97,8 @@ def test_an_optax_state_tells_the_same(rng):
     state, other = tx.init(params), plain.init(params)
     update, plainly = jax.jit(tx.update), jax.jit(plain.update)
     skipped = 0
-    for true, _ in steps_of(rng, lambda: 1.0):
-        wanted = expected(true, skipped, float(gs.loss_scale(state)))
+    for step, (true, _) in enumerate(steps_of(rng, lambda: 1.0)):
+        wanted = expected(true, skipped, float(gs.loss_scale(state)), step)
         updates, state = update(true, state, params)
         same, other = plainly(true, other, params)
         check(gs.telemetry(state), wanted)
@@ -133,8 +137,9 @@ def test_a_compiled_step_returns_it_and_waits_for_nothing():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_on_a_mesh_it_is_part_of_the_one_sum(kind, rng):
-    """On eight devices the norm is that of all parts, by the one all-reduce there is."""
+def test_on_a_mesh_the_norm_is_part_of_the_one_sum(kind, rng):
+    """On eight devices the norm is that of all parts, by the one all-reduce there is;
+    one more, of 4 bytes, is for the largest element."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     layout = NamedSharding(mesh, PartitionSpec("data"))
     true = rng.normal(size=(16, 3)).astype(np.float32)
@@ -145,9 +150,10 @@ def test_on_a_mesh_it_is_part_of_the_one_sum(kind, rng):
     grads = jax.device_put(true * 8, layout)
     text = program.lower(grads).compile().as_text()
     text = text[text.index("ENTRY") :]  # a branch for skipped steps reads on
-    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 2
     program(grads)
     np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(true), rtol=1e-5)
+    np.testing.assert_allclose(gs.telemetry(opt).max_abs, np.abs(true).max())
 
 
 SIZES = [(3,), (70, 50), (), (2, 2, 2)]

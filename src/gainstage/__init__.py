@@ -5,12 +5,13 @@ from importlib.metadata import version as _version
 from gainstage import schedules
 from gainstage.adaptive import AdaptiveLossScale
 from gainstage.bridge import functional, jit
+from gainstage.local import locally_scaled
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.observed import StepInfo
 from gainstage.optimizer import Optimizer
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.policy import Policy, global_policy, set_global_policy
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
-from gainstage.step_info import StepInfo
 from gainstage.telemetry import Report, report, telemetry
 from gainstage.to_optax import to_optax
 from gainstage.transformation import (
@@ -49,6 +50,7 @@ __all__ = [
     "functional",
     "global_policy",
     "jit",
+    "locally_scaled",
     "loss_scale",
     "loss_scaled",
     "report",

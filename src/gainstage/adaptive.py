@@ -23,6 +23,7 @@ class AdaptiveState(NamedTuple):
     bad_steps: jax.Array  # int32: steps in a row that were not finite
     ceiling: jax.Array  # float32: what overflows have taught, half of the last that was one
     before: jax.Array  # float32: the ceiling when the last row of bad steps began
+    first: jax.Array  # float32: the scale then
     largest: jax.Array  # float32: the largest true gradient of late, 0 if none is known
     knows_loss: jax.Array  # bool: whether the last finite step came with its loss
 
@@ -39,8 +40,9 @@ class AdaptiveLossScale(LossScale):
     by 2**12, so that the second step can be measured.
 
     A step is not held against the scale if the true loss was not finite, for then no scale would
-    have helped, or if a gradient is NaN after three bad steps in a row; then only every 64th step
-    lowers it. The loss is known to `minimize`, and to `loss_scaled` where it is passed as `value=`.
+    have helped, or if a gradient is NaN after three bad steps in a row; then the scale goes back to
+    where it was, and only every 64th step lowers it. The loss is known to `minimize`, to `apply`
+    where it is given as `loss=`, and to `loss_scaled` where it is passed as `value=`.
 
     Args:
         initial_loss_scale: the scale of the first step, > 0.
@@ -97,6 +99,7 @@ class AdaptiveLossScale(LossScale):
             bad_steps=jnp.int32(0),
             ceiling=top,
             before=top,
+            first=jnp.float32(self.initial_loss_scale),
             largest=jnp.float32(0),
             knows_loss=jnp.array(False),
         )
@@ -109,7 +112,7 @@ class AdaptiveLossScale(LossScale):
         stays_nan = measured["any_nan"] & (state.bad_steps >= PATIENCE)
         retries = (state.bad_steps > 0) & (state.bad_steps % RETRY == 0)
         good = self._after_good(state, measured["max_abs"])
-        bad = self._after_overflow(state, retries | ~(hopeless | stays_nan), stays_nan)
+        bad = self._after_overflow(state, retries, hopeless, stays_nan)
         good = good._replace(knows_loss=has_loss)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, bad)
 
@@ -134,12 +137,18 @@ class AdaptiveLossScale(LossScale):
         )
 
     def _after_overflow(
-        self, state: AdaptiveState, lowers: jax.Array, stays_nan: jax.Array
+        self, state: AdaptiveState, retries: jax.Array, hopeless: jax.Array, stays_nan: jax.Array
     ) -> AdaptiveState:
-        factor = jnp.where(state.largest > 0, 0.5, PROBE)
-        lower = jnp.maximum(state.scale * factor, self.min_scale)
+        lowers = retries | ~(hopeless | stays_nan)
+        known, began = state.largest > 0, state.bad_steps == 0
+        lower = jnp.maximum(state.scale * jnp.where(known, 0.5, PROBE), self.min_scale)
+        # What was tried in vain is taken back, but for the first probe.
+        probed = jnp.where(known, 1.0, PROBE)
+        back = jnp.maximum(state.first * probed, self.min_scale)
+        held = jnp.where(stays_nan, back, state.scale)
+        first = jnp.where(retries & stays_nan, lower / probed, state.first)
         return state._replace(
-            scale=jnp.where(lowers, lower, state.scale),
+            scale=jnp.where(lowers, lower, held),
             good_steps=jnp.zeros_like(state.good_steps),
             bad_steps=jnp.minimum(state.bad_steps, 2**30) + 1,
             ceiling=jnp.where(
@@ -147,5 +156,6 @@ class AdaptiveLossScale(LossScale):
                 jnp.maximum(state.scale / 2, self.min_scale),  # 0 would never grow again
                 jnp.where(stays_nan, state.before, state.ceiling),  # it was not the scale
             ),
-            before=jnp.where(state.bad_steps == 0, state.ceiling, state.before),
+            before=jnp.where(began, state.ceiling, state.before),
+            first=jnp.where(began, state.scale, first),
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
@@ -94,7 +95,14 @@ def typed_layout(x: Any) -> NamedSharding | None:
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of a pytree is finite: a bool scalar, true of an empty tree."""
-    return inspect([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]).finite
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    inside = any(isinstance(leaf, Tracer) for leaf in leaves)
+    return inspect(leaves).finite if inside else _finite_at_once(leaves)
+
+
+@jax.jit
+def _finite_at_once(leaves: list[jax.Array]) -> jax.Array:
+    return inspect(leaves).finite
 
 
 def norms(

@@ -9,9 +9,9 @@ import numpy as np
 
 from gainstage import checks, gradients
 from gainstage.bridge import read
-from gainstage.causes import counted, none_yet
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
+from gainstage.observed import Observed, at_first, check_telemetry, observed
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.rules import (
@@ -24,7 +24,6 @@ from gainstage.rules import (
     as_rule,
     start,
 )
-from gainstage.step_info import at_first, following
 from gainstage.variable import Variable
 
 
@@ -46,8 +45,10 @@ class LossScaleOptimizer(Optimizer):
         rule: a `LossScale` in the place of the three arguments before.
         name: the prefix of the names of the wrapper's own variables.
         telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
-            `gainstage.report` which tensors overflowed; adds five scalars to the state, and four
+            `gainstage.report` which tensors overflowed; adds six scalars to the state, and four
             integers for each variable.
+        underflow_every: after so many steps `telemetry` also counts how large the elements of each
+            gradient are, for `gainstage.report` to say what float16 loses; None for never.
         **options: those of every `Optimizer`. `loss_scale_factor` multiplies the scale.
 
     Raises:
@@ -80,6 +81,7 @@ class LossScaleOptimizer(Optimizer):
         rule: LossScale | None = None,
         name: str | None = None,
         telemetry: bool = False,
+        underflow_every: int | None = None,
         **options: Unpack[WrapperOptions],
     ):
         _check_inner(inner_optimizer, self._given)
@@ -88,18 +90,17 @@ class LossScaleOptimizer(Optimizer):
         self._start(name, inner_optimizer.jit_compile if jit_compile is None else jit_compile)
         self.mesh = mesh or inner_optimizer.mesh
         self._inner, self._rule = inner_optimizer, rule
-        self.telemetry = checks.flag("telemetry", telemetry)
+        self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
         state = start(rule)
         self._scale_state = _variables_of(state, self.name)
-        self._info = self._causes = None
+        self._observed: Observed | None = None
+        self._measured: dict[str, Variable] = {}  # of the window so far
         self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
             if value is not None:
                 vars(self)[option] = check_option(option, value, vars(self))
         inner_optimizer._wrapper = self
-        if telemetry:
-            self._info = _variables_of(at_first(self._loss_scale()), self.name)
         if inner_optimizer.built:
             self._build_around(list(self._index))
 
@@ -185,20 +186,41 @@ class LossScaleOptimizer(Optimizer):
         return "loss" in self.rule.measures
 
     def _apply(
-        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+        self,
+        grads: list[Any],
+        rate: jax.Array | None,
+        loss: jax.Array | None = None,
+        only_if: jax.Array | None = None,
     ) -> None:
-        scale = self._divisor()
-        seen = self.inner_optimizer._update_if_finite(grads, scale, rate, norm=self.telemetry)
+        scale, inner = self._divisor(), self.inner_optimizer
+        before = None if inner._tally is None else inner._window()
+        seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
+        window = None if before is None else inner._window_after(before, seen.finite)
         measured = {}
         if self.rule.measures:
             true = gradients.unscale(grads, scale)
             measured = gradients.measure(self.rule.measures, true, loss)
-        if self._info is not None and seen.norm is not None:
-            info = following(read(self._info), seen.finite, self._loss_scale(), seen.norm)
-            jax.tree.map(Variable.assign, self._info, info)
-            causes = counted(read(self._causes), grads, seen.finite)
-            jax.tree.map(Variable.assign, self._causes, causes)
-        new = advance(self.rule, read(self._scale_state), seen.finite, **measured)
+        if self._observed is not None and seen.norm is not None:
+            told = (scale, applied, seen.norm, self._loss_scale(), self.underflow_every)
+            new = observed(read(self._observed), grads, *told)
+            jax.tree.map(Variable.assign, self._observed, new)
+        self._advance(seen.finite, measured, window)
+
+    def _advance(self, finite: jax.Array, measured: dict[str, jax.Array], window: Any) -> None:
+        """Moves the scale: after every step, or at the end of a window that has one scale."""
+        old = read(self._scale_state)
+        if window is None:
+            new = advance(self.rule, old, finite, **measured)
+        else:
+            ends, finite = window
+            measured = {
+                name: _JOINED[name](self._measured[name].value(), value)
+                for name, value in measured.items()
+            }
+            new = advance(self.rule, old, finite, **measured)
+            new = jax.tree.map(lambda n, o: jnp.where(ends, n, o), new, old)
+            for name, value in measured.items():
+                self._measured[name].assign(jnp.where(ends, jnp.zeros_like(value), value))
         jax.tree.map(Variable.assign, self._scale_state, new)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
@@ -209,7 +231,9 @@ class LossScaleOptimizer(Optimizer):
         inner's."""
         state = self._scale_state
         first = [v for v in (self.step_counter, state.scale) if v is not None]
-        rest = [v for v in jax.tree.leaves((state, self._info, self._causes)) if v not in first]
+        rest = [
+            v for v in jax.tree.leaves((state, self._observed, self._measured)) if v not in first
+        ]
         return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
 
     @property
@@ -229,6 +253,10 @@ class LossScaleOptimizer(Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
         self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def _tally(self) -> Variable | None:
+        return self.inner_optimizer._tally
 
     @property
     def _index(self) -> dict[Variable, int]:
@@ -264,8 +292,15 @@ class LossScaleOptimizer(Optimizer):
 
     def _build_around(self, variables: Sequence[Variable]) -> None:
         if self.telemetry:
-            self._causes = _variables_of(none_yet(len(variables)), self.name)
-        own = jax.tree.leaves((self._scale_state, self._info, self._causes))
+            first = at_first(self._loss_scale(), len(variables), self.underflow_every)
+            self._observed = _variables_of(first, self.name)
+        if self._tally is not None:
+            measured = gradients.measure(self.rule.measures, [], 0.0)
+            self._measured = {
+                name: Variable(value, name=f"{self.name}/window_{name}", trainable=False)
+                for name, value in measured.items()
+            }
+        own = jax.tree.leaves((self._scale_state, self._observed, self._measured))
         self._replicate([*own, *self._slots], variables)
         self._forget_program()
 
@@ -301,7 +336,8 @@ class LossScaleOptimizer(Optimizer):
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         config = {"name": self.name, "inner_optimizer": inner, **options}
-        config |= {"telemetry": True} if self.telemetry else {}
+        told = {"telemetry": self.telemetry, "underflow_every": self.underflow_every}
+        config |= {name: value for name, value in told.items() if value}
         if isinstance(self.rule, FixedLossScale):
             return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
         if isinstance(self.rule, DynamicLossScale):
@@ -331,16 +367,26 @@ class LossScaleOptimizer(Optimizer):
         return cls(**kept)
 
 
+# What is known of a window when one more microbatch has been measured.
+_JOINED: dict[str, Any] = {
+    "max_abs": jnp.maximum,
+    "any_nan": jnp.logical_or,
+    "any_inf": jnp.logical_or,
+    "loss": jnp.add,  # whether it is finite
+}
 # How the documents call what a rule counts.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
 def _variables_of(state: Any, owner: str) -> Any:
-    """A NamedTuple of arrays, with a variable in the place of each."""
-    named = [(f"{owner}/{_DOCUMENTED.get(f, f)}", getattr(state, f)) for f in state._fields]
-    return type(state)(
-        *(v if v is None else Variable(v, name=n, trainable=False) for n, v in named)
-    )
+    """A NamedTuple of arrays (or more such tuples), with a variable in the place of each."""
+
+    def one(name: str, value: Any) -> Any:
+        if value is None or hasattr(value, "_fields"):
+            return value and _variables_of(value, owner)
+        return Variable(value, name=f"{owner}/{_DOCUMENTED.get(name, name)}", trainable=False)
+
+    return type(state)(*(one(name, getattr(state, name)) for name in state._fields))
 
 
 def _check_inner(inner: Any, given: set[str]) -> None:

@@ -55,13 +55,20 @@ class Minimizer(Stateful):
 
     @abc.abstractmethod
     def _apply(
-        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+        self,
+        grads: list[Any],
+        rate: jax.Array | None,
+        loss: jax.Array | None = None,
+        only_if: jax.Array | None = None,
     ) -> None:
         """One step, as imperative code on variables; gradients in the trainable ones' order."""
 
     def _wants_loss(self) -> bool:
         """Whether a step wants to know the true loss, if there is one."""
         return False
+
+    def _raise_if_failed(self) -> None:
+        """An error if nothing will change any more."""
 
     # ── the step ─────────────────────────────────────────────────────────────────────────────
 
@@ -143,7 +150,14 @@ class Minimizer(Stateful):
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs])
         return self.iterations
 
-    def apply(self, grads: Sequence[Any], trainable_variables: VarList | None = None) -> None:
+    def apply(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: VarList | None = None,
+        *,
+        loss: Any = None,
+        only_if: Any = None,
+    ) -> None:
         """Takes a step: one compiled program, in which nothing is read back by Python.
 
         It reuses the memory of the weights; an array that `value()` has handed out is copied first.
@@ -154,15 +168,24 @@ class Minimizer(Stateful):
                 empty list changes nothing.
             trainable_variables: their variables, all or some of those that the optimizer was built
                 with, in any order; by default all. The first call builds the optimizer.
+            loss: the true loss, a scalar, for loss-scale rules that want to know it.
+            only_if: a bool scalar: where it does not hold the step is skipped, though its gradients
+                may be finite. So several optimizers share a verdict::
+
+                    fine = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
+                    opt_a.apply(grads_a, only_if=fine)
+                    opt_b.apply(grads_b, only_if=fine)
 
         Raises:
             TypeError: a gradient of an integer, boolean or complex dtype.
             ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
                 None, not built and no variables given.
+            FloatingPointError: with `on_bad_microbatch="fail"`, after one.
         """
         grads = list(grads)
         if not grads:
             return
+        self._raise_if_failed()
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
         kind = _kind(grads, trainable_variables)
@@ -170,17 +193,19 @@ class Minimizer(Stateful):
             given, grads = grads, self._checked(grads, trainable_variables)
             as_given = kind is not None and kind[0] in (None, list(self._index))
             self._taken = kind if as_given and all(map(operator.is_, given, grads)) else None
-        loss = self._loss if self._wants_loss() else None
+        loss = self._loss if loss is None else loss
+        loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
+        only_if = None if only_if is None else jnp.asarray(only_if, bool)
         if any([variable._traces for variable in self.variables]):
             self._taken = None  # nothing was asked about where arrays lie
-            self._apply(grads, None, loss)  # already inside of a traced function
+            self._apply(grads, None, loss, only_if)  # already inside of a traced function
             return
         state = (self.variables, list(self._index))
         if not self.jit_compile:
-            run(self._apply, state, grads, self._rate_now(), loss)
+            run(self._apply, state, grads, self._rate_now(), loss, only_if)
         else:
             self._program = self._program or jit(self._apply, state, donate=True)
-            self._program(grads, self._rate_now(), loss)
+            self._program(grads, self._rate_now(), loss, only_if)
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients as a step takes them: an array or None for each variable, in order."""

@@ -47,6 +47,12 @@ class Optimizer(Step):
             is skipped if a gradient is not finite.
         gradient_accumulation_steps: update once per so many steps, with the average gradient;
             >= 2, None or 0 for every step.
+        on_bad_microbatch: what becomes of the window of `gradient_accumulation_steps` if a gradient
+            is not finite: "extend", it does not count, and the window ends after so many finite
+            ones; "renormalise", it counts, and the average is that of the finite ones;
+            "drop_window", there is no update; "fail", nothing changes from then on, and the next
+            `apply` that is not compiled into something else is a `FloatingPointError`, for which
+            it waits for the last step. With the last three a loss scale moves only between windows.
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
         mesh: the `jax.sharding.Mesh` on which scalars are replicated, by default the variables'.
@@ -100,6 +106,7 @@ class Optimizer(Step):
         group_small: bool = False,
         master_weights: bool = False,
         shard_state_over: str | Sequence[str] | None = None,
+        on_bad_microbatch: str = "extend",
     ):
         self._start(name, jit_compile)
         if mesh is not None and not isinstance(mesh, Mesh):
@@ -119,6 +126,7 @@ class Optimizer(Step):
             "ema_overwrite_frequency": ema_overwrite_frequency,
             "loss_scale_factor": loss_scale_factor,
             "gradient_accumulation_steps": gradient_accumulation_steps,
+            "on_bad_microbatch": on_bad_microbatch,
         }
         for option, value in options.items():
             vars(self)[option] = check_option(option, value, vars(self))
@@ -126,6 +134,7 @@ class Optimizer(Step):
         self._rate = LearningRate(learning_rate, self.name)
         self._averages: list[Variable] = []
         self._accumulators: list[Variable] = []
+        self._window_tally: Variable | None = None
         self._masters: dict[Variable, Variable] = {}
         self._places: dict[Variable, int] = {}
         self._undecayed: set[Variable] = set()
@@ -154,10 +163,12 @@ class Optimizer(Step):
     @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        moving averages, accumulators, master weights, then what `build` added."""
+        moving averages, accumulators, master weights, a tally of the window (if
+        `on_bad_microbatch` wants one), then what `build` added."""
         rate = [] if self._rate.variable is None else [self._rate.variable]
         copies = [*self._averages, *self._accumulators, *self._masters.values()]
-        return [self._iterations, *rate, *copies, *self._slots]
+        tally = [] if self._tally is None else [self._tally]
+        return [self._iterations, *rate, *copies, *tally, *self._slots]
 
     @property
     def built(self) -> bool:
@@ -194,6 +205,10 @@ class Optimizer(Step):
     @property
     def _index(self) -> dict[Variable, int]:
         return self._places
+
+    @property
+    def _tally(self) -> Variable | None:
+        return self._window_tally
 
     def _rate_now(self) -> jax.Array | None:
         return self._rate.now()
@@ -291,6 +306,7 @@ class Optimizer(Step):
             )
         check_floating(variables)
         self._check_axes(variables)
+        self._window_tally = self._tally_of_window()
         self._replicate(self.variables, variables)
         if self._option("use_ema"):
             self._averages = [self._slot_like(v, "average") for v in variables]
@@ -352,6 +368,28 @@ class Optimizer(Step):
             raise ValueError(f"Expected regular expressions in var_names; got {names}.") from error
         self._undecayed = set(variables)
 
+    def _tally_of_window(self) -> Variable | None:
+        """What has to be counted for `on_bad_microbatch`."""
+        policy = self._option("on_bad_microbatch")
+        if policy == "extend":
+            return None
+        if not self._option("gradient_accumulation_steps") or not self._skips():
+            raise ValueError(
+                f"Expected gradient_accumulation_steps and a loss scale for "
+                f"on_bad_microbatch={policy!r}; got none."
+            )
+        name, first = ("failed", False) if policy == "fail" else ("good_microbatches", 0)
+        return Variable(first, name=f"{self.name}/{name}", trainable=False)
+
+    def _raise_if_failed(self) -> None:
+        if self._tally is None or not self._fails() or self._tally._traces:
+            return
+        if self._tally.value():
+            raise FloatingPointError(
+                f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
+                f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
+            )
+
     def _skips(self) -> bool:
         return self._wrapper is not None or self._option("loss_scale_factor") is not None
 
@@ -366,6 +404,7 @@ class Optimizer(Step):
         is the current one. How a step runs (`jit_compile`, `mesh`) is left out."""
         config = {**super().get_config(), "learning_rate": self._rate.get_config()}
         unset = [name for name in ("group_small", "master_weights") if not config[name]]
+        unset += ["on_bad_microbatch"] if config["on_bad_microbatch"] == "extend" else []
         return {name: value for name, value in config.items() if name not in unset}
 
     @classmethod

@@ -20,6 +20,7 @@ class Options(TypedDict, total=False):
     ema_overwrite_frequency: int | None
     loss_scale_factor: float | None
     gradient_accumulation_steps: int | None
+    on_bad_microbatch: str
 
 
 class WrapperOptions(Options, total=False):
@@ -40,13 +41,23 @@ class OptimizerOptions(WrapperOptions, total=False):
 
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
 # They decide which state there is, so they are settled when the optimizer is built.
-BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps"])
+BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_microbatch"])
+# There is no None for them.
+ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
+# What becomes of a window with a microbatch that is not finite.
+POLICIES = ("extend", "renormalise", "drop_window", "fail")
 
 
 def _accumulation_steps(name: str, value: Any) -> int:
     if checks.integer(name, value, low=0) == 1:
         raise ValueError(f"Expected None or an integer >= 2 for {name}; got {value!r}.")
     return int(value)
+
+
+def _policy(name: str, value: Any) -> str:
+    if value not in POLICIES:
+        raise ValueError(f"Expected one of {', '.join(POLICIES)} for {name}; got {value!r}.")
+    return value
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
@@ -59,6 +70,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "ema_overwrite_frequency": lambda name, value: checks.integer(name, value, low=1),
     "loss_scale_factor": lambda name, value: checks.real(name, value, low=2.0**-126, high=2.0**126),
     "gradient_accumulation_steps": _accumulation_steps,
+    "on_bad_microbatch": _policy,
 }
 OPTIONS = frozenset(_CHECKS)
 
@@ -68,7 +80,7 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
 
     Args:
         name: one of `OPTIONS`.
-        value: what the caller gave; None is "off" for all but `use_ema` and `ema_momentum`.
+        value: what the caller gave; None is "off" for all but those in `ALWAYS`.
         others: options already set, by name.
 
     Raises:
@@ -81,7 +93,7 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
             f"optimizer or to the loss-scale rule is given there."
         )
     if value is None:
-        if name in ("use_ema", "ema_momentum"):
+        if name in ALWAYS:
             raise TypeError(f"Expected a value for {name}; got None.")
         return None
     clash = [other for other in CLIPS - {name} if others.get(other) is not None]

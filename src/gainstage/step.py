@@ -41,6 +41,11 @@ class Step(Minimizer):
     def _option(self, name: str) -> Any:
         """The option in force."""
 
+    @property
+    @abc.abstractmethod
+    def _tally(self) -> Variable | None:
+        """The finite microbatches of the window, or whether one was not; None if nobody asks."""
+
     @abc.abstractmethod
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
@@ -81,19 +86,39 @@ class Step(Minimizer):
         return None if factor is None else jnp.asarray(factor, jnp.float32)
 
     def _apply(
-        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+        self,
+        grads: list[Any],
+        rate: jax.Array | None,
+        loss: jax.Array | None = None,
+        only_if: jax.Array | None = None,
     ) -> None:
         scale = self._loss_scale()
-        if scale is None:
-            norms = [] if self._accumulators else norms_of(grads, self._clips(), self._layouts())
+        if scale is not None:
+            self._update_if_finite(grads, scale, rate, only_if)
+            return
+        norms = [] if self._accumulators else norms_of(grads, self._clips(), self._layouts())
+
+        def update() -> None:
             self._update(gradients.divided(grads), norms, rate)
+
+        if only_if is None:
+            update()
         else:
-            self._update_if_finite(grads, scale, rate)
+            keep_if(only_if, update, (list(self._index), self.variables), branches=True)
 
     def _update_if_finite(
-        self, grads: list[Any], scale: jax.Array, rate: jax.Array | None, norm: bool = False
-    ) -> Inspection:
-        """A step on scaled gradients: all of it, or nothing if one is not finite."""
+        self,
+        grads: list[Any],
+        scale: jax.Array,
+        rate: jax.Array | None,
+        only_if: jax.Array | None = None,
+        norm: bool = False,
+    ) -> tuple[Inspection, jax.Array]:
+        """A step on scaled gradients: all of it, or nothing if one is not finite.
+
+        Returns:
+            What was seen of the gradients, and whether the step was taken.
+        """
         limits, layouts = {} if self._accumulators else self._clips(), self._layouts()
         pairs = zip(grads, layouts, strict=True)
         grads = [gradients.in_order(g) if layout is None else g for g, layout in pairs]
@@ -102,9 +127,45 @@ class Step(Minimizer):
         def update() -> None:
             self._update(gradients.divided(grads, scale), seen.norms, rate)
 
-        state = (list(self._index), self.variables)
-        keep_if(seen.finite, update, state, branches=bool(self._accumulators))
-        return seen
+        state, tally = (list(self._index), self.variables), self._tally
+        fine = seen.finite if only_if is None else seen.finite & only_if
+        if tally is None:
+            keep_if(fine, update, state, branches=bool(self._accumulators))
+        elif self._fails():
+            fine &= ~tally.value()
+            keep_if(fine, update, state, branches=True)
+            tally.assign(~fine)
+        else:
+            given = grads
+
+            def count() -> None:
+                grads = [g if g is None else jnp.where(fine, g, 0) for g in given]
+                tally.assign_add(fine.astype(tally.dtype))
+                self._update(gradients.divided(grads, scale), seen.norms, rate)
+
+            counts = fine | self._ends_window()
+            keep_if(counts, count, state, branches=True)
+            self._iterations.assign_add(jnp.where(counts, 0, 1))
+        return seen, fine
+
+    def _fails(self) -> bool:
+        return self._option("on_bad_microbatch") == "fail"
+
+    def _ends_window(self) -> jax.Array:
+        """Whether this microbatch, if it counts, is the last of its window."""
+        return (self._iterations.value() + 1) % self._option("gradient_accumulation_steps") == 0
+
+    def _window(self) -> tuple[jax.Array, jax.Array]:
+        """Before a step: whether it ends a window, and the tally so far."""
+        assert self._tally is not None
+        return self._ends_window(), self._tally.value()
+
+    def _window_after(self, before: Any, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Whether a loss scale may move after it, and whether all of the window was finite."""
+        ends, tally = before
+        if self._fails():
+            return ends & finite & ~tally, finite
+        return ends, finite & (tally + 1 == self._option("gradient_accumulation_steps"))
 
     def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
         """Everything after the finite check, on variables held in float32 or wider."""
@@ -150,20 +211,32 @@ class Step(Minimizer):
             sums = [a.value() for a in self._accumulators]
             for _, accumulator in present:
                 accumulator.assign(jnp.zeros_like(accumulator.value()))
+            tally = None if self._fails() else self._tally
+            good = None if tally is None else tally.value()
+            count = steps if good is None else jnp.maximum(good, 1)
             pairs = zip(grads, sums, strict=True)
-            means = [None if g is None else s / steps for g, s in pairs]
+            means = [None if g is None else s / count for g, s in pairs]
             norms = norms_of(means, self._clips(), self._layouts())
 
             def update_weights() -> None:
                 self._update_weights(gradients.divided(means), norms, rate)
 
+            conditions = []
             if norms and self._skips():  # finite means may have a norm that is not
-                keep_if(jnp.isfinite(jnp.array(norms)).all(), update_weights, state, branches=True)
+                conditions.append(jnp.isfinite(jnp.array(norms)).all())
+            if tally is not None and good is not None:
+                drops = self._option("on_bad_microbatch") == "drop_window"
+                enough = good == steps if drops else good > 0
+                conditions.append(enough)
+                tally.assign(0)
+                self._iterations.assign_add(jnp.where(enough, 0, -steps))
+            if conditions:
+                keep = jnp.array(conditions).all()
+                keep_if(keep, update_weights, state, branches=True)
             else:
                 update_weights()
 
-        due = (self._iterations + 1) % steps == 0
-        keep_if(due, update, state, branches=True)
+        keep_if(self._ends_window(), update, state, branches=True)
 
     def _update_weights(
         self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
@@ -201,7 +274,7 @@ class Step(Minimizer):
         frequency = self._option("ema_overwrite_frequency")
         steps = self._option("gradient_accumulation_steps")
         updates = self._iterations.value() // (steps or 1)
-        momentum = jnp.where(updates == 0, 0.0, self._option("ema_momentum"))
+        momentum = jnp.where(updates <= 0, 0.0, self._option("ema_momentum"))
         for variable, average in zip(self._index, self._averages, strict=True):
             # One product: XLA may fuse either of two into the sum, which rounds differently.
             new, old = variable.value(), average.value()

@@ -10,12 +10,11 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage import checks, gradients
+from gainstage import gradients
 from gainstage.bridge import select
-from gainstage.causes import counted, leaves_and_none, none_yet
 from gainstage.inspection import inspect
+from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
-from gainstage.step_info import at_first, following
 
 
 class LossScaledState(NamedTuple):
@@ -24,12 +23,14 @@ class LossScaledState(NamedTuple):
     loss_scale: Any  # the rule's, with at least `scale`
     inner: Any  # the wrapped transformation's
     applied: Any = True  # bool scalar: whether the last step was, True before the first
-    info: Any = None  # with `telemetry` a StepInfo
-    causes: Any = None  # with `telemetry` what of which gradient was not finite
+    observed: Any = None  # with `telemetry`, what it asks
 
 
 def loss_scaled(
-    tx: optax.GradientTransformation, rule: LossScale | None = None, telemetry: bool = False
+    tx: optax.GradientTransformation,
+    rule: LossScale | None = None,
+    telemetry: bool = False,
+    underflow_every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that skips steps that are not finite, and adapts the loss scale.
 
@@ -43,12 +44,15 @@ def loss_scaled(
         tx: the transformation that makes updates out of gradients.
         rule: a `LossScale`, by default `DynamicLossScale()`.
         telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
-            `gainstage.report` which tensors overflowed; adds five scalars to the state, and four
+            `gainstage.report` which tensors overflowed; adds six scalars to the state, and four
             integers for each parameter.
+        underflow_every: after so many steps `telemetry` also counts how large the elements of each
+            gradient are, for `gainstage.report` to say what float16 loses; None for never.
 
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
-        true loss as `value=`, for rules and transformations that want it.
+        true loss as `value=`, for rules and transformations that want it, and a bool as `only_if=`:
+        where it does not hold the step is skipped, however finite.
 
     Raises:
         TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
@@ -70,20 +74,20 @@ def loss_scaled(
     rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
-    tx, telemetry = optax.with_extra_args_support(tx), checks.flag("telemetry", telemetry)
+    tx = optax.with_extra_args_support(tx)
+    telemetry, every = check_telemetry(telemetry, underflow_every)
 
     def init(params: Any) -> LossScaledState:
         inner = tx.init(gradients.widen(params))
         if _states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
-        told = (None, None)
-        if telemetry:
-            told = at_first(scale.scale), none_yet(len(leaves_and_none(params)))
-        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), *told))
+        count = len(leaves_and_none(params))
+        told = at_first(scale.scale, count, every) if telemetry else None
+        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), told))
 
     def update(
-        updates: Any, state: Any, params: Any = None, **extra: Any
+        updates: Any, state: Any, params: Any = None, *, only_if: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         grads, params = gradients.widen(updates), gradients.widen(params)
         if jax.device_count() == 1:
@@ -96,16 +100,15 @@ def loss_scaled(
         def step(inner: Any) -> Any:
             return tx.update(grads, inner, params, **extra)
 
-        updates, inner = select(finite, step, state.inner)
-        updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0).astype(u.dtype), updates)
+        keep = finite if only_if is None else finite & jnp.asarray(only_if, bool)
+        updates, inner = select(keep, step, state.inner)
+        updates = jax.tree.map(lambda u: jnp.where(keep, u, -0.0).astype(u.dtype), updates)
         scale = advance(rule, state.loss_scale, finite, **measured)
-        told = (None, None)
+        told = None
         if norm is not None:
-            told = (
-                following(state.info, finite, state.loss_scale.scale, norm),
-                counted(state.causes, leaves_and_none(grads), finite),
-            )
-        return updates, LossScaledState(scale, inner, finite, *told)
+            true, now = leaves_and_none(grads), state.loss_scale.scale
+            told = observed(state.observed, true, 1.0, keep, norm, now, every)
+        return updates, LossScaledState(scale, inner, keep, told)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -249,10 +252,10 @@ def _unboxed(state: LossScaledState) -> LossScaledState:
     if isinstance(state.loss_scale.scale, jax.Array):
         return state
 
-    def unboxed(fields: Any) -> Any:
-        return fields and type(fields)(*(x if x is None else jax.tree.leaves(x)[0] for x in fields))
+    def unboxed(x: Any) -> Any:
+        if x is None or hasattr(x, "_fields"):
+            return x and type(x)(*map(unboxed, x))
+        return jax.tree.leaves(x)[0]
 
-    (applied,) = jax.tree.leaves(state.applied)
-    scalars = map(unboxed, (state.loss_scale, state.info, state.causes))
-    scale, info, causes = scalars
-    return LossScaledState(scale, state.inner, applied, info, causes)
+    told = map(unboxed, (state.applied, state.observed))
+    return LossScaledState(unboxed(state.loss_scale), state.inner, *told)

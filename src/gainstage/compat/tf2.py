@@ -139,11 +139,15 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return super().apply_gradients(pairs)
 
     def _apply(
-        self, grads: list[Any], rate: jax.Array | None, loss: jax.Array | None = None
+        self,
+        grads: list[Any],
+        rate: jax.Array | None,
+        loss: jax.Array | None = None,
+        only_if: jax.Array | None = None,
     ) -> None:
         count = self.inner_optimizer._iterations
         before = count.value()
-        super()._apply(grads, rate, loss)
+        super()._apply(grads, rate, loss, only_if)
         count.assign(before + 1)  # a skipped step counts
 
     def get_config(self) -> dict[str, Any]:

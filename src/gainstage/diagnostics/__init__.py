@@ -1,6 +1,18 @@
-"""What a run was like: writers of its numbers, and the report on them."""
+"""What a run was like: writers of its numbers, alarms, and the report on them."""
 
+from gainstage.diagnostics.alarms import Alarm, Alarms, alarms_in
+from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.runs import Run, read_run
 from gainstage.diagnostics.writers import JsonLines, Writer, described
 
-__all__ = ["JsonLines", "Run", "Writer", "described", "read_run"]
+__all__ = [
+    "Alarm",
+    "Alarms",
+    "JsonLines",
+    "Run",
+    "Writer",
+    "alarms_in",
+    "described",
+    "largest_scale",
+    "read_run",
+]

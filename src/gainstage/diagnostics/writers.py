@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from gainstage import checks
-from gainstage.step_info import StepInfo
+from gainstage.observed import StepInfo
 from gainstage.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name

@@ -8,7 +8,9 @@ Needs the extra `keras`, and `KERAS_BACKEND=jax`.
 
 import copy
 import importlib
+import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +21,8 @@ from jax.sharding import NamedSharding
 
 from gainstage import gradients
 from gainstage.configurable import deserialize, serialize
+from gainstage.diagnostics.alarms import SHARE, Alarm
+from gainstage.diagnostics.writers import as_power
 from gainstage.inspection import inspect
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizer import Optimizer
@@ -311,7 +315,8 @@ def _planned(variable: Any) -> Variable:
 
 class LogLossScale(keras.callbacks.Callback):
     """Adds `loss_scale` and `skipped_steps`, those since `fit` began, to the logs of each epoch,
-    and so to the history.
+    and so to the history; warns once if more steps of an epoch are skipped than a search for the
+    scale explains.
 
     Examples:
         >>> import keras, numpy as np
@@ -324,9 +329,12 @@ class LogLossScale(keras.callbacks.Callback):
         [1024.0] [0]
     """
 
+    _warned = False
+
     def on_train_begin(self, logs: Any = None) -> None:
         """Counts from here."""
-        self._steps, self._before = 0, self._iterations()
+        self._steps, self._before, self._skipped = 0, self._iterations(), 0
+        self._scale = float(self.model.optimizer.dynamic_scale.value)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Keeps the number of the epoch's last step, of which a call may be several."""
@@ -335,9 +343,29 @@ class LogLossScale(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Reads the scale and the count of steps once an epoch."""
         self._steps += self._last
+        skipped = self._steps - (self._iterations() - self._before)
+        scale = float(self.model.optimizer.dynamic_scale.value)
+        loss = float((logs or {}).get("loss", 0.0))
+        self._warn(epoch, skipped - self._skipped, scale, loss)
+        self._skipped, self._scale = skipped, scale
         if logs is not None:
-            logs["skipped_steps"] = self._steps - (self._iterations() - self._before)
-            logs["loss_scale"] = float(self.model.optimizer.dynamic_scale.value)
+            logs |= {"skipped_steps": skipped, "loss_scale": scale}
+
+    def _warn(self, epoch: int, skipped: int, scale: float, loss: float) -> None:
+        searched = max(0.0, math.log2(self._scale / scale))
+        bad = not math.isfinite(loss)
+        if self._warned or skipped <= 8 or not (bad or skipped - searched > SHARE * self._last):
+            return
+        self._warned = True
+        why = "The loss was not finite, which no scale helps. " if bad else ""
+        message = (
+            f"{skipped} of the {self._last} steps of epoch {epoch + 1} were skipped; the loss "
+            f"scale went from {as_power(self._scale)} to {as_power(scale)}. {why}Look at the data "
+            f"and the learning rate."
+        )
+        if isinstance(self.model.optimizer.rule, DynamicLossScale):
+            message += " rule=gainstage.AdaptiveLossScale() does not lower the scale for bad data."
+        warnings.warn(Alarm("skips", self._steps, message), stacklevel=2)
 
     def _iterations(self) -> int:
         if hasattr(self.model, "jax_state_sync"):

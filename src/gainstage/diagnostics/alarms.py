@@ -1,0 +1,265 @@
+"""Alarms: what goes wrong in a run, said once, with what to do about it."""
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gainstage.diagnostics.boundary import largest_scale
+from gainstage.diagnostics.runs import Run
+from gainstage.diagnostics.writers import Record, Writer, as_power
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
+
+LIMIT = 65504.0  # the largest number of float16
+WINDOW = 200  # steps that are looked back upon; after so many quiet ones an alarm may ring again
+ROW = 8  # skipped steps in a row
+SHARE = 0.1  # of steps skipped
+_BOUNDARY = (
+    "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
+    "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
+    'predicted.astype("float32"), or give the rule max_scale={largest:g}.'
+)
+LOW = 16  # bits between the largest gradient and the limit
+
+
+class Alarm(UserWarning):
+    """Something that a person should look at.
+
+    Args:
+        kind: "data", "floor", "skips", "headroom", "growth" or "boundary".
+        step: when it was noticed.
+        message: what happened, and what to do next.
+    """
+
+    def __init__(self, kind: str, step: int, message: str):
+        super().__init__(f"Step {step}: {message}")
+        self.kind, self.step, self.message = kind, step, message
+
+
+class Alarms(Writer):
+    """Watches the telemetry of a run, and warns once of each thing that goes wrong.
+
+    ============ ==================================================================================
+    kind         rings when
+    ============ ==================================================================================
+    "data"       steps in a row are skipped whose loss is not finite, or that a lower scale does
+                 not mend
+    "floor"      the scale is as low as the rule lets it be, and steps are still skipped
+    "skips"      more than a tenth of the last 200 steps were skipped
+    "headroom"   a scale that cannot fall is within one bit of overflow
+    "growth"     for 200 steps the largest gradient was 2**16 below the limit, nothing overflowed,
+                 and the scale did not rise
+    "boundary"   `look_at` finds that the loss leaves float16 too late for the scales of the rule
+    ============ ==================================================================================
+
+    Nothing is decided for you. `warnings.simplefilter("error", Alarm)` makes an alarm an exception
+    out of `write`, between two steps, where a checkpoint can be saved.
+
+    Args:
+        rule: the rule of the run: its bounds and its period are what some alarms are about.
+        on_alarm: called with each `Alarm`; by default `warnings.warn`.
+        every: as for every `Writer`: an alarm may be so many steps late.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> from gainstage.diagnostics import Alarms
+        >>> w = gs.Variable([1.0])
+        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+        >>> with Alarms(opt.rule, on_alarm=lambda alarm: print(alarm.kind)) as alarms:
+        ...     for step in range(20):
+        ...         opt.apply([[float("nan")]], [w])
+        ...         alarms.write(step, gs.telemetry(opt), loss=float("nan"))
+        data
+    """
+
+    def __init__(
+        self,
+        rule: LossScale | None = None,
+        on_alarm: Callable[[Alarm], Any] | None = None,
+        every: int = 50,
+    ):
+        super().__init__(every)
+        self._rule, self._watch = rule, _Watch(rule)
+        self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
+
+    def look_at(self, fun: Callable[..., Any], *args: Any) -> None:
+        """Looks, before the run, at how the loss is computed.
+
+        Args:
+            fun: the loss, a scalar or (loss, aux) of the arguments; it is traced, not run.
+            *args: arrays, or what `jax.eval_shape` takes in their place.
+        """
+        largest, highest = largest_scale(fun, *args), _bound(self._rule, "max_scale")
+        if not highest <= largest and largest < math.inf:
+            self._tell(Alarm("boundary", 0, _BOUNDARY.format(largest=largest)))
+
+    def put(self, records: list[Record]) -> None:
+        found = [alarm for record in records for alarm in self._watch.see(record)]
+        for alarm in found:
+            self._tell(alarm)
+
+
+def alarms_in(run: Run, rule: LossScale | None = None) -> list[Alarm]:
+    """The alarms that would have rung in a recorded run.
+
+    Args:
+        run: as `read_run` returns it.
+        rule: the rule of the run, if it is known.
+    """
+    watch = _Watch(rule)
+    columns = {"step": run.steps, **run.numbers}
+    rows = zip(*columns.values(), strict=True)
+    return [alarm for row in rows for alarm in watch.see(dict(zip(columns, row, strict=True)))]
+
+
+class _Watch:
+    """What is remembered of a run, step by step, in plain Python."""
+
+    def __init__(self, rule: LossScale | None):
+        self._rule = rule
+        self._floor = _bound(rule, "min_scale")
+        self._ceiling = _bound(rule, "max_scale")
+        self._quiet: dict[str, int] = {}  # kind: steps since its condition last held
+        self._skips: deque[bool] = deque(maxlen=WINDOW)
+        self._largest: deque[float] = deque(maxlen=WINDOW)  # largest gradient times scale
+        # Loss, norm and scale of the steps of a row of skips.
+        self._row: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
+        self._started = False  # whether a step has been finite
+        self._told = False  # whether the row is known to be bad data
+        self._raised = 0  # steps since the scale last rose
+        self._overflowed = math.inf  # the lowest scale that overflowed
+        self._before = math.nan
+
+    def see(self, record: Record) -> list[Alarm]:
+        """The alarms of one more step."""
+        step, scale = int(record["step"]), float(record.get("loss_scale", math.nan))
+        if not _known(record.get("finite")):
+            return []
+        finite = bool(record["finite"])
+        norm = float(record.get("grad_norm", math.nan if finite else math.inf))
+        if finite:
+            self._row.clear()
+        else:
+            self._row.append((float(record.get("loss", 0.0)), norm, scale))
+        bad_data = self._bad_data()
+        self._started |= finite
+        if bad_data:  # is told, and not told again as skips
+            for _ in range(min(len(self._row) - 1, len(self._skips)) if not self._told else 0):
+                self._skips.pop()
+        elif self._started:
+            self._skips.append(not finite)
+        self._told = bool(bad_data)
+        self._raised = 0 if scale > self._before else self._raised + 1
+        self._before = scale
+        used = float(record.get("max_abs", math.nan)) * scale
+        if finite:
+            self._largest.append(used)
+        elif not bad_data and len(self._row) < ROW:
+            self._overflowed = min(self._overflowed, scale)
+        return [
+            Alarm(kind, step, message)
+            for kind, message in (
+                ("data", bad_data),
+                ("floor", self._at_floor(scale, finite)),
+                ("skips", self._many_skips(scale)),
+                ("headroom", self._no_headroom(scale)),
+                ("growth", self._no_growth(scale)),
+            )
+            if self._rings(kind, bool(message))
+        ]
+
+    def _rings(self, kind: str, condition: bool) -> bool:
+        """Whether the condition holds for the first time, or again after a while."""
+        quiet = self._quiet.get(kind, WINDOW)
+        self._quiet[kind] = 0 if condition else quiet + 1
+        return condition and quiet >= WINDOW
+
+    def _calm(self, bits: float) -> bool:
+        """Whether the largest gradients of late, if they are known, are that far from the limit."""
+        known = [used for used in self._largest if _known(used)]
+        return bool(known) and max(known) * 2.0**bits <= LIMIT
+
+    def _bad_data(self) -> str:
+        if len(self._row) < ROW:
+            return ""
+        losses, norms, scales = zip(*self._row, strict=True)
+        mend = "Look at the data and the learning rate"
+        if not isinstance(self._rule, (DynamicLossScale, type(None))):
+            mend += "; the rule holds the scale"
+        else:
+            mend += ", and take rule=gainstage.AdaptiveLossScale(), which then holds the scale"
+        if not any(map(math.isfinite, losses)):
+            return (
+                f"{len(losses)} steps in a row were skipped because their loss was not finite. "
+                f"No scale helps that. {mend}."
+            )
+        # A scale that has never fitted may be far too high; one that has is not for long.
+        tried = scales[0] / scales[-1] >= 2.0**6 and self._started
+        if all(map(math.isnan, norms)) and (tried or len(scales) > 3 * ROW):
+            return (
+                f"{len(scales)} steps in a row were skipped because gradients were NaN, at "
+                f"scales of {as_power(scales[0])} to {as_power(scales[-1])}: not for them. {mend}."
+            )
+        return ""
+
+    def _at_floor(self, scale: float, finite: bool) -> str:
+        if finite or len(self._row) < 2 or not scale <= self._floor:
+            return ""
+        return (
+            f"the scale is at its lowest, {as_power(scale)}, and steps are still skipped. If their "
+            f"loss is finite, gradients are beyond what the dtype holds: lower min_scale, or the "
+            f"learning rate."
+        )
+
+    def _many_skips(self, scale: float) -> str:
+        skipped = sum(self._skips)
+        if len(self._skips) < WINDOW or skipped <= SHARE * WINDOW:
+            return ""
+        return (
+            f"{skipped} of the last {WINDOW} steps were skipped; the scale is {as_power(scale)}. "
+            f"If the loss of those steps is finite, the scale is raised too often: take a longer "
+            f"increment_period. If not, look at their data."
+        )
+
+    def _no_headroom(self, scale: float) -> str:
+        fixed = isinstance(self._rule, FixedLossScale) or scale <= self._floor
+        if not fixed or not self._largest or not self._largest[-1] > LIMIT / 2:
+            return ""
+        lower = "a lower loss_scale_value" if scale > self._floor else "a lower min_scale"
+        return (
+            f"the largest gradient times the scale is {self._largest[-1]:.3g}, within one bit of "
+            f"overflow, and the scale of {as_power(scale)} cannot fall. Take {lower}."
+        )
+
+    def _no_growth(self, scale: float) -> str:
+        full = len(self._largest) == WINDOW and not any(list(self._skips)[-WINDOW:])
+        learned = self._overflowed <= 4 * scale
+        if not full or learned or self._raised < WINDOW or not self._calm(LOW):
+            return ""
+        if max(self._largest) == 0:
+            return ""  # nothing is known about sizes
+        bits = int(math.log2(LIMIT / max(self._largest)))
+        setting = "initial_loss_scale"
+        if scale >= self._ceiling:
+            why, setting = f"it is at its highest, max_scale={as_power(scale)}", "max_scale"
+        elif isinstance(self._rule, FixedLossScale):
+            why, setting = "it is fixed", "loss_scale_value"
+        else:
+            why = f"it has not risen for {self._raised} steps"
+        return (
+            f"the largest gradient of the last {WINDOW} steps is {bits} bits below what float16 "
+            f"holds, so small ones may be lost. The scale is {as_power(scale)}, and {why}. "
+            f"Take {setting}={as_power(scale * 2.0 ** (bits - 1))}, or "
+            f"rule=gainstage.AdaptiveLossScale()."
+        )
+
+
+def _bound(rule: LossScale | None, name: str) -> float:
+    return float(getattr(rule, name, math.nan))
+
+
+def _known(number: Any) -> bool:
+    return number is not None and not math.isnan(np.float64(number))

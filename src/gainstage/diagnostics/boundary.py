@@ -1,0 +1,135 @@
+"""The largest scale that a loss can bear, by the dtypes that the scale itself passes through."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from gainstage.rules import LARGEST
+
+
+def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
+    """The largest loss scale that does not overflow by itself, whatever the gradients are.
+
+    The backward pass begins with the scale, and multiplies it by the loss's derivatives on the way.
+    Where nothing but constants has been multiplied yet (1 / n for a mean) and the next operation is
+    float16, the scale times that constant has to be a float16 number. That is so for a loss which
+    is computed in float16 to its end; one that is computed in float32 out of float16 predictions
+    can bear any scale.
+
+    Args:
+        fun: the loss, a scalar or (loss, aux) of the arguments; it is traced, not run.
+        *args: arrays, or what `jax.eval_shape` takes in their place.
+
+    Returns:
+        A number > 0, infinity if there is no such operation.
+
+    Raises:
+        TypeError: `fun` returns no floating scalar.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gainstage.diagnostics import largest_scale
+        >>> half = jnp.ones(16, jnp.float16)
+        >>> largest_scale(lambda w: (w * w).sum(), half)
+        65504.0
+        >>> largest_scale(lambda w: ((w * w).astype("float32") ** 2).mean(), half)
+        inf
+    """
+
+    def scalar(*args: Any) -> jax.Array:
+        loss = jax.tree.leaves(fun(*args))[0]
+        if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(f"Expected a floating scalar from fun; got {loss!r}.")
+        return loss.astype(jnp.float32)
+
+    def backward(scale: jax.Array, *args: Any) -> list[jax.Array]:
+        grads = jax.tree.leaves(jax.vjp(scalar, *args)[1](scale))
+        return [gradient for gradient in grads if gradient.dtype != jax.dtypes.float0]
+
+    program = jax.make_jaxpr(backward)(jnp.float32(1), *args)
+    limits: list[float] = []
+    unknown = [None] * (len(program.jaxpr.invars) - 1)
+    _follow(program, [_Number(1.0, True), *unknown], limits)
+    return min(limits, default=math.inf)
+
+
+class _Number(NamedTuple):
+    """An array of equal elements that is known before the program runs."""
+
+    value: float
+    scaled: bool  # whether the scale is a factor of it
+
+
+_MOVES = frozenset(
+    ["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"]
+)
+
+
+def _follow(
+    program: ClosedJaxpr, inputs: Sequence[_Number | None], limits: list[float]
+) -> list[_Number | None]:
+    """Follows the scale through a program, as long as it only meets constants.
+
+    Args:
+        program: a jaxpr.
+        inputs: what is known of its arguments.
+        limits: of the scale, added to wherever it passes through a smaller dtype.
+
+    Returns:
+        What is known of its results.
+    """
+    jaxpr = program.jaxpr
+    constants = [_Number(float(c), False) if np.size(c) == 1 else None for c in program.consts]
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+
+    def of(variable: Any) -> _Number | None:
+        if isinstance(variable, Literal):
+            return _Number(float(variable.val), False)
+        return known.get(variable)
+
+    for equation in jaxpr.eqns:
+        operands = [of(variable) for variable in equation.invars]
+        inner = [p for p in equation.params.values() if isinstance(p, (ClosedJaxpr, Jaxpr))]
+        if inner and equation.primitive.name not in ("scan", "while", "cond"):
+            closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], [])
+            results = _follow(closed, operands, limits) if _fits(closed, operands) else []
+        else:
+            results = [_computed(equation, operands)]
+        for variable, result in zip(equation.outvars, results, strict=False):
+            known[variable] = result
+            if result is not None and result.scaled and not inner:
+                most = float(jnp.finfo(variable.aval.dtype).max)
+                if result.value and most < LARGEST:
+                    limits.append(most / abs(result.value))
+    return [of(variable) for variable in jaxpr.outvars]
+
+
+def _fits(program: ClosedJaxpr, operands: Sequence[Any]) -> bool:
+    return len(program.jaxpr.invars) == len(operands)
+
+
+def _computed(equation: Any, operands: Sequence[_Number | None]) -> _Number | None:
+    """What is known of the result of an operation."""
+    name = equation.primitive.name
+    if not operands or any(number is None for number in operands):
+        return None
+    first, *rest = [number for number in operands if number is not None]
+    if name in _MOVES:
+        return first
+    if name == "neg":
+        return first._replace(value=-first.value)
+    if name == "reduce_sum":
+        count = equation.invars[0].aval.size / max(equation.outvars[0].aval.size, 1)
+        return first._replace(value=first.value * count)
+    if name == "mul" and not (first.scaled and rest[0].scaled):
+        return _Number(first.value * rest[0].value, first.scaled or rest[0].scaled)
+    if name == "div" and not rest[0].scaled and rest[0].value:
+        return first._replace(value=first.value / rest[0].value)
+    if name in ("add", "add_any") and first.scaled == rest[0].scaled:
+        return first._replace(value=first.value + rest[0].value)
+    return None

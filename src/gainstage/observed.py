@@ -1,0 +1,155 @@
+"""What telemetry keeps of a run, on the device: the last step, what overflowed, what underflows."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gainstage import checks
+from gainstage.gradients import divided, measure
+from gainstage.sharding import varying
+
+# The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
+FLUSHED, SUBNORMAL, HIGHEST = -25, -14, 15
+LOWEST = -40  # what is smaller is counted here
+BINS = HIGHEST - LOWEST + 2  # one for each exponent, and the first for zeros
+
+
+class StepInfo(NamedTuple):
+    """What the last step was like: device scalars, to be returned from a compiled step."""
+
+    finite: jax.Array  # bool: whether it was applied, and not skipped; True before the first
+    loss_scale: jax.Array  # float32: the scale of its loss; the next step's may be another
+    skipped_steps: jax.Array  # int32: how many steps have been skipped so far
+    grad_norm: jax.Array  # float32: of all true gradients together, before clipping; 0 at first
+    applied_steps: jax.Array  # int32: how many have not
+    max_abs: jax.Array  # float32: the largest finite element of the true gradients; 0 at first
+
+
+class Exponents(NamedTuple):
+    """How large the elements of each gradient were, times the loss scale, when last counted."""
+
+    step: jax.Array  # int32: when, -1 for never
+    scale: jax.Array  # float32: the scale then
+    counts: jax.Array  # float32, one row a gradient: elements that are 0, then by exponent
+
+
+class Observed(NamedTuple):
+    """All of it."""
+
+    info: StepInfo
+    causes: jax.Array  # int32, one row a gradient: steps with an inf, with a NaN, first and last
+    exponents: Exponents | None
+
+
+def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
+    """Before the first step, on so many gradients.
+
+    Args:
+        scale: the first loss scale.
+        count: how many gradients there are.
+        every: after so many steps exponents are counted; None for never.
+    """
+    none, zero = jnp.int32(0), jnp.float32(0)
+    info = StepInfo(jnp.array(True), jnp.float32(scale), none, zero, none, zero)
+    causes = jnp.tile(jnp.array([0, 0, -1, -1], jnp.int32), (count, 1))
+    exponents = Exponents(jnp.int32(-1), zero, jnp.zeros((count, BINS), jnp.float32))
+    return Observed(info, causes, exponents if every else None)
+
+
+def observed(
+    before: Observed,
+    grads: Sequence[Any],
+    scale: jax.Array | float,
+    finite: jax.Array,
+    norm: jax.Array,
+    loss_scale: jax.Array,
+    every: int | None,
+) -> Observed:
+    """After one more step.
+
+    Args:
+        before: what was known before it.
+        grads: its gradients, arrays or None. Beyond `max_abs` they are read only where the step is
+            skipped, and where exponents are due.
+        scale: what they were multiplied by: `loss_scale`, or 1 if they are the true ones.
+        finite: whether it was applied.
+        norm: of all true gradients together.
+        loss_scale: the scale of its loss.
+        every: as for `at_first`.
+    """
+    info = before.info
+    step = info.applied_steps + info.skipped_steps
+    true = [g and g.value() for g in divided(grads, jnp.asarray(scale, jnp.float32))]
+    new = StepInfo(
+        finite=finite,
+        loss_scale=jnp.float32(loss_scale),
+        skipped_steps=info.skipped_steps + jnp.where(finite, 0, 1).astype(jnp.int32),
+        grad_norm=norm.astype(jnp.float32),
+        applied_steps=info.applied_steps + jnp.where(finite, 1, 0).astype(jnp.int32),
+        max_abs=measure(["max_abs"], true)["max_abs"],
+    )
+    causes = lax.cond(
+        finite, lambda: before.causes, lambda: _more_causes(before.causes, grads, step)
+    )
+    exponents = before.exponents
+    if exponents is not None and every:
+        more = jnp.float32(loss_scale / scale)
+
+        def counted() -> Exponents:
+            rows = [jnp.zeros(BINS) if g is None else _exponents(g, more) for g in grads]
+            return Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
+
+        due = finite & (step % every == 0)
+        exponents = lax.cond(due, counted, lambda: exponents)
+    return Observed(new, causes, exponents)
+
+
+def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool, int | None]:
+    """The two settings as they are kept, or a TypeError or ValueError."""
+    telemetry = checks.flag("telemetry", telemetry)
+    if underflow_every is None:
+        return telemetry, None
+    if not telemetry:
+        raise ValueError(f"Expected telemetry=True for underflow_every={underflow_every!r}.")
+    return telemetry, checks.integer("underflow_every", underflow_every, low=1)
+
+
+def leaves_and_none(tree: Any) -> list[Any]:
+    """The leaves of a tree, None being one."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+
+def _more_causes(causes: jax.Array, grads: Sequence[Any], step: jax.Array) -> jax.Array:
+    def kinds(gradient: Any) -> list[jax.Array]:
+        if gradient is None:
+            return [jnp.array(False), jnp.array(False)]
+        return [jnp.isinf(gradient).any(), jnp.isnan(gradient).any()]
+
+    found = jnp.array([kinds(gradient) for gradient in grads], bool).reshape(-1, 2)
+    found = _summed(found.astype(jnp.int32)) > 0
+    hit = found.any(axis=1)
+    inf, nan, first, last = causes.T
+    first = jnp.where(hit & (first < 0), step, first)
+    last = jnp.where(hit, step, last)
+    return jnp.stack([inf + found[:, 0], nan + found[:, 1], first, last], axis=1)
+
+
+def _exponents(gradient: jax.Array, scale: jax.Array) -> jax.Array:
+    """How many elements are 0, and how many have each exponent from `LOWEST` on."""
+    x = jnp.atleast_1d(gradient).astype(jnp.float32) * scale
+    exponent = jnp.clip(jnp.frexp(x)[1] - 1, LOWEST, HIGHEST)
+    place = jnp.where(x == 0, 0, exponent - LOWEST + 1)
+    # Comparisons, not a scatter: on a mesh every device counts its own part.
+    here = place[..., None] == jnp.arange(BINS)
+    rows = jnp.sum(here, axis=tuple(range(1, x.ndim)), dtype=jnp.int32)
+    total = jnp.sum(rows, axis=0, dtype=jnp.int32 if x.ndim == 1 else jnp.float32)
+    return _summed(total.astype(jnp.float32))
+
+
+def _summed(counts: jax.Array) -> jax.Array:
+    """Over all devices, where inside of `jax.shard_map` each has seen its own part."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return lax.psum(varying(counts, axes), tuple(axes)) if axes else counts

@@ -1,0 +1,211 @@
+"""`on_bad_microbatch`: what becomes of a window in which a microbatch overflowed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+
+STEPS, RATE, INITIAL = 4, 0.25, 2.0**10
+POLICIES = ("extend", "renormalise", "drop_window", "fail")
+
+
+def oracle(policy, grads):
+    """The weight, the number of updates and the scale after each microbatch, in plain Python."""
+    weight, updates, scale, good_windows = 0.0, 0, INITIAL, 0
+    total, good, seen, all_good, failed = 0.0, 0, 0, True, False
+    for gradient in grads:
+        finite = np.isfinite(gradient) and not failed
+        if policy == "fail":
+            failed |= not finite
+        if policy == "extend":
+            good_windows, scale = (good_windows + 1, scale) if finite else (0, scale / 2)
+            if good_windows == 3:
+                good_windows, scale = 0, scale * 2
+        if finite:
+            total, good = total + gradient, good + 1
+        all_good &= bool(finite)
+        seen += finite if policy in ("extend", "fail") else 1
+        if seen == STEPS:
+            if good and (policy != "drop_window" or good == STEPS):
+                weight, updates = weight - RATE * total / good, updates + 1
+            if policy != "extend":
+                good_windows, scale = (good_windows + 1, scale) if all_good else (0, scale / 2)
+                if good_windows == 3:
+                    good_windows, scale = 0, scale * 2
+            total, good, seen, all_good = 0.0, 0, 0, True
+        yield weight, updates, scale
+
+
+def made(policy, on="inner", inner=gs.SGD, **options):
+    """A variable and its optimizer, with the option given to the inner one or to the wrapper."""
+    accumulate = {"gradient_accumulation_steps": STEPS, "on_bad_microbatch": policy}
+    w = gs.Variable(np.zeros(3, np.float32))
+    given = (accumulate, {}) if on == "inner" else ({}, accumulate)
+    rule = gs.DynamicLossScale(INITIAL, increment_period=3)
+    opt = gs.LossScaleOptimizer(inner(RATE, **given[0], **options), rule=rule, **given[1])
+    opt.build([w])
+    return w, opt
+
+
+@pytest.mark.parametrize("on", ["inner", "wrapper"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_windows_are_those_of_the_description(policy, on, rng):
+    """On 240 random microbatches weight, updates and scale are those of a plain state machine."""
+    w, opt = made(policy, on)
+
+    def step(true):
+        opt.apply([jnp.full(3, true) * opt.loss_scale])
+        return w.value()[0], opt.iterations, opt.dynamic_scale.value()
+
+    program = gs.jit(step, ([w], opt.variables), donate=True)
+    grads = rng.integers(-8, 9, size=240).astype(np.float32)
+    bad = rng.random(240) < 0.1
+    bad[:20] = False  # else "fail" would be over at once
+    grads[bad] = rng.choice([np.inf, -np.inf, np.nan], size=bad.sum())
+    found = np.array([[float(x) for x in program(g)] for g in grads])
+    np.testing.assert_allclose(found, np.array([*oracle(policy, grads.tolist())]), rtol=1e-6)
+    assert found[-1, 1] > 4
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (3,), (0, 2), (1, 2, 3)], ids=str)
+def test_renormalised_is_the_full_batch_of_the_good(bad, rng):
+    """A window is updated with the gradient of one batch of all its finite microbatches."""
+    images = rng.normal(size=(STEPS, 8, 3)).astype(np.float32)
+    labels = rng.normal(size=(STEPS, 8)).astype(np.float32)
+    good = [i for i in range(STEPS) if i not in bad]
+
+    def gradient(weights, x, y):
+        return jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))(weights)
+
+    w, opt = made("renormalise")
+    start = w.value()
+    for i in range(STEPS):
+        x = images[i] * (np.nan if i in bad else 1)
+        opt.apply([gradient(start, x, labels[i]) * opt.loss_scale])
+    whole = gradient(start, images[good].reshape(-1, 3), labels[good].reshape(-1))
+    np.testing.assert_allclose(w.value(), start - RATE * whole, rtol=3e-6)
+    assert int(opt.iterations) == 1
+
+
+@pytest.mark.parametrize("policy", ["renormalise", "drop_window"])
+def test_a_window_without_a_good_microbatch_changes_no_weight(policy):
+    """Weights, slots and updates stay, the scale is lowered once, and the next window is whole."""
+    w, opt = made(policy, inner=gs.Adam)
+    before = [np.asarray(v) for v in (w, *opt.inner_optimizer.variables)]
+    for _ in range(STEPS):
+        opt.apply([jnp.full(3, jnp.inf)])
+    after = [np.asarray(v) for v in (w, *opt.inner_optimizer.variables)]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert float(opt.loss_scale) == INITIAL / 2
+    for _ in range(STEPS):
+        opt.apply([jnp.full(3, opt.loss_scale)])
+    assert int(opt.iterations) == 1
+    np.testing.assert_allclose(w.value(), -RATE, rtol=1e-5)  # Adam's first step
+
+
+@pytest.mark.parametrize("policy", ["renormalise", "drop_window", "fail"])
+def test_the_scale_is_frozen_within_a_window(policy):
+    """Whatever happens in a window, all of its microbatches have one scale."""
+    _, opt = made(policy)
+    for window in range(6):
+        used = []
+        for i in range(STEPS):
+            used.append(float(opt.loss_scale))
+            bad = policy != "fail" and window == 3 and i == 1
+            opt.apply([jnp.full(3, jnp.nan if bad else 1.0)])
+        assert len(set(used)) == 1
+    assert float(opt.loss_scale) == (INITIAL * 4 if policy == "fail" else INITIAL)
+
+
+def test_failing_is_told_by_the_next_apply():
+    """After a bad microbatch nothing changes, the next step is an error; state that is loaded from
+    before goes on."""
+    w, opt = made("fail")
+    for _ in range(STEPS + 1):
+        opt.apply([jnp.ones(3)])
+    saved = opt.state()
+    opt.apply([jnp.full(3, jnp.nan)])
+    values = [np.asarray(v) for v in (w, *opt.variables)]
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="after 1 updates"):
+            opt.apply([jnp.ones(3)])
+    for old, variable in zip(values, (w, *opt.variables), strict=True):
+        np.testing.assert_array_equal(old, np.asarray(variable))
+    opt.load_state(saved)
+    opt.apply([jnp.ones(3)])
+
+
+def test_what_a_window_has_measured_reaches_the_rule():
+    """A rule that measures is told of all microbatches of the window: the largest gradient of any
+    of them, and of a loss that was not finite; without a fault of the scale it stays."""
+    w = gs.Variable(np.zeros(3, np.float32))
+    inner = gs.SGD(RATE, gradient_accumulation_steps=STEPS, on_bad_microbatch="renormalise")
+    opt = gs.LossScaleOptimizer(inner, rule=gs.AdaptiveLossScale(2.0**10))
+    opt.build([w])
+
+    def window(factors):
+        for factor in factors:
+            opt.minimize(lambda f=factor: (w.value() * f).sum(), [w])
+        return float(opt.loss_scale)
+
+    assert window([1.0, 64.0, 1.0, 2.0]) == 2.0**8  # 64 * 2**8 is one bit and more below 65504
+    assert window([1.0, float("nan"), 1.0, 1.0]) == 2.0**8  # its loss was NaN: the data
+    assert int(opt.iterations) == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_a_window_goes_on_from_a_checkpoint(policy, rng):
+    """State that is saved within a window continues to the same bits."""
+    grads = rng.normal(size=(12, 3)).astype(np.float32)
+    if policy != "fail":
+        grads[5] = np.nan
+    runs = []
+    for split in (None, 6):
+        w, opt = made(policy, inner=gs.Adam)
+        for i, gradient in enumerate(grads):
+            if i == split:
+                (value, state), (w, opt) = (w.numpy(), opt.state()), made(policy, inner=gs.Adam)
+                w.assign(value)
+                opt.load_state(state)
+            opt.apply([jnp.asarray(gradient) * opt.loss_scale])
+        runs.append([np.asarray(v) for v in (w, *opt.variables)])
+    for one, other in zip(*runs, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_configurations_name_it_only_where_it_was_given():
+    """The default is not in a configuration; another comes back from it."""
+    assert "on_bad_microbatch" not in gs.SGD(0.1).get_config()
+    _, opt = made("drop_window", on="wrapper")
+    config = opt.get_config()
+    assert config["on_bad_microbatch"] == "drop_window"
+    again = gs.LossScaleOptimizer.from_config(config)
+    assert again.get_config() == config
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gs.SGD(0.1, on_bad_microbatch="skip"), "Expected one of extend"),
+        (lambda: gs.SGD(0.1, on_bad_microbatch=None), "Expected"),
+        (
+            lambda: gs.LossScaleOptimizer(gs.SGD(0.1, on_bad_microbatch="fail")).build(
+                [gs.Variable(1.0)]
+            ),
+            "Expected gradient_accumulation_steps and a loss scale",
+        ),
+        (
+            lambda: gs.SGD(0.1, gradient_accumulation_steps=2, on_bad_microbatch="fail").build(
+                [gs.Variable(1.0)]
+            ),
+            "Expected gradient_accumulation_steps and a loss scale",
+        ),
+    ],
+)
+def test_misuse_is_an_error(make, message):
+    """An unknown policy, or one without windows or without a check, is refused."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        make()

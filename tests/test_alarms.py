@@ -1,0 +1,238 @@
+"""Alarms: none in a healthy run, one of its own kind in every other."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage.diagnostics import Alarm, Alarms, JsonLines, alarms_in, largest_scale, read_run
+
+NAN, INF = float("nan"), float("inf")
+LIMIT = 65504.0
+
+
+def simulated(rule, largest, inside=1.0, bad=()):
+    """The records of a run whose largest gradients are given, and of which the largest number in
+    the backward pass is `inside` times as large; the losses of bad steps are NaN."""
+    steps = np.arange(len(largest))
+    data = np.isin(steps, list(bad))
+    inside = np.broadcast_to(np.float32(inside), largest.shape)
+
+    def step(state, seen):
+        max_abs, inside, data = seen
+        finite = (max_abs * inside * state.scale <= LIMIT) & ~data
+        loss = jnp.where(data, jnp.nan, 1.0)
+        told = {"max_abs": max_abs, "any_nan": data, "any_inf": ~finite, "loss": loss}
+        measured = {name: told[name] for name in rule.measures}
+        return rule.update(state, finite, **measured), (finite, state.scale)
+
+    columns = (largest.astype(np.float32), inside, data)
+    finite, scale = jax.jit(lambda: jax.lax.scan(step, rule.init(), columns)[1])()
+    for n in steps:
+        there = bool(finite[n])
+        yield {
+            "step": int(n),
+            "finite": there,
+            "loss_scale": float(scale[n]),
+            "grad_norm": float(largest[n] * 30) if there else NAN if data[n] else INF,
+            "max_abs": float(largest[n]) if there else 0.0,
+            "loss": NAN if data[n] else 1.0,
+        }
+
+
+def watch(alarms, records):
+    """Writes the records of a run."""
+    for record in records:
+        alarms.write(**record)
+
+
+def kinds(records, rule):
+    """The kinds of the alarms that ring in a run, in order."""
+    found = []
+    with Alarms(rule, on_alarm=found.append) as alarms:
+        watch(alarms, records)
+    for alarm in found:
+        assert str(alarm).startswith(f"Step {alarm.step}: ")
+        assert alarm.message.endswith(".")
+    return [alarm.kind for alarm in found]
+
+
+def healthy(seed):
+    """A rule, and a run under it in which nothing is wrong: gradients that wander and jump by a
+    factor of two or so, numbers inside that are larger, a start too high or low, a bad batch."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(300, 3000))
+    start = 2.0 ** int(rng.integers(5, 32))
+    period = int(rng.choice([100, 400, 2000]))
+    rule = [
+        gs.DynamicLossScale(start, period),
+        gs.DynamicLossScale(start, period, hysteresis=2),
+        gs.AdaptiveLossScale(start, period),
+        gs.FixedLossScale(2.0**8),
+    ][rng.integers(4)]
+    inside = 2.0 ** rng.uniform(0, 8)
+    first = LIMIT / inside / (start if start < 2.0**20 else 2.0**20) / 2.0 ** rng.uniform(-2, 5)
+    if isinstance(rule, gs.FixedLossScale):
+        first, inside = LIMIT / 2.0**8 / 2.0 ** rng.uniform(4, 8), 1.0
+    wander = np.cumsum(rng.normal(scale=0.01, size=n)) - np.linspace(0, rng.uniform(0, 2), n)
+    # With hysteresis, and jumps at the limit, more than a tenth would really be skipped.
+    spread = 0.1 if getattr(rule, "hysteresis", 1) > 1 else 0.3
+    jumps = rng.normal(scale=spread, size=n).clip(-1.0, 1.0)
+    largest = first * np.exp2(wander.clip(-3, 1) + jumps)
+    bad = rng.choice(n, size=rng.integers(0, 3), replace=False)
+    return rule, simulated(rule, largest, inside, bad)
+
+
+@pytest.mark.parametrize("first", range(0, 100, 25))
+def test_healthy_runs_are_silent(first):
+    """On 100 random healthy runs under all rules there is no alarm."""
+    for seed in range(first, first + 25):
+        rule, records = healthy(seed)
+        assert kinds(records, rule) == [], seed
+
+
+def ones(n, value=1.0):
+    return np.full(n, value)
+
+
+ILL = {
+    # A row of batches whose loss is NaN.
+    "data": (gs.AdaptiveLossScale(2.0**14), ones(300), {"bad": range(100, 145)}),
+    # Gradients that no float16 holds.
+    "floor": (gs.DynamicLossScale(4.0, min_scale=1.0), ones(300, 1e5), {}),
+    # The scale is raised onto its limit after each fifth step.
+    "skips": (gs.DynamicLossScale(2.0**14, 5), ones(600), {"inside": 2.2}),
+    # A fixed scale, and gradients that have grown up to it.
+    "headroom": (gs.FixedLossScale(2.0**15), ones(300, 1.5), {}),
+    # A scale that is far too low, and does not rise soon.
+    "growth": (gs.DynamicLossScale(2.0**15), ones(300, 1e-8), {}),
+}
+
+
+@pytest.mark.parametrize("kind", ILL)
+def test_each_alarm_rings_once_on_its_own(kind):
+    """A run with one fault rings the one alarm that is meant for it, and rings it once."""
+    rule, largest, how = ILL[kind]
+    assert kinds(simulated(rule, largest, **how), rule) == [kind]
+
+
+def test_a_scale_at_its_highest_or_a_fixed_one_cannot_grow():
+    """The reason why the scale does not rise is told, with the setting that mends it."""
+    for rule, words in (
+        (gs.FixedLossScale(16.0), "it is fixed. Take loss_scale_value=2^30"),
+        (gs.DynamicLossScale(16.0, max_scale=16.0), "max_scale=2^4. Take max_scale=2^30"),
+    ):
+        said = []
+        with Alarms(rule, on_alarm=said.append) as alarms:
+            watch(alarms, simulated(rule, ones(300, 2.0**-16)))
+        (alarm,) = said
+        assert words in alarm.message  # 2**-16 * 2**30 is one bit below the highest power
+
+
+def test_nan_gradients_of_a_known_scale_are_put_down_to_the_data():
+    """Without losses: gradients stay NaN while the scale falls by 2**6, after it has fitted."""
+    rule = gs.DynamicLossScale(2.0**14)
+
+    def without_loss(records):
+        for record in records:
+            del record["loss"]
+            yield record
+
+    assert kinds(without_loss(simulated(rule, ones(300), bad=range(270, 300))), rule) == ["data"]
+    assert kinds(without_loss(simulated(rule, ones(300), bad=range(296, 300))), rule) == []
+
+
+def test_an_alarm_rings_again_after_a_quiet_while():
+    """A second storm, long after the first, is told again; one that follows at once is not."""
+    rule = gs.AdaptiveLossScale(2.0**14)
+    twice = [*range(100, 145), *range(900, 945)]
+    assert kinds(simulated(rule, ones(1500), bad=twice), rule) == ["data", "data"]
+    close = [*range(100, 112), *range(120, 140)]
+    assert kinds(simulated(rule, ones(300), bad=close), rule) == ["data"]
+
+
+def test_alarms_are_warnings_that_can_be_made_errors():
+    """By default an alarm is warned of; as an error it leaves `write`, between two steps."""
+    records = [*simulated(gs.DynamicLossScale(2.0**14), ones(20), bad=range(20))]
+    with pytest.warns(Alarm, match="their loss was not finite") as caught, Alarms() as alarms:
+        watch(alarms, records)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Alarm)
+        with pytest.raises(Alarm) as raised:
+            watch(Alarms(every=1), records)
+    assert (raised.value.kind, raised.value.step) == ("data", 7)
+
+
+def test_a_recorded_run_has_the_same_alarms(tmp_path):
+    """`alarms_in` a run that was read back finds what would have rung."""
+    rule, largest, how = ILL["data"]
+    with JsonLines(tmp_path / "run.jsonl") as lines:
+        watch(lines, simulated(rule, largest, **how))
+    (alarm,) = alarms_in(read_run(tmp_path / "run.jsonl"), rule)
+    assert (alarm.kind, alarm.step) == ("data", 107)
+
+
+def test_a_run_of_an_optimizer_is_watched():
+    """The telemetry of a compiled step is what the alarms need: NaN data, and nothing else."""
+    w = gs.Variable(np.ones(4, np.float32))
+    opt = gs.LossScaleOptimizer(gs.SGD(0.01), telemetry=True)
+    opt.build([w])
+
+    def step(x):
+        return opt.minimize(lambda: ((w.value() * x) ** 2).sum(), [w]), gs.telemetry(opt)
+
+    program, found = gs.jit(step, ([w], opt.variables), donate=True), []
+    with Alarms(opt.rule, on_alarm=found.append) as alarms:
+        for n in range(60):
+            loss, info = program(jnp.float32(NAN if 20 <= n < 40 else 1.0))
+            alarms.write(n, info, loss=loss)
+    assert [(alarm.kind, alarm.step) for alarm in found] == [("data", 27)]
+
+
+HALF = jnp.linspace(0.5, 1.5, 16, dtype=jnp.float16)
+LOSSES = {
+    "in float16 to the end": (lambda w: (w * w).sum(), 65504.0),
+    "cast at the end": (lambda w: (w * w).sum().astype(jnp.float32), 65504.0),
+    "a mean of float16 losses": (lambda w: (w * w).astype(jnp.float32).mean(), 65504.0 * 16),
+    "weighted": (lambda w: (w * w).sum().astype(jnp.float32) * 8.0, 65504.0 / 8),
+    "out of float16 predictions": (lambda w: ((w * w).astype(jnp.float32) ** 2).mean(), INF),
+    "a jitted function inside": (lambda w: jax.jit(lambda x: (x * x).sum())(w), 65504.0),
+    "float32": (lambda w: (w.astype(jnp.float32) ** 2).sum(), INF),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_boundary_is_where_scales_begin_to_overflow(name):
+    """The largest scale that the program lets through is the largest that gives finite gradients
+    of a gradient that is otherwise tiny."""
+    loss, limit = LOSSES[name]
+    assert largest_scale(loss, HALF) == limit
+    if limit < INF:
+        tiny = jnp.full(16, 2.0**-12, jnp.float16)
+
+        def gradient(scale):
+            return jax.grad(lambda w: loss(w).astype(jnp.float32) * scale)(tiny)
+
+        assert jnp.isfinite(gradient(limit)).all()
+        assert not jnp.isfinite(gradient(limit * 1.01)).all()
+
+
+def test_a_loss_that_leaves_float16_late_is_told_before_the_run():
+    """`look_at` rings where the rule may go beyond what the loss bears, not elsewhere."""
+    late, _ = LOSSES["cast at the end"]
+    for rule, expected in (
+        (gs.DynamicLossScale(), ["boundary"]),
+        (gs.DynamicLossScale(max_scale=2.0**15), []),
+        (gs.AdaptiveLossScale(), ["boundary"]),
+    ):
+        found = []
+        Alarms(rule, on_alarm=found.append).look_at(late, jax.ShapeDtypeStruct((4,), jnp.float16))
+        assert [alarm.kind for alarm in found] == expected
+    found = []
+    early, _ = LOSSES["out of float16 predictions"]
+    Alarms(gs.DynamicLossScale(), on_alarm=found.append).look_at(early, HALF)
+    assert found == []
