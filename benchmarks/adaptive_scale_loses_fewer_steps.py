@@ -8,6 +8,7 @@ long healthy run. Losses in the end are held against float32 without bad batches
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
@@ -141,8 +142,8 @@ class Trainer:
             "skipped": int(skipped.sum()),
             "flushed": int(low.sum()),
             "lost": int((skipped | low).sum()),
-            "share_flushed": float(flushed[good & ~skipped].mean()),
-            "loss": float(end.mean()),
+            "share_flushed": float(flushed[good & ~skipped].mean()) if end.size else math.nan,
+            "loss": float(end.mean()) if end.size else math.nan,
         }
 
 
@@ -158,11 +159,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints the table, and writes `results/rules/float16.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="*", default=["digits", "text"])
     parser.add_argument("--long", type=int, default=3000, help="steps of the healthy run")
     parser.add_argument("--output", type=Path, default=RESULTS / "rules" / "float16.json")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}
-    for name, task in {"digits": digits_task(), "text": text_task()}.items():
+    tasks = {"digits": digits_task, "text": text_task}
+    for name, task in ((name, tasks[name]()) for name in options.tasks):
         exact = Trainer(task, None)
         for rule, make in RULES.items():
             trainer = Trainer(task, make())
@@ -181,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                     results.setdefault(name, {}).setdefault(case, {}).setdefault(rule, []).append(
                         found
                     )
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps(results, indent=1) + "\n")
     Console().print(table(results))
 
 
