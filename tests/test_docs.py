@@ -22,7 +22,8 @@ MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
            "gainstage.diagnostics.progress", "gainstage.diagnostics.replay",
            "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
-           "gainstage.interop.peers", "gainstage.interop.tensorboard", "gainstage.schedules"]  # fmt: skip
+           "gainstage.interop.peers", "gainstage.interop.tensorboard",
+           "gainstage.schedules"]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

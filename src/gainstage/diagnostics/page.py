@@ -76,7 +76,8 @@ td:first-child, code { font-family: ui-monospace, Consolas, "DejaVu Sans Mono", 
 .zero { background: var(--faint); }
 @media (max-width: 640px) {
   body { padding: 1rem .75rem 2rem; } .plot { grid-template-columns: 3.75rem 1fr; }
-  .under span:nth-child(even) { display: none; } dl { grid-template-columns: 1fr 1fr; } .bars td, .bars td:first-child { width: auto; }
+  .under span:nth-child(even) { display: none; } dl { grid-template-columns: 1fr 1fr; }
+  .bars td, .bars td:first-child { width: auto; }
   .cards, .cards tbody { display: block; } .cards thead { display: none; }
   .cards tr { display: flex; flex-wrap: wrap; gap: .1rem 1rem; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
