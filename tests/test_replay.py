@@ -335,3 +335,19 @@ def test_a_limit_that_falls_is_seen():
     outcome = replay(run, {"high": gs.DynamicLossScale(2.0**22, hysteresis=2)}).outcomes["high"]
     assert set(outcome.scales[180:]) == {2.0**13}
     assert outcome.skips[150:].sum() == 14
+
+
+@pytest.mark.parametrize("name", ["max_abs", "grad_norm"])
+def test_what_is_presumed_follows_the_size_of_the_gradients(name):
+    """Gradients that get 2**8 times smaller bear scales 2**8 times higher: what overflowed at first
+    is presumed to fit at the end, and what nothing has come near is not."""
+    size = 2.0 ** -np.linspace(0, 8, 1000)
+    scales = [2.0**16] + [2.0**15] * 3 + [2.0**10] * 996
+    run = recorded(scales, [0] + [1] * 999, **{name: size})
+    rules = {k: gs.FixedLossScale(2.0**k) for k in (15, 16, 23)}
+    skips = {k: outcome.skips for k, outcome in replay(run, rules).outcomes.items()}
+    assert not skips[15].any()
+    assert skips[16][:50].all()
+    assert not skips[16][200:].any()
+    assert skips[23][:870].all()
+    assert not skips[23][880:].any()

@@ -111,7 +111,7 @@ def underflow(run: Run) -> list[Flushed]:
 def _replay(run: Run) -> tuple[Rows, list[str]]:
     """The table of what other rules would have done, and the advice that follows from it."""
     title = "What other rules would have done"
-    columns = ("Rule", "Skipped", "Bad data", "Lowest", "Highest", "Last", "Bits", "Presumed")
+    columns = ("Rule", "Skipped", "Lowest", "Highest", "Last", "Bits", "Presumed")
     try:
         replayed = replay(run)
     except ValueError as error:
@@ -119,17 +119,16 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
 
     def row(name: str, of: Outcome) -> tuple[str, ...]:
         scales = [as_power(float(scale)) for scale in (of.scales.min(), of.scales.max())]
-        counts = (f"{of.skips.sum()}", f"{(of.skips & of.bad).sum()}")
         bits = f"{of.bits:+.1f}" if math.isfinite(of.bits) else "-"
         presumed = f"{of.presumed.mean():.0%}"
-        return (name, *counts, *scales, as_power(float(of.scales[-1])), bits, presumed)
+        return (name, f"{of.skips.sum()}", *scales, as_power(float(of.scales[-1])), bits, presumed)
 
     rows = [row("as recorded", replayed.recorded)]
     rows += [row(name, outcome) for name, outcome in replayed.outcomes.items()]
     notes = [
-        "Bad data: of the skips, those that no scale would have avoided.",
-        "Bits: how far the scale was above what is known to fit, in the mean; negative: below.",
-        "Presumed: decisions of which the record says nothing.",
+        f"Skipped: {replayed.recorded.bad.sum()} of them at any scale, because of bad data.",
+        "Bits: of the scale above what is known to fit, in the mean; negative: below.",
+        "Presumed: decisions of which neither the step nor those around it tell.",
     ]
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
     return Rows(title, columns, rows, "\n".join(notes)), advice(replayed)

@@ -47,21 +47,19 @@ dt { color: var(--faint); font-size: .8125rem; } dd { margin: 0; font-weight: 60
 .plot { display: grid; grid-template-columns: 4.25rem 1fr; font-size: .8125rem;
   padding-right: 1rem; }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
-.plot path { fill: none; stroke: var(--curve); stroke-width: 2; stroke-linejoin: round;
+.plot path { fill: none; stroke: var(--curve); stroke-width: 1.25; stroke-linejoin: round;
   vector-effect: non-scaling-stroke; }
-.plot .grid { stroke: var(--line); stroke-width: 1; }
-.plot .overflow { stroke: var(--overflow); } .plot .nan { stroke: var(--nan); }
-.plot .loss { stroke: var(--loss); }
-.high { height: 190px; position: relative; } .lane { height: 1.5rem; padding: .3rem 0; }
+.plot .stairs { stroke-width: 2; } .plot .grid { stroke: var(--line); stroke-width: 1; }
+.lane path { stroke-width: 2; } .plot .overflow { stroke: var(--overflow); }
+.plot .nan { stroke: var(--nan); } .plot .loss { stroke: var(--loss); }
+.high { height: 190px; margin-bottom: .6rem; position: relative; }
+.lane { height: 1.5rem; padding: .3rem 0; }
 .high span, .under span { position: absolute; color: var(--faint); white-space: nowrap; }
 .high span { right: .5rem; transform: translateY(-50%); }
 .under { grid-column: 2; height: 1.4rem; position: relative; }
 .under span { transform: translateX(-50%); }
 .name { text-align: right; padding-right: .5rem; font-size: .75rem; line-height: 1.5rem;
   white-space: nowrap; }
-.legend span { margin-right: 1.25rem; white-space: nowrap; }
-.legend i { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px;
-  margin-right: .35rem; }
 table { border-collapse: collapse; width: 100%; font-size: .875rem; }
 th, td { text-align: right; padding: .35rem .5rem; border-bottom: 1px solid var(--line);
   font-variant-numeric: tabular-nums; }
@@ -77,7 +75,8 @@ td:first-child, code { font-family: ui-monospace, Consolas, "DejaVu Sans Mono", 
 @media (max-width: 640px) {
   body { padding: 1rem .75rem 2rem; } .plot { grid-template-columns: 3.75rem 1fr; }
   .under span:nth-child(even) { display: none; } dl { grid-template-columns: 1fr 1fr; }
-  .bars td, .bars td:first-child { width: auto; }
+  .bars tr { display: grid; grid-template-columns: repeat(3, 1fr); }
+  .bars tr > * { width: auto; border: 0; } .bars tr > :first-child { grid-column: 1 / -1; }
   .cards, .cards tbody { display: block; } .cards thead { display: none; }
   .cards tr { display: flex; flex-wrap: wrap; gap: .1rem 1rem; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
@@ -177,26 +176,22 @@ def _curve(run: Run, name: str, heading: str) -> str:
     first, last = float(run.steps[0]), float(run.steps[-1])
     across = (run.steps - first) / max(last - first, 1) * ACROSS
     heights, ticks = _axis(values[there], _base(name, values[there]))
-    curve = _path(across[there], heights, stairs=name == "loss_scale")
+    stairs = name == "loss_scale"
+    curve, kind = _path(across[there], heights, stairs), "stairs" if stairs else "line"
     lines = "".join(f"M0 {at:.1f}H{ACROSS}" for at, _ in ticks)
     words = "".join(
         f'<span style="top:{100 * at / DOWN:.1f}%">{_text(tick)}</span>' for at, tick in ticks
     )
-    drawn = _svg(DOWN, f'<path class="grid" d="{lines}"/><path d="{curve}"/>', heading)
-    plot = f'<div class="high">{words}</div><div class="high">{drawn}</div>'
-    legend = ""
-    if name == "loss_scale":
-        lanes = {cause: mask for cause, mask in why_skipped(run).items() if mask.any()}
-        plot += "".join(_lane(cause, across[mask]) for cause, mask in lanes.items())
-        if lanes:
-            told = ", ".join(f"{mask.sum()} by {WHY[cause]}" for cause, mask in lanes.items())
-            legend = f'<p class="note">Skipped steps: {told}.</p>'
+    paths = f'<path class="grid" d="{lines}"/><path class="{kind}" d="{curve}"/>'
+    lanes, legend = _skips(run, across) if stairs else ("", "")
     places = "".join(
         f'<span style="left:{100 * (at - first) / max(last - first, 1):.1f}%">{at:.10g}</span>'
         for at in _round_numbers(first, last, min(4, last - first))
     )
     return (
-        f'<h2>{heading}</h2><div class="plot">{plot}<div class="under">{places}</div></div>{legend}'
+        f'<h2>{heading}</h2><div class="plot"><div class="high">{words}</div>'
+        f'<div class="high">{_svg(DOWN, paths, heading)}</div>{lanes}'
+        f'<div class="under">{places}</div></div>{legend}'
     )
 
 
@@ -205,6 +200,14 @@ WHY = {
     "NaN": "gradients that stayed NaN at every scale",
     "bad loss": "a loss that was not finite",
 }
+
+
+def _skips(run: Run, across: np.ndarray) -> tuple[str, str]:
+    """A lane for each cause of skipped steps, and a line that counts them."""
+    skips = {cause: mask for cause, mask in why_skipped(run).items() if mask.any()}
+    lanes = "".join(_lane(cause, across[mask]) for cause, mask in skips.items())
+    told = ", ".join(f"{mask.sum()} by {WHY[cause]}" for cause, mask in skips.items())
+    return lanes, f'<p class="note">Skipped steps: {told}.</p>' if told else ""
 
 
 def _lane(cause: str, across: np.ndarray) -> str:
@@ -225,16 +228,14 @@ def _svg(down: int, inside: str, label: str) -> str:
 def _axis(values: np.ndarray, base: int | None) -> tuple[np.ndarray, list[tuple[float, str]]]:
     """Where finite values lie, from 0 at the top to `DOWN`, and the places and words of ticks."""
     if base is None:
-        values = values / (size := max(float(np.abs(values).max()), 1e-300))  # no sum overflows
+        size = 10.0 ** math.floor(math.log10(max(float(np.abs(values).max()), 1e-300)))
+        values = values / size  # so that no difference overflows
         low, high = _apart(float(values.min()), float(values.max()))
-        marks = [(at, f"{at * size:.3g}") for at in _round_numbers(low, high, 4)]
+        marks = [(at, f"{at * size:.3g}") for at in _round_numbers(low, high, 3)]
     else:
         values = np.log(values) / math.log(base)
-        low, high = _apart(math.floor(values.min() + 1e-9), math.ceil(values.max() - 1e-9))
-        every = max(1, math.ceil((high - low) / 5))
-        powers = range(int(low), int(high) + 1, every)
-        plain = base == 10 and abs(low) < 5 and abs(high) < 5
-        marks = [(at, f"{10.0**at:g}" if plain else f"{base}^{at}") for at in powers]
+        low, high = _apart(float(values.min()), float(values.max()))
+        marks = _powers(low, high, base)
 
     def height(at: np.ndarray | float) -> np.ndarray | float:
         return (high - at) / (high - low) * DOWN
@@ -249,6 +250,18 @@ def _base(name: str, values: np.ndarray) -> int | None:
     if name == "loss_scale":
         return 2
     return 10 if values.max() / 20 > values.min() else None
+
+
+def _powers(low: float, high: float, base: int) -> list[tuple[float, str]]:
+    """The ticks of an axis of logarithms: powers, and 2 and 5 times those of ten if few."""
+    every = max(1, math.ceil((high - low) / 5))
+    powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)
+    if base == 2 or every > 1:
+        return [(at, f"{base}^{at}") for at in powers]
+    digits = (1, 2, 5) if high - low < 2 else (1,)
+    around = range(math.floor(low), math.ceil(high) + 1)
+    marks = [(at + math.log10(n), f"{n}e{at}") for at in around for n in digits]
+    return [(at, f"{float(word):g}") for at, word in marks if low <= at <= high]
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:

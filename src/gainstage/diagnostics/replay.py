@@ -64,7 +64,7 @@ class _Evidence(NamedTuple):
     over: np.ndarray  # at this one and above it was not
     near_fits: np.ndarray  # the highest that was applied around it
     near_over: np.ndarray  # from here up the steps around say that it overflows
-    far_over: np.float32  # from here up the whole run says so
+    far_over: np.ndarray  # from here up the whole run says so
 
 
 def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
@@ -73,8 +73,9 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
     What a step itself does not tell is asked of those around it. It overflows if of those within
     50 two did so at such a scale or a lower one, or if one did and not two within 100 were finite
     at it or a higher one; else it is finite if one within 50 was. Where they tell nothing it is
-    presumed to be finite, unless such a scale overflowed somewhere in the run and none as high was
-    ever applied. An overflow that was not recorded is taken to leave infinities and no NaN.
+    presumed to be finite, unless its gradients would be larger than any that were finite in the
+    whole run, and some not as large overflowed: `max_abs` tells their size, or else `grad_norm`. An
+    overflow that was not recorded is taken to leave infinities and no NaN.
 
     Args:
         run: what was recorded, with `finite` and `loss_scale` of nearly every step. With `max_abs`
@@ -144,7 +145,7 @@ def advice(replayed: Replay) -> list[str]:
         name: (int(other.skips.sum()), -other.bits)
         for name, other in replayed.outcomes.items()
         if not name.startswith("Fixed")
-        and other.bits >= recorded.bits - 2
+        and other.bits >= min(recorded.bits, 0) - 2
         and other.presumed.mean() <= 0.05
     }
     best = min(rules, key=lambda name: rules[name], default=None)
@@ -183,8 +184,18 @@ def _evidence(run: Run) -> _Evidence:
     highest = np.partition(_windows(fits, 0, 2 * NEAR)[asked], -2, axis=1)
     one = np.maximum(lowest[:, 0], _above(highest[:, -2]))
     near_over[asked] = np.minimum(lowest[:, 1], one)
-    far_over = np.maximum(seen.min(), _above(fits.max()))
+    with np.errstate(all="ignore"):
+        size = _size(run)
+        most = max((seen * size).min(), (fits * size).max() * (1 + 1e-6))
+        far_over = (most / size).astype(np.float32)
     return _Evidence(fits, over, _windows(fits, 0, NEAR).max(axis=1), near_over, far_over)
+
+
+def _size(run: Run) -> np.ndarray:
+    """How large the true gradients were: of skipped steps, as of the applied ones around."""
+    size = run.get("max_abs" if run.has("max_abs").any() else "grad_norm")
+    places, told = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
+    return np.interp(places, places[told], size[told]) if told.any() else np.ones(len(size))
 
 
 def _beyond_float16(run: Run) -> np.ndarray:

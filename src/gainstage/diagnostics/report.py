@@ -14,7 +14,7 @@ from gainstage.diagnostics.page import page
 from gainstage.diagnostics.runs import read_run
 
 WIDTH = 78  # of the text, for a terminal of 80 columns
-LONG = 25  # characters of a rule, which is then broken behind its bracket
+LONG = 34  # characters of a rule, which is then broken behind its bracket
 
 
 def main(path: Path, output: Path) -> int:
@@ -77,7 +77,7 @@ def _print(found: Findings, title: str) -> None:
 
 
 def _print_rows(console: Console, table: Rows) -> None:
-    result = Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    result = Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=0)
     for column in table.columns:
         justify = "right" if column != table.columns[0] else "left"
         result.add_column(column, justify=justify, overflow="fold")
