@@ -127,7 +127,7 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
     rows += [row(name, outcome) for name, outcome in replayed.outcomes.items()]
     notes = [
         f"Skipped: {replayed.recorded.bad.sum()} of them at any scale, because of bad data.",
-        "Bits: of the scale above what is known to fit, in the mean; negative: below.",
+        "Bits: log2 of the scale, above (+) or below (-) what is known to fit, in the mean.",
         "Presumed: decisions of which neither the step nor those around it tell.",
     ]
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]

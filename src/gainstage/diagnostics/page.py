@@ -44,7 +44,7 @@ dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(240px, 1fr))
   margin: 0; }
 dl div { background: var(--box); border-radius: 6px; padding: .5rem .8rem; }
 dt { color: var(--faint); font-size: .8125rem; } dd { margin: 0; font-weight: 600; }
-.plot { display: grid; grid-template-columns: 4.25rem 1fr; font-size: .8125rem;
+.plot { display: grid; margin-top: .9rem; grid-template-columns: 4.25rem 1fr; font-size: .8125rem;
   padding-right: 1rem; }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
 .plot path { fill: none; stroke: var(--curve); stroke-width: 1.25; stroke-linejoin: round;
@@ -76,7 +76,9 @@ td:first-child, code { font-family: ui-monospace, Consolas, "DejaVu Sans Mono", 
   body { padding: 1rem .75rem 2rem; } .plot { grid-template-columns: 3.75rem 1fr; }
   .under span:nth-child(even) { display: none; } dl { grid-template-columns: 1fr 1fr; }
   .bars tr { display: grid; grid-template-columns: repeat(3, 1fr); }
-  .bars tr > * { width: auto; border: 0; } .bars tr > :first-child { grid-column: 1 / -1; }
+  .bars tr { border-bottom: 1px solid var(--line); padding-bottom: .3rem; }
+  .bars tr > * { width: auto; border: 0; }
+  .bars tr > :first-child { width: auto; grid-column: 1 / -1; }
   .cards, .cards tbody { display: block; } .cards thead { display: none; }
   .cards tr { display: flex; flex-wrap: wrap; gap: .1rem 1rem; padding: .5rem 0;
     border-bottom: 1px solid var(--line); }
