@@ -190,6 +190,10 @@ def test_a_row_of_nan_is_told_from_an_overflow(norm, before, after, cause):
     finite = [1] * (2 * before) + [0] * 7 + [1] * (2 * after)
     skips = why_skipped(recorded(scales, finite, grad_norm=np.where(finite, 1, norm)))
     assert {name: mask.sum() for name, mask in skips.items() if mask.any()} == {cause: 7}
+    if cause == "NaN":  # one cause of each step: a loss that is bad too is the surer one
+        loss = np.where(finite, 1, [NAN] * 4 + [1] * (len(finite) - 4))
+        both = why_skipped(recorded(scales, finite, grad_norm=np.where(finite, 1, norm), loss=loss))
+        assert sum(mask.astype(int) for mask in both.values()).max() == 1
     if norm != np.inf:  # of a shorter row one cannot know
         short = recorded(scales[:-3], finite[:-3], grad_norm=np.where(finite, 1, norm)[:-3])
         if not after:
@@ -351,3 +355,23 @@ def test_what_is_presumed_follows_the_size_of_the_gradients(name):
     assert not skips[16][200:].any()
     assert skips[23][:870].all()
     assert not skips[23][880:].any()
+
+
+def test_one_step_does_not_outvote_one():
+    """Of a scale that overflowed once and was finite once nothing better is known than that it
+    overflows; two finite steps outvote one that was not."""
+    for count, skips in ((1, True), (2, False)):
+        scales = [2.0**16] * (count + 1) + [2.0**15] * 3
+        run = recorded(scales, [1] * count + [0] + [1] * 3)
+        outcome = replay(run, {"high": gs.FixedLossScale(2.0**16)}).outcomes["high"]
+        assert list(outcome.skips[count + 1 :]) == [skips] * 3
+
+
+def test_the_steps_around_are_asked_before_the_size_of_a_gradient():
+    """A step of large gradients, between others that were finite at a scale, is taken to be so,
+    whatever the whole run says of its size."""
+    scales = [2.0**10] * 20 + [2.0**4] + [2.0**10] * 20 + [2.0**12] + [2.0**4] * 100
+    finite = [1] * 41 + [0] + [1] * 100
+    norm = [1.0] * 20 + [32.0] + [1.0] * 121
+    outcome = replay(recorded(scales, finite, grad_norm=norm), {"10": gs.FixedLossScale(2.0**10)})
+    assert not outcome.outcomes["10"].skips.any()
