@@ -27,6 +27,7 @@ OPTIONS = {
     "ema_overwrite_frequency": 3,
     "loss_scale_factor": 4.0,
     "gradient_accumulation_steps": 2,
+    "on_bad_microbatch": "drop_window",
     "name": "mine",
     "momentum": 0.5,
     "nesterov": True,
@@ -46,6 +47,7 @@ OPTIONS = {
     "rule": gs.DynamicLossScale(hysteresis=2),
 }
 NOT_OPTIONAL = {
+    "underflow_every",  # only with telemetry
     "jit_compile",
     "mesh",
     "shard_state_over",

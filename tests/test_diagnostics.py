@@ -1,9 +1,11 @@
 """Writers, what they write, and the report on it."""
 
 import json
+import math
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +16,28 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import JsonLines, Writer, described, read_run
+from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
+from gainstage.diagnostics.findings import findings
+from gainstage.diagnostics.page import page
 from gainstage.diagnostics.runs import measures
 
 
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
     return gs.StepInfo(jnp.array(finite), jnp.float32(scale), jnp.int32(skipped), jnp.float32(norm))
+
+
+KNOWN = {"inf": 3, "nan": 0, "first": 5, "last": 9}
+SHARES = {"zero": 0.1, "flushed": 0.02, "subnormal": 0.3, "headroom": 4.5}
+
+
+class Told:
+    """A report, as far as it is written."""
+
+    def __init__(self, **known):
+        self.known = known
+
+    def tensors(self):
+        return self.known
 
 
 class Kept(Writer):
@@ -97,6 +115,41 @@ def test_a_run_that_went_back_counts_as_it_went_on(tmp_path):
     assert list(read_run(path).get("loss")) == [1.0, 2.0, 2.0, 3.0]
 
 
+def test_what_a_report_says_of_tensors_comes_back(tmp_path):
+    """The last report of a file is read, behind the numbers that were written before it."""
+    path = tmp_path / "run.jsonl"
+    with JsonLines(path) as run:
+        run.write(0, loss=1.0)
+        run.write_report(0, Told(old=KNOWN))
+        run.write(1, loss=2.0)
+        run.write_report(1, Told(a=KNOWN | SHARES, b=KNOWN | {"headroom": np.float32(np.inf)}))
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert ["tensors" in line for line in lines] == [False, True, False, True]
+    back = read_run(path)
+    assert back.tensors == {"a": KNOWN | SHARES, "b": KNOWN | {"headroom": np.inf}}
+    assert list(back.get("loss")) == [1.0, 2.0]
+    with pytest.raises(ValueError, match="for step"):
+        JsonLines(path).write_report(-1, Told())
+    path.write_text('{"step": 0}\n')
+    assert read_run(path).tensors == {}
+
+
+def test_a_report_from_behind_where_a_run_went_back_to_is_forgotten(tmp_path):
+    """After a return to step 1 the report of step 2 counts no more; that of step 0 does."""
+    path = tmp_path / "run.jsonl"
+    with JsonLines(path) as run:
+        for step in (0, 1, 2):
+            run.write(step, loss=1.0)
+            run.write_report(step, Told(**{f"of {step}": KNOWN}))
+        run.write(1, loss=2.0)
+    assert list(read_run(path).tensors) == ["of 0"]
+    with JsonLines(path) as run:
+        run.write_report(2, Told(ahead=KNOWN))
+        run.write(2, loss=3.0)  # the first time that this step is there since
+    back = read_run(path)
+    assert (list(back.tensors), list(back.get("loss"))) == (["ahead"], [1.0, 2.0, 3.0])
+
+
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     """Notes are not cut off, and a whole last line without an end is kept."""
     notes = tmp_path / "notes.txt"
@@ -124,7 +177,11 @@ def test_a_variable_is_written_as_it_is_then():
 @pytest.mark.parametrize(
     "text", ["", "\n", "[]\n", "7\n", "{}\n", '{"step": 1.5}\n', '{"step": true}\n',
              '{"step": -1}\n', '{"step": 0, "loss": "high"}\n', '{"step": 0, "loss": null}\n',
-             '{"step": 1e999}\n', '{"step": "1"}\n', '{"st\n{"step": 0}\n'],
+             '{"step": 1e999}\n', '{"step": "1"}\n', '{"st\n{"step": 0}\n', "[" * 9000 + "\n",
+             '{"step": 0, "tensors": {}}\n', '{"step": 0, "tensors": 3}\n',
+             '{"step": 0, "tensors": {"a": []}}\n', '{"step": 0, "tensors": {"a": {}}}\n',
+             *(json.dumps({"step": 0, "tensors": {"a": KNOWN | wrong}}) + "\n" for wrong in
+               ({"inf": "inf"}, {"nan": 0.5}, {"first": None}, {"last": "1"}, {"zero": "much"}))],
 )  # fmt: skip
 def test_a_file_that_is_no_run_is_told(text, tmp_path):
     """A clear error that names the file, and the line if there is one."""
@@ -134,9 +191,13 @@ def test_a_file_that_is_no_run_is_told(text, tmp_path):
         read_run(path)
 
 
+values = st.none() | st.floats() | st.integers() | st.text()
+values |= st.dictionaries(st.text(), st.just(KNOWN) | st.dictionaries(st.just("inf"), values))
+
+
 @settings(max_examples=200, deadline=None)
-@given(st.text() | st.lists(st.dictionaries(st.sampled_from(["step", "a"]), st.none() | st.floats()
-       | st.integers() | st.text())).map(lambda rs: "\n".join(map(json.dumps, rs))))  # fmt: skip
+@given(st.text() | st.lists(st.dictionaries(st.sampled_from(["step", "a", "tensors"]), values)).map(
+       lambda records: "\n".join(map(json.dumps, records))))  # fmt: skip
 def test_any_file_is_read_or_refused(tmp_path_factory, text):
     """Whatever a file holds, it is read, or a ValueError says what is wrong."""
     path = tmp_path_factory.getbasetemp() / "fuzzed.jsonl"
@@ -171,29 +232,167 @@ def test_described():
     assert described({"loss": 0.12345, "step": 3, "loss_scale": 3.0}) == "loss 0.123, scale 3"
 
 
-def test_report_prints_a_table_and_draws(tmp_path, capsys):
-    """`gainstage report` fits 80 columns without colours, and draws beside the run."""
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "run.jsonl"
+def hostile_run(path, name):
+    """A run with skips of every cause, of which everything that has a name bears this one."""
+    scale = 2.0**20
     with JsonLines(path) as run:
-        for step in range(30):
-            run.write(step, info(step != 4, 2.0**10, step > 4), loss=1 / (step + 1))
+        for step in range(60):
+            spoiled, cold = step in (30, 31), 40 <= step < 50
+            finite = scale <= 2.0**15 and not spoiled and not cold
+            norm = 1.5 if finite else math.nan if spoiled or cold else math.inf
+            loss = math.nan if spoiled else 1 / (step + 1)
+            run.write(step, info(finite, scale, norm=norm), loss=loss, **{name: step})
+            scale = scale if finite else scale / 2
+        names = {f"{name}{i}": KNOWN | SHARES | {"inf": i} for i in range(30)}
+        run.write_report(59, Told(**names, well=KNOWN | {"inf": 0, "first": -1, "last": -1}))
+
+
+def test_report_prints_tables_and_writes_a_page(tmp_path, capsys):
+    """`gainstage report` fits 80 columns without colours: numbers, causes, tensors, what other
+    rules would have done, advice; and writes a page beside the run."""
+    pytest.importorskip("rich")
+    path = tmp_path / "run.jsonl"
+    hostile_run(path, "layer/kernel")
     assert main(["report", str(path)]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"Skipped, of those recorded\s+│\s+1 \(3\.3%\)", said)
+    assert re.search(r"Skipped, of those recorded\s+│\s+17 \(28\.3%\)", said)
+    assert re.search(r"Causes\s+│\s+5 overflow, 10 NaN, 2 bad loss", said)
+    assert re.search(r"layer/kernel29\s+29 +0 +5 +9 +4\.5", said)
+    assert re.search(r"layer/kernel0\s+2\.00% +30\.00% +10\.00%", said)
+    assert re.search(r"as recorded\s+17 +2\^3 +2\^20 +2\^3 ", said)
+    assert re.search(r"DynamicLossScale\(\) +12 +2\^3 +2\^15 +2\^3 ", said)
+    assert "Skipped: 12 of them at any scale" in said
+    assert "AdaptiveLossScale(): needs max_abs, not recorded." in said
+    assert "well" not in said
     assert "\x1b" not in said
     assert max(map(len, said.splitlines()[:-1])) <= 80
-    assert (tmp_path / "run.png").read_bytes()[:4] == b"\x89PNG"
+    assert "Advice" not in said or "rule=gs." in said
+    drawn = (tmp_path / "run.html").read_text()
+    for word in (*said.splitlines()[0].split(), "Loss scale", "5 by an overflow", "layer/kernel29",
+                 "10 by gradients", "2 by a loss", "DynamicLossScale(2.0**20)"):  # fmt: skip
+        assert word in drawn
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf", "html"])
+def test_report_draws_what_the_ending_says(kind, tmp_path, capsys):
+    """`--output` takes pages and pictures; the run itself is never written over."""
+    pytest.importorskip("matplotlib")
+    path, output = tmp_path / "run.jsonl", tmp_path / f"drawn.{kind}"
+    hostile_run(path, "a$b$")
+    assert main(["report", str(path), "--output", str(output)]) == 0
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF", "html": b"<!DOCTYPE html>"}[kind]
+    assert output.read_bytes().startswith(start)
+    assert capsys.readouterr().out.rstrip().endswith(str(output))
+    before = path.read_bytes()
+    (tmp_path / "same.html").symlink_to(path)
+    assert main(["report", str(path), "--output", str(tmp_path / "same.html")]) == 1
+    assert "Expected another file than the run" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    with pytest.raises(SystemExit):
+        main(["report", str(path), "--output", str(tmp_path / "a.txt")])
+    assert "Expected a .html, .png, .pdf or .svg file" in capsys.readouterr().err
+
+
+class Tags(HTMLParser):
+    """What a browser would make of a page."""
+
+    void = ("meta", "br")
+
+    def __init__(self, text):
+        super().__init__()
+        self.found, self.open, self.text = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self.open += [] if tag in self.void else [tag]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+HOSTILE = ["<script>alert(1)</script>", "\"><img src=x onerror=alert(1)>", "\x1b[31mred", "$title",
+           "&lt;b&gt;", "a'b\"c", "\ud800", "x" * 100_000, "\n", "]]>", "[bold]x[/]"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_names_from_a_file_are_only_names(name, tmp_path, capsys):
+    """Whatever a tensor is called, it makes no tag and no attribute in the page, which asks for
+    nothing from outside, and no escape sequence in the terminal."""
+    pytest.importorskip("rich")
+    path = tmp_path / "run.jsonl"
+    hostile_run(path, name)
+    assert main(["report", str(path)]) == 0
+    said, text = capsys.readouterr().out, (tmp_path / "run.html").read_text(encoding="utf-8")
+    read = Tags(text)
+    tags = {tag for tag, _ in read.found}
+    assert not read.open
+    assert tags.isdisjoint({"script", "img", "b", "link", "iframe"})
+    attributes = {key for _, attributes in read.found for key in attributes}
+    assert not {key for key in attributes if key.startswith("on")} | attributes & {"src", "href"}
+    assert "url(" not in text
+    assert "http" not in text
+    if name.isprintable() and len(name) < 100:
+        assert any(f"{name}29" in data for data in read.text)
+    assert "\x1b" not in said
+    assert max(len(line) for line in said.splitlines()[:-1]) <= 80
+
+
+finite_or_not = st.floats() | st.sampled_from([1.0, 2.0**15, 1.7e308, -1.7e308, 5e-324, 0.0])
+
+
+known = {k: st.integers() for k in KNOWN} | {k: finite_or_not for k in SHARES}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(*[finite_or_not] * 4), min_size=1, max_size=12),
+    st.lists(st.integers(0, 2**63 - 1), min_size=12, max_size=12, unique=True),
+    st.dictionaries(st.text(), st.fixed_dictionaries(known), max_size=3),
+)
+def test_a_page_of_any_numbers(rows, steps, tensors):
+    """Whatever numbers a run has, its page is whole, and no coordinate is NaN or infinite."""
+    names = ("loss_scale", "finite", "loss", "grad_norm")
+    columns = dict(zip(names, np.array(rows).T, strict=True))
+    run = Run(np.sort(np.array(steps[: len(rows)], np.int64)), columns, tensors)
+    text = page(run, findings(run), "a run")
+    tags = Tags(text)
+    assert not tags.open
+    drawn = [attributes["d"] for tag, attributes in tags.found if tag == "path"]
+    drawn += [attributes["style"] for _, attributes in tags.found if "style" in attributes]
+    assert not re.search("nan|inf", " ".join(drawn).replace("min-width", ""))
+
+
+def test_a_long_run_makes_a_small_page(tmp_path, capsys):
+    """100,000 steps are reported on in a page of less than 300 kB that has the extremes."""
+    pytest.importorskip("rich")
+    path, rng = tmp_path / "run.jsonl", np.random.default_rng(0)
+    loss, skips = rng.random(100_000) + 1, rng.random(100_000) < 0.3
+    loss[77_777] = 10.0
+    with path.open("w") as file:
+        for step, (x, skip) in enumerate(zip(loss, skips, strict=True)):
+            file.write(f'{{"step": {step}, "finite": {int(not skip)}, "loss_scale": 32768, '
+                       f'"loss": {x}, "max_abs": 0.5, "grad_norm": 1}}\n')  # fmt: skip
+    assert main(["report", str(path)]) == 0
+    assert "100000 (0 to 99999)" in capsys.readouterr().out
+    text = (tmp_path / "run.html").read_text()
+    assert len(text) < 300_000
+    assert re.search(r"L777\.8 0\.0L", text)
 
 
 def test_report_says_what_is_wrong(tmp_path, capsys):
     """A missing or broken file: one line on standard error, and status 1."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
     assert main(["report", str(tmp_path / "none.jsonl")]) == 1
     assert "none.jsonl" in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text("no\n")
     assert main(["report", str(tmp_path / "bad.jsonl")]) == 1
     assert "in line 1" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "bad.jsonl"]
 
 
 def test_progress_bar_writes_only_on_standard_error(tmp_path):

@@ -20,8 +20,9 @@ BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
 NEEDS = {"quickstart": ["equinox", "flax", "keras"], "scaling": ["orbax.checkpoint"]}
 MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
-           "gainstage.diagnostics.progress", "gainstage.distributed", "gainstage.interop.keras",
-           "gainstage.interop.orbax", "gainstage.interop.peers", "gainstage.interop.tensorboard",
+           "gainstage.diagnostics.progress", "gainstage.diagnostics.replay",
+           "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
+           "gainstage.interop.peers", "gainstage.interop.tensorboard",
            "gainstage.schedules"]  # fmt: skip
 
 

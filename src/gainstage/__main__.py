@@ -30,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "doctor":
             return importlib.import_module("gainstage.doctor").main()
         if arguments.command == "report":
+            import jax
+
+            jax.config.update("jax_platforms", "cpu")  # the run may still be on the other devices
             report = importlib.import_module("gainstage.diagnostics.report")
-            return report.main(arguments.run, arguments.output or arguments.run.with_suffix(".png"))
+            page = arguments.output or arguments.run.with_suffix(".html")
+            return report.main(arguments.run, page)
         demo = importlib.import_module("gainstage.demo")
     except ModuleNotFoundError as error:
         extra = words[0]
@@ -86,16 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser(
         "report",
         help="show what a recorded run was like",
-        description="Prints a table of a run that gainstage.diagnostics.JsonLines has recorded, "
-        "and draws its loss, its scale and its skipped steps.",
-        epilog="example: gainstage report run.jsonl --output run.png",
+        description="Prints tables of a run that gainstage.diagnostics.JsonLines has recorded, and "
+        "writes a page of it: its scale with the skipped steps and their causes, its loss, its "
+        "tensors, advice, and what other rules would have done.",
+        epilog="examples: gainstage report run.jsonl    gainstage report run.jsonl --output a.png",
     )
     report.add_argument("run", type=Path, metavar="RUN.jsonl", help="the file of the run")
     report.add_argument(
         "--output",
-        type=_picture,
+        type=_page,
         metavar="PATH",
-        help="the picture's file (default: beside the run, RUN.png)",
+        help="the page's file, .html, or a picture's, .png, .pdf or .svg (default: RUN.html)",
     )
     commands.add_parser(
         "bench",
@@ -117,7 +122,7 @@ def _natural(word: str) -> int:
     return int(word)
 
 
-def _picture(word: str) -> Path:
+def _picture(word: str, kinds: Sequence[str] = (".png", ".pdf", ".svg")) -> Path:
     """A file that can be written, found out before the work rather than after it."""
     path = Path(word)
     try:
@@ -129,9 +134,16 @@ def _picture(word: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"Expected a file that can be written; got {word} ({error.strerror})."
         ) from error
-    if path.suffix.lower() not in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(f"Expected a .png, .pdf or .svg file; got {word}.")
+    if path.suffix.lower() not in kinds:
+        *others, last = kinds
+        raise argparse.ArgumentTypeError(
+            f"Expected a {', '.join(others)} or {last} file; got {word}."
+        )
     return path
+
+
+def _page(word: str) -> Path:
+    return _picture(word, (".html", ".png", ".pdf", ".svg"))
 
 
 if __name__ == "__main__":

@@ -1,98 +1,91 @@
-"""`gainstage report RUN.jsonl`: a table and a picture of a recorded run."""
+"""`gainstage report RUN.jsonl`: tables in the terminal, and a page or a picture of a run."""
 
+import importlib
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gainstage.diagnostics.runs import Run, measures, read_run
-from gainstage.diagnostics.writers import as_power
+from gainstage.diagnostics.findings import Findings, Rows, findings, printable
+from gainstage.diagnostics.page import page
+from gainstage.diagnostics.runs import read_run
 
 WIDTH = 78  # of the text, for a terminal of 80 columns
-BLUE, RED = "#00798c", "#d1495b"
+LONG = 34  # characters of a rule, which is then broken behind its bracket
 
 
 def main(path: Path, output: Path) -> int:
-    """Reads a run, prints its table and draws its picture.
+    """Reads a run, prints its tables, and writes its page or draws its picture.
 
     Args:
         path: the file that `JsonLines` has written.
-        output: the picture's file.
+        output: the file of the page, `.html`, or of the picture.
 
     Returns:
-        The exit status: 0, or 1 if the file cannot be read, or the picture not be written.
+        The exit status: 0, or 1 if the file cannot be read, or the other not be written.
     """
+    title = printable(path.name)
     try:
         run = read_run(path)
-        draw(run, path.name).savefig(output)
+        if output.exists() and output.samefile(path):
+            raise ValueError(f"Expected another file than the run for the page; got {output}.")
+        found = findings(run)
+        if output.suffix.lower() == ".html":
+            output.write_text(page(run, found, title), encoding="utf-8")
+        else:
+            picture = importlib.import_module("gainstage.diagnostics.picture")
+            picture.draw(run, title).savefig(output)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    console.print(table(run, path.name))
-    console.print(f"\nPicture: {output}", soft_wrap=True)
+    _print(found, title)
+    kind = "Page" if output.suffix.lower() == ".html" else "Picture"
+    _console().print(f"\n{kind}: {printable(str(output), 4096)}", soft_wrap=True)
     return 0
 
 
-def table(run: Run, title: str) -> Table:
-    """One row a measure; what was not recorded has none."""
-    found = measures(run)
-    result = Table(title=Text(title), show_header=False)
-    result.add_column("")
-    result.add_column("", justify="right")
-    rows = {
-        "Steps recorded": "{steps} ({first} to {last})",
-        "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
-        "Longest run of skipped steps": "{longest}",
-        "Loss scale, first and last": "{scale_first}, {scale_last}",
-        "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",
-        "Steps at the lowest": "{at_lowest}",
-        "Times raised, lowered": "{raised}, {lowered}",
-        "Loss, first and last tenth (median)": "{loss_first:.4g}, {loss_last:.4g}",
-        "Norm of all gradients (median)": "{grad_norm:.4g}",
-    }
-    shown: dict[str, Any] = {
-        k: as_power(v) if k.startswith("scale") else v for k, v in found.items()
-    }
-    shown["skipped_share"] = found.get("skipped", 0) / found["steps"]
-    for name, form in rows.items():
-        try:
-            result.add_row(name, form.format(**shown))
-        except KeyError:
-            continue
-    return result
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
 
 
-def draw(run: Run, title: str) -> Figure:
-    """One panel for each of loss, scale and norm that was recorded, one above the other."""
-    panels = {"loss": "Loss", "loss_scale": "Loss scale", "grad_norm": "Norm of all gradients"}
-    there = [name for name in panels if np.isfinite(run.get(name)).any()]
-    figure = Figure(figsize=(10, 1 + 2.6 * max(len(there), 1)), dpi=100, layout="constrained")
-    figure.suptitle(title, fontsize=15, fontweight="bold", parse_math=False)
-    grid: Any = figure.subplots(max(len(there), 1), 1, sharex=True, squeeze=False)
-    for axes, name in zip(grid[:, 0], there, strict=False):
-        _panel(axes, run, name, panels[name])
-    grid[-1, 0].set_xlabel("step")
-    return figure
+def _print(found: Findings, title: str) -> None:
+    console = _console()
+    numbers = Table(title=Text(title), show_header=False)
+    numbers.add_column("")
+    numbers.add_column("", justify="right")
+    for name, number in found.headline.items():
+        numbers.add_row(name, number)
+    console.print(numbers)
+    if found.overflows.rows:
+        _print_rows(console, found.overflows)
+    if found.underflow:
+        worst = [
+            (share.name, *(f"{x:.2%}" if x == x else "-" for x in share[1:]))
+            for share in found.underflow[:5]
+        ]
+        more = f"and {len(found.underflow) - 5} more" if len(found.underflow) > 5 else ""
+        columns = ("Tensor", "Flushed", "Subnormal", "Zero")
+        _print_rows(console, Rows("Underflow", columns, worst, more))
+    _print_rows(console, found.replay)
+    if found.advice:
+        console.print("\nAdvice", style="bold")
+    for sentence in found.advice:
+        console.print(f"- {sentence}", style="none")
 
 
-def _panel(axes: Axes, run: Run, name: str, title: str) -> None:
-    numbers = np.where(np.isfinite(run.get(name)), run.get(name), np.nan)
-    stairs: Any = {"drawstyle": "steps-post"} if name == "loss_scale" else {}
-    axes.plot(run.steps, numbers, color=BLUE, linewidth=1.8, **stairs)
-    if (numbers[np.isfinite(numbers)] > 0).all():
-        axes.set_yscale("log", base=2 if name == "loss_scale" else 10)
-    if name == "loss_scale" and run.skipped.any():
-        label = f"skipped ({run.skipped.sum()} of {len(run.steps)} steps)"
-        style = {"markersize": 8, "markeredgewidth": 2, "color": RED, "label": label}
-        axes.plot(run.steps[run.skipped], numbers[run.skipped], "x", **style)
-        axes.legend(loc="best", framealpha=0.9)
-    axes.set_title(title, loc="left", fontsize=12)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+def _print_rows(console: Console, table: Rows) -> None:
+    result = Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=0)
+    for column in table.columns:
+        justify = "right" if column != table.columns[0] else "left"
+        result.add_column(column, justify=justify, overflow="fold")
+    for first, *others in table.rows:
+        broken = first.replace("(", "(\n ", 1) if len(first) > LONG else first
+        result.add_row(Text(broken), *map(Text, others))
+    console.print()
+    if table.rows:
+        console.print(result)
+    if table.note:
+        console.print(table.note)

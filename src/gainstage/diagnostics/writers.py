@@ -120,6 +120,26 @@ class JsonLines(Writer):
             self._path.touch()
             _end_last_line(self._path)
 
+    def write_report(self, step: int, report: Any) -> None:
+        """Adds a line of what is known of each tensor, behind all that was written before.
+
+        The last such line of a file is the one that `gainstage report` shows.
+
+        Args:
+            step: the number of the last step that the report knows of, as for `write`.
+            report: what `gainstage.report` returned.
+        """
+        step = checks.integer("step", step, low=0, high=2**53)
+        self.flush()
+        if jax.process_index():
+            return
+        tensors = {
+            name: {key: _in_json(_plain(value)) for key, value in known.items()}
+            for name, known in report.tensors().items()
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "tensors": tensors}) + "\n")
+
     def put(self, records: list[Record]) -> None:
         lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
         with self._path.open("a", encoding="utf-8") as file:

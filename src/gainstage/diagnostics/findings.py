@@ -1,0 +1,140 @@
+"""What a report says of a run, in words, be it printed or drawn."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gainstage.diagnostics.alarms import alarms_in
+from gainstage.diagnostics.replay import Outcome, advice, replay
+from gainstage.diagnostics.runs import Run, measures, why_skipped
+from gainstage.diagnostics.writers import as_power
+
+SHOWN = 20  # tensors
+LONGEST = 200  # characters of a name
+
+
+class Rows(NamedTuple):
+    """A table: its title, the names of its columns, its cells, and a line below."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    note: str = ""
+
+
+class Flushed(NamedTuple):
+    """What becomes of a tensor's elements in float16: shares, nan if not known."""
+
+    name: str
+    flushed: float
+    subnormal: float
+    zero: float
+
+
+class Findings(NamedTuple):
+    """All that is said of a run beside its curves."""
+
+    headline: dict[str, str]
+    advice: list[str]
+    overflows: Rows
+    underflow: list[Flushed]
+    replay: Rows
+
+
+def findings(run: Run) -> Findings:
+    """What there is to say of a run: its numbers, its alarms, and what other rules would do."""
+    outcomes, told = _replay(run)
+    told = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + told
+    return Findings(headline(run), told, overflows(run), underflow(run), outcomes)
+
+
+def headline(run: Run) -> dict[str, str]:
+    """The numbers of a run in words, by what they are; what was not recorded is left out."""
+    found = measures(run)
+    forms = {
+        "Steps recorded": "{steps} ({first} to {last})",
+        "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
+        "Causes": "{causes}",
+        "Longest run of skipped steps": "{longest}",
+        "Loss scale, first and last": "{scale_first}, {scale_last}",
+        "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",
+        "Steps at the lowest": "{at_lowest} ({lowest_share:.1%})",
+        "Times raised, lowered": "{raised}, {lowered}",
+        "Loss, first and last tenth (median)": "{loss_first:.4g}, {loss_last:.4g}",
+        "Norm of all gradients (median)": "{grad_norm:.4g}",
+    }
+    shown: dict[str, Any] = {
+        k: as_power(v) if k.startswith("scale") else v for k, v in found.items()
+    }
+    shown["skipped_share"] = found.get("skipped", 0) / found["steps"]
+    shown["lowest_share"] = found.get("at_lowest", 0) / found["steps"]
+    counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
+    if any(counts.values()):
+        shown["causes"] = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
+    rows = {}
+    for name, form in forms.items():
+        try:
+            rows[name] = form.format(**shown)
+        except KeyError:
+            continue
+    return rows
+
+
+def overflows(run: Run) -> Rows:
+    """The tensors that were not finite, those of most steps first."""
+    columns = ["Tensor", "Inf", "NaN", "First", "Last"]
+    hit = {name: known for name, known in run.tensors.items() if known["first"] >= 0}
+    names = sorted(hit, key=lambda name: -max(hit[name]["inf"], hit[name]["nan"]))
+    headroom = any("headroom" in known for known in hit.values())
+    rows = []
+    for name in names[:SHOWN]:
+        known = hit[name]
+        row = [printable(name), *(f"{known[key]}" for key in ("inf", "nan", "first", "last"))]
+        bits = known.get("headroom", math.nan)
+        rows.append((*row, *([f"{bits:.1f}" if math.isfinite(bits) else "-"] * headroom)))
+    note = f"and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    columns += ["Headroom (bits)"] * headroom
+    return Rows("Tensors that overflowed", tuple(columns), rows, note)
+
+
+def underflow(run: Run) -> list[Flushed]:
+    """The tensors of which elements are lost or at the edge, the worst first."""
+    shares = [
+        Flushed(printable(name), *(known.get(key, math.nan) for key in Flushed._fields[1:]))
+        for name, known in run.tensors.items()
+    ]
+    worst = sorted(shares, key=lambda s: (-np.nan_to_num(s.flushed), -np.nan_to_num(s.subnormal)))
+    return [share for share in worst if share.flushed > 0 or share.subnormal > 0]
+
+
+def _replay(run: Run) -> tuple[Rows, list[str]]:
+    """The table of what other rules would have done, and the advice that follows from it."""
+    title = "What other rules would have done"
+    columns = ("Rule", "Skipped", "Lowest", "Highest", "Last", "Bits", "Presumed")
+    try:
+        replayed = replay(run)
+    except ValueError as error:
+        return Rows(title, columns, [], str(error)), []
+
+    def row(name: str, of: Outcome) -> tuple[str, ...]:
+        scales = [as_power(float(scale)) for scale in (of.scales.min(), of.scales.max())]
+        bits = f"{of.bits:+.1f}" if math.isfinite(of.bits) else "-"
+        presumed = f"{of.presumed.mean():.0%}"
+        return (name, f"{of.skips.sum()}", *scales, as_power(float(of.scales[-1])), bits, presumed)
+
+    rows = [row("as recorded", replayed.recorded)]
+    rows += [row(name, outcome) for name, outcome in replayed.outcomes.items()]
+    notes = [
+        f"Skipped: {replayed.recorded.bad.sum()} of them at any scale, because of bad data.",
+        "Bits: log2 of the scale, above (+) or below (-) what is known to fit, in the mean.",
+        "Presumed: decisions of which neither the step nor those around it tell.",
+    ]
+    notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
+    return Rows(title, columns, rows, "\n".join(notes)), advice(replayed)
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """A name from a file, which may hold anything, as a line that does nothing to a terminal."""
+    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return cut if cut.isprintable() else cut.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,266 @@
+"""Replay: what another rule would have done on a recorded run.
+
+A recorded step tells more than that it was skipped or not. What was finite at one scale is finite
+at every lower one; what overflowed overflows at every higher one; and what was not finite because
+of the data is not at any. So most decisions of another rule are known from the record, others from
+the steps around, and the rest are presumed, and counted.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from gainstage.adaptive import AdaptiveLossScale
+from gainstage.diagnostics.runs import Run, why_skipped
+from gainstage.rules import (
+    LARGEST,
+    SMALLEST,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    advance,
+    start,
+)
+
+__all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
+
+FLOAT16 = 65504.0  # its largest number
+NEAR = 50  # steps before and behind that are asked about a step which does not tell itself
+
+
+class Outcome(NamedTuple):
+    """What a rule did, or would have done: arrays with one element for each step it was asked of.
+
+    The mean distance, `bits`, is that of log2 of the scale from the highest scale that was applied
+    within 50 steps: below 0 where small gradients were given away.
+    """
+
+    scales: np.ndarray  # float32
+    skips: np.ndarray  # bool
+    bad: np.ndarray  # bool: the skips that no scale would have avoided
+    known: np.ndarray  # bool: whether the step itself tells what becomes of it at this scale
+    presumed: np.ndarray  # bool: whether not even the steps around do
+    bits: float
+
+
+class Replay(NamedTuple):
+    """What was recorded, what each rule would have done, and why some cannot be asked."""
+
+    recorded: Outcome
+    outcomes: dict[str, Outcome]
+    left_out: dict[str, str]
+
+
+class _Evidence(NamedTuple):
+    """What is known of each step: float32 scales, 0 or inf if nothing is."""
+
+    fits: np.ndarray  # at this one and below it was finite
+    over: np.ndarray  # at this one and above it was not
+    near_fits: np.ndarray  # the highest that was applied around it
+    near_over: np.ndarray  # from here up the steps around say that it overflows
+    far_over: np.ndarray  # from here up the whole run says so
+
+
+def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
+    """What rules would have done on a recorded run, each from its own first scale on.
+
+    What a step itself does not tell is asked of those around it. It overflows if of those within
+    50 two did so at such a scale or a lower one, or if one did and not two within 100 were finite
+    at it or a higher one; else it is finite if one within 50 was. Where they tell nothing it is
+    presumed to be finite, unless its gradients would be larger than any that were finite in the
+    whole run, and some not as large overflowed: `max_abs` tells their size, or else `grad_norm`. An
+    overflow that was not recorded is taken to leave infinities and no NaN.
+
+    Args:
+        run: what was recorded, with `finite` and `loss_scale` of nearly every step. With `max_abs`
+            too, a higher scale is known to overflow where it takes that beyond float16.
+        rules: by any name; `default_rules(run)` if None. Rules that measure what the run does not
+            tell are left out.
+
+    Raises:
+        ValueError: less than nine tenths of the steps were recorded.
+
+    Examples:
+        >>> import numpy as np
+        >>> import gainstage as gs
+        >>> from gainstage.diagnostics import Run
+        >>> from gainstage.diagnostics.replay import replay
+        >>> scale = 2.0 ** np.array([18, 17, 16, 15, 15])  # it started too high
+        >>> run = Run(np.arange(5), {"loss_scale": scale, "finite": np.array([0, 0, 0, 1, 1])})
+        >>> outcome = replay(run, {"lower": gs.DynamicLossScale(2.0**17)}).outcomes["lower"]
+        >>> print(outcome.scales, outcome.skips.sum())
+        [131072.  65536.  32768.  32768.  32768.] 2
+    """
+    run = _told(run)
+    evidence, skips = _evidence(run), why_skipped(run)
+    bad = skips["NaN"] | skips["bad loss"]
+    limits = np.maximum(evidence.far_over, _above(evidence.near_fits))
+    limits = np.minimum(np.minimum(limits, evidence.near_over), evidence.over)
+    limits = np.where(bad, np.float32(0), np.maximum(limits, _above(evidence.fits)))
+    measured = _measured(run)
+    outcomes, left_out = {}, {}
+    for name, rule in (default_rules(run) if rules is None else rules).items():
+        if missing := [wanted for wanted in rule.measures if wanted not in measured]:
+            left_out[name] = f"needs {' and '.join(missing)}, not recorded"
+            continue
+        wanted = {each: measured[each] for each in rule.measures}
+        scales = np.asarray(_scales(rule, limits, wanted))
+        outcomes[name] = _outcome(evidence, scales, scales >= limits, bad)
+    scales = run.get("loss_scale").astype(np.float32)
+    return Replay(_outcome(evidence, scales, run.skipped, bad), outcomes, left_out)
+
+
+def default_rules(run: Run) -> dict[str, LossScale]:
+    """The rules that `gainstage report` asks, by the code that makes them."""
+    scales = run.get("loss_scale")
+    first = float(scales[np.isfinite(scales)][0]) if np.isfinite(scales).any() else 0.0
+    rules: list[LossScale] = [
+        AdaptiveLossScale(),
+        DynamicLossScale(),
+        DynamicLossScale(increment_period=200),
+        DynamicLossScale(hysteresis=2),
+        FixedLossScale(2.0**15),
+        FixedLossScale(2.0**10),
+    ]
+    if SMALLEST <= first <= LARGEST and first != 2.0**15:
+        rules.insert(1, DynamicLossScale(first))
+    return {_code(rule): rule for rule in rules}
+
+
+def advice(replayed: Replay) -> list[str]:
+    """One sentence, if another rule would have skipped less than half as many steps.
+
+    Its scale must not have been lower by more than 2 bits in the mean, for that way skips are
+    avoided by any rule, and at most one decision in twenty may be presumed. A fixed scale is never
+    advised: what comes after the run may be different.
+    """
+    recorded = replayed.recorded
+    rules = {
+        name: (int(other.skips.sum()), -other.bits)
+        for name, other in replayed.outcomes.items()
+        if not name.startswith("Fixed")
+        and other.bits >= min(recorded.bits, 0) - 2
+        and other.presumed.mean() <= 0.05
+    }
+    best = min(rules, key=lambda name: rules[name], default=None)
+    now = int(recorded.skips.sum())
+    if best is None or 2 * rules[best][0] >= now or now < 5:
+        return []
+    count = rules[best][0]
+    steps = f"{count} step{'s' * (count != 1)}"
+    return [f"{best} would have skipped {steps} instead of {now}: rule=gs.{best}"]
+
+
+def _told(run: Run) -> Run:
+    """The run without the steps of which finiteness or scale is not known."""
+    scale = run.get("loss_scale")
+    there = np.isfinite(run.get("finite")) & (scale >= SMALLEST) & (scale <= LARGEST)
+    steps = int(run.steps[-1]) - int(run.steps[0]) + 1
+    if there.sum() < 0.9 * steps:
+        raise ValueError(
+            f"Expected finite and loss_scale of nearly every step; got {there.sum()} of {steps}."
+        )
+    numbers = {name: values[there] for name, values in run.numbers.items()}
+    gaps = {name: gap[there] for name, gap in run.gaps.items()}
+    return run._replace(steps=run.steps[there], numbers=numbers, gaps=gaps)
+
+
+def _evidence(run: Run) -> _Evidence:
+    skipped, scale = run.skipped, run.get("loss_scale").astype(np.float32)
+    overflowed = why_skipped(run)["overflow"]
+    fits = np.where(skipped, np.float32(0), scale)
+    seen = np.where(overflowed, scale, np.float32(np.inf))
+    over = np.minimum(seen, _beyond_float16(run))
+    over = np.where(skipped & ~overflowed, np.float32(0), over)
+    near_over = np.full(len(fits), np.inf, np.float32)
+    asked = _windows(seen, np.inf, NEAR).min(axis=1) < np.inf
+    lowest = np.partition(_windows(seen, np.inf, NEAR)[asked], 1, axis=1)
+    highest = np.partition(_windows(fits, 0, 2 * NEAR)[asked], -2, axis=1)
+    one = np.maximum(lowest[:, 0], _above(highest[:, -2]))
+    near_over[asked] = np.minimum(lowest[:, 1], one)
+    with np.errstate(all="ignore"):
+        size = _size(run)
+        most = max((seen * size).min(), (fits * size).max() * (1 + 1e-6))
+        far_over = (most / size).astype(np.float32)
+    return _Evidence(fits, over, _windows(fits, 0, NEAR).max(axis=1), near_over, far_over)
+
+
+def _size(run: Run) -> np.ndarray:
+    """How large the true gradients were: of skipped steps, as of the applied ones around."""
+    size = run.get("max_abs" if run.has("max_abs").any() else "grad_norm")
+    places, told = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
+    return np.interp(places, places[told], size[told]) if told.any() else np.ones(len(size))
+
+
+def _beyond_float16(run: Run) -> np.ndarray:
+    """The lowest scale that takes the largest gradient of an applied step beyond float16."""
+    largest = np.where(run.skipped, np.nan, run.get("max_abs"))
+    with np.errstate(all="ignore"):
+        if (largest * run.get("loss_scale") > FLOAT16 * 1.001).any():
+            largest = np.full_like(largest, np.nan)  # this run's gradients are of a wider dtype
+        limit = np.where(largest > 0, FLOAT16 / largest, np.inf)
+        single = limit.astype(np.float32)
+        return np.where(single > limit, single, _above(single))
+
+
+def _windows(values: np.ndarray, fill: float, near: int) -> np.ndarray:
+    """Each element with those around it: a view with a row for each."""
+    padded = np.pad(values, near, constant_values=fill)
+    return np.lib.stride_tricks.sliding_window_view(padded, 2 * near + 1)
+
+
+def _above(scale: np.ndarray) -> np.ndarray:
+    return np.nextafter(scale, np.float32(np.inf))
+
+
+def _measured(run: Run) -> dict[str, np.ndarray]:
+    """What the run tells of what rules measure: arrays as `update` would get them."""
+    with np.errstate(over="ignore"):
+        found = {"loss": run.get("loss").astype(np.float32)}
+        if run.has("max_abs").all():
+            found["max_abs"] = run.get("max_abs").astype(np.float32)
+    if run.has("grad_norm").all():
+        found["any_nan"] = np.isnan(run.get("grad_norm"))
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="rule")
+def _scales(rule: LossScale, limits: jax.Array, measured: dict[str, jax.Array]) -> jax.Array:
+    """The scale of each step, of which `limits` has the lowest that overflows."""
+
+    def step(state: Any, seen: Any) -> Any:
+        limit, measured = seen
+        finite = state.scale < limit
+        known = {k: v & ~finite if k == "any_nan" else v for k, v in measured.items()}
+        return advance(rule, state, finite, **known), state.scale
+
+    return lax.scan(step, start(rule), (limits, measured))[1]
+
+
+def _outcome(
+    evidence: _Evidence, scales: np.ndarray, skips: np.ndarray, bad: np.ndarray
+) -> Outcome:
+    known = (scales <= evidence.fits) | (scales >= evidence.over)
+    near = (scales <= evidence.near_fits) | (scales >= evidence.near_over)
+    told = evidence.near_fits > 0
+    off = np.log2(scales[told]) - np.log2(evidence.near_fits[told])
+    bits = float(off.mean()) if off.size else math.nan
+    return Outcome(scales, skips, bad, known, ~known & ~near, bits)
+
+
+def _code(rule: Any) -> str:
+    """The code that makes a rule: what differs from the defaults, the first without its name."""
+    given = []
+    for place, field in enumerate(dataclasses.fields(rule)):
+        value = getattr(rule, field.name)
+        if value != field.default:
+            power = math.frexp(value)[0] == 0.5 and isinstance(value, float)
+            text = f"2.0**{math.frexp(value)[1] - 1}" if power else repr(value)
+            given.append(text if place == 0 else f"{field.name}={text}")
+    return f"{type(rule).__name__}({', '.join(given)})"
