@@ -7,6 +7,7 @@ so it is a pure function of a few scalars, the same on every device.
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -248,6 +249,13 @@ def as_rule(name: str, value: Any) -> LossScale:
     if not isinstance(value, LossScale):
         raise TypeError(f"Expected a gainstage.LossScale for {name}; got {value!r}.")
     return value
+
+
+def as_power(scale: float) -> str:
+    """A scale as a power of two, where it is one."""
+    if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
+        return f"2^{int(math.log2(scale))}"
+    return f"{scale:g}"
 
 
 def set_scales(rule: Any) -> None:

@@ -18,6 +18,7 @@ from gainstage.observed import (
     StepInfo,
     at_first,
 )
+from gainstage.rules import as_power
 from gainstage.stateful import unique_names
 from gainstage.transformation import loss_scaled_state
 from gainstage.variable import Variable
@@ -162,7 +163,8 @@ class Report:
         if self.underflow is None:
             return []
         u = self.underflow
-        lines = [f"At step {u.step} and scale {u.scale:g}, {u.suggested_scale:g} suggested:"]
+        now, better = as_power(u.scale), as_power(u.suggested_scale)
+        lines = [f"At step {u.step} and scale {now}, {better} suggested:"]
         rows = zip(self.names, u.zero, u.flushed, u.subnormal, u.headroom, strict=True)
         for name, zero, flushed, subnormal, bits in sorted(rows, key=lambda r: -r[2] - r[3]):
             shares = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
@@ -194,7 +196,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         >>> print(gs.report(opt))
         2 of 3 steps were skipped.
         query: 2 of 2, all inf, steps 1 to 2
-        At step 0 and scale 32768, 524288 suggested:
+        At step 0 and scale 2^15, 2^19 suggested:
         query: 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
         key: 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """

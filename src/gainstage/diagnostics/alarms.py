@@ -10,8 +10,8 @@ import numpy as np
 
 from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.runs import Run
-from gainstage.diagnostics.writers import Record, Writer, as_power
-from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.diagnostics.writers import Record, Writer
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, as_power
 
 LIMIT = 65504.0  # the largest number of float16
 WINDOW = 200  # steps that are looked back upon; after so many quiet ones an alarm may ring again
@@ -190,7 +190,7 @@ class _Watch:
         if not isinstance(self._rule, (DynamicLossScale, type(None))):
             mend += "; the rule holds the scale"
         else:
-            mend += ", and take rule=gainstage.AdaptiveLossScale(), which then holds the scale"
+            mend += ", and take rule=gs.AdaptiveLossScale(), which then holds the scale"
         if not any(map(math.isfinite, losses)):
             return (
                 f"{len(losses)} steps in a row were skipped because their loss was not finite. "
@@ -200,8 +200,9 @@ class _Watch:
         tried = scales[0] / scales[-1] >= 2.0**6 and self._started
         if all(map(math.isnan, norms)) and (tried or len(scales) > 3 * ROW):
             return (
-                f"{len(scales)} steps in a row were skipped because gradients were NaN, at "
-                f"scales of {as_power(scales[0])} to {as_power(scales[-1])}: not for them. {mend}."
+                f"{len(scales)} steps in a row were skipped because gradients were NaN, at scales "
+                f"from {as_power(scales[0])} to {as_power(scales[-1])}, so it is not the scale. "
+                f"{mend}."
             )
         return ""
 
@@ -253,7 +254,7 @@ class _Watch:
             f"the largest gradient of the last {WINDOW} steps is {bits} bits below what float16 "
             f"holds, so small ones may be lost. The scale is {as_power(scale)}, and {why}. "
             f"Take {setting}={as_power(scale * 2.0 ** (bits - 1))}, or "
-            f"rule=gainstage.AdaptiveLossScale()."
+            f"rule=gs.AdaptiveLossScale()."
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from gainstage.diagnostics.alarms import alarms_in
 from gainstage.diagnostics.replay import Outcome, advice, replay
 from gainstage.diagnostics.runs import Run, measures, why_skipped
-from gainstage.diagnostics.writers import as_power
+from gainstage.rules import as_power
 
 SHOWN = 20  # tensors
 LONGEST = 200  # characters of a name

@@ -12,6 +12,7 @@ import numpy as np
 
 from gainstage import checks
 from gainstage.observed import StepInfo
+from gainstage.rules import as_power
 from gainstage.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name
@@ -163,13 +164,6 @@ def described(record: Record) -> str:
         "skipped_steps": lambda x: f"{int(x)} skipped",
     }
     return ", ".join(say(record[name]) for name, say in known.items() if name in record)
-
-
-def as_power(scale: float) -> str:
-    """A scale as a power of two, where it is one."""
-    if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
-        return f"2^{int(math.log2(scale))}"
-    return f"{scale:g}"
 
 
 def _scalar(name: str, number: Any) -> Any:

@@ -22,11 +22,10 @@ from jax.sharding import NamedSharding
 from gainstage import gradients
 from gainstage.configurable import deserialize, serialize
 from gainstage.diagnostics.alarms import SHARE, Alarm
-from gainstage.diagnostics.writers import as_power
 from gainstage.inspection import inspect
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizer import Optimizer
-from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage.rules import DynamicLossScale, LossScale, advance, as_power, as_rule, start
 from gainstage.variable import Variable
 
 try:
@@ -364,7 +363,7 @@ class LogLossScale(keras.callbacks.Callback):
             f"and the learning rate."
         )
         if isinstance(self.model.optimizer.rule, DynamicLossScale):
-            message += " rule=gainstage.AdaptiveLossScale() does not lower the scale for bad data."
+            message += " rule=gs.AdaptiveLossScale() does not lower the scale for bad data."
         warnings.warn(Alarm("skips", self._steps, message), stacklevel=2)
 
     def _iterations(self) -> int:
