@@ -346,12 +346,18 @@ def test_stacked_layers():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_eight_devices_see_what_one_does(kind):
-    """With the batch spread over a mesh scalings, counts and gradients are those of one device."""
+    """With the batch spread over a mesh, and on Auto axes the weights too, scalings, counts and
+    gradients are those of one device."""
     params, states, x, y = problem()
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    spread = NamedSharding(mesh, PartitionSpec("data"))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    given = jax.device_put((params, states), everywhere) + jax.device_put((x, y), (spread, spread))
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+    def on(tree, *spec):
+        return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    weights = on(params)
+    if kind == AxisType.Auto:
+        weights = {"hidden": on(params["hidden"], None, "model"), "out": on(params["out"], "model")}
+    given = weights, on(states), on(x, "data"), on(y, "data")
     step = jax.jit(differentiated)
     with jax.set_mesh(mesh):
         grads, seen = step(*given)
@@ -362,12 +368,13 @@ def test_eight_devices_see_what_one_does(kind):
         np.testing.assert_allclose(gradient, alone[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check"])
-def test_replicas_agree_inside_of_shard_map(checked):
+def test_replicas_agree_inside_of_shard_map(checked, kind):
     """Each device sees its own part; the sum, which JAX makes where it knows what differs, and
     `psum` else, gives all the scalings of the whole batch."""
     params, states, x, y = problem()
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
     def step(params, states, x, y):
         _, seen = differentiated(params, states, x, y)
@@ -377,7 +384,9 @@ def test_replicas_agree_inside_of_shard_map(checked):
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(alike, alike, batch, batch), out_specs=alike, check_vma=checked
     )
-    ours = jax.jit(mapped)(params, states, x, y)
+    given = jax.device_put((params, states), NamedSharding(mesh, alike))
+    parts = jax.device_put((x, y), NamedSharding(mesh, batch))
+    ours = jax.jit(mapped)(*given, *parts)
     theirs = fp8.update(states, differentiated(params, states, x, y)[1])
     for a, b in zip(states_of(ours), states_of(theirs), strict=True):
         assert [float(s.data) for s in a.factor.addressable_shards] == [float(b.factor)] * 8

@@ -1,12 +1,9 @@
 """Products in float8 with delayed scaling, and casts that tell what they clamped.
 
 A cast that clamps leaves nothing that a finite check could see. So each cast counts, and what it
-has seen comes out of the backward pass beside the gradients, as the gradient by the state of the
-scaling. `gainstage.value_and_grad` never multiplies it by a loss scale.
-
-What is seen is a count for each power of two, not a number to take the maximum of. So whatever adds
-it up is right: autodiff where one state is used twice, `vmap`, `scan`, sums over microbatches and
-`psum` over devices; and means are right too.
+has seen comes out of the backward pass as the gradient by the state of its scaling. It is a count
+for each power of two, not a number to take the maximum of, so that whatever adds or averages it is
+right: autodiff where a state is used twice, `vmap`, `scan`, microbatches, and devices.
 """
 
 import functools
@@ -166,7 +163,15 @@ def dot(
     if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
         raise ValueError(f"Expected [..., k] and [k, ...] for x and w; got {x.shape}, {w.shape}.")
     dtypes = (_range(dtype)[0], _range(grad)[0], x.dtype, w.dtype, jnp.result_type(x, w))
-    return _dot(dtypes, *_varying_alike((x, w, state)))
+    # Inside of `jax.shard_map` what is alike on all devices is made to differ, as what comes back
+    # to it does: JAX then adds that up.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state))))
+
+    def spread(array: jax.Array) -> jax.Array:
+        alike = tuple(axes - varying_axes(array))
+        return lax.pcast(array, alike, to="varying") if alike else array
+
+    return _dot(dtypes, *jax.tree.map(spread, (x, w, state)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -254,22 +259,8 @@ def _range(dtype: Any) -> tuple[np.dtype, float, float]:
 
 def _product(a: Any, b: Any, over: Any, scalings: Any, like: Any = None) -> jax.Array:
     """The product over pairs of axes in float32, without the factors, laid out like `like`."""
-    layout = typed_layout(like)
-    out = lax.dot_general(
-        a, b, (over, ((), ())), preferred_element_type=jnp.float32, out_sharding=layout
-    )
+    wide, layout = jnp.float32, typed_layout(like)
+    out = lax.dot_general(a, b, (over, ((), ())), preferred_element_type=wide, out_sharding=layout)
     for one in scalings:  # one by one: the product of the reciprocals might overflow
         out = out * (1 / one.factor)
     return out
-
-
-def _varying_alike(tree: Any) -> Any:
-    """Inside of `jax.shard_map`, arrays that differ along the same axes, as `custom_vjp` wants
-    them: what comes back to one that is alike is then added up over devices, by JAX."""
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
-
-    def one(x: jax.Array) -> jax.Array:
-        alike = tuple(axes - varying_axes(x))
-        return lax.pcast(x, alike, to="varying") if alike else x
-
-    return jax.tree.map(one, tree)
