@@ -23,7 +23,7 @@ MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.diagnostics.progress", "gainstage.diagnostics.replay",
            "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
            "gainstage.interop.peers", "gainstage.interop.tensorboard",
-           "gainstage.schedules"]  # fmt: skip
+           "gainstage.fp8", "gainstage.schedules"]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -84,7 +84,7 @@ def public_names():
             for name, value in vars(found).items()
             if getattr(value, "__module__", None) == module and not name.startswith("_")
         ]
-        for name in set(names) - {"schedules"}:
+        for name in set(names) - {"fp8", "schedules"}:
             value = getattr(found, name)
             yield {f"{module}.{name}", f"{value.__module__}.{value.__qualname__}"}
             for method in vars(value) if inspect.isclass(value) else ():

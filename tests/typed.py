@@ -7,6 +7,7 @@ import jax
 import optax
 
 import gainstage as gs
+from gainstage import fp8
 from gainstage.diagnostics import JsonLines, Run, read_run
 
 w = gs.Variable([1.0, 2.0], name="w")
@@ -31,6 +32,10 @@ assert_type(gs.to_optax(gs.SGD(0.1)), optax.GradientTransformationExtraArgs)
 state: Any = tx.init({"w": w.value()})
 assert_type(gs.loss_scale(state), jax.Array)
 assert_type(gs.step_was_applied(state), jax.Array)
+
+scalings = fp8.dot_scaling()
+assert_type(fp8.dot(w.value(), w.value(), scalings), jax.Array)
+assert_type(fp8.cast(w.value(), scalings.x.factor, "float8_e4m3fn")[1], fp8.Seen)
 
 with JsonLines("run.jsonl", every=10) as run:
     assert_type(run, JsonLines)

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version as _version
 
-from gainstage import schedules
+from gainstage import fp8, schedules
 from gainstage.adaptive import AdaptiveLossScale
 from gainstage.bridge import functional, jit
 from gainstage.local import locally_scaled
@@ -47,6 +47,7 @@ __all__ = [
     "ScaleState",
     "StepInfo",
     "Variable",
+    "fp8",
     "functional",
     "global_policy",
     "jit",

@@ -12,6 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from gainstage.fp8 import Seen
 from gainstage.sharding import varying
 from gainstage.variable import placed
 
@@ -72,9 +73,18 @@ Gradients = list[Gradient | None]
 
 
 def unscale(grads: Any, scale: jax.Array) -> Any:
-    """The true gradients of a loss that was multiplied by `scale`, never in half precision."""
-    leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
-    return structure.unflatten(g and g.value() for g in divided(leaves, scale))
+    """The true gradients of a loss that was multiplied by `scale`, never in half precision.
+
+    What casts to float8 have seen comes with them, and is no gradient: it stays as it is.
+    """
+    leaves, structure = jax.tree.flatten(grads, is_leaf=_is_seen)
+    true = divided([None if _is_seen(leaf) else jnp.asarray(leaf) for leaf in leaves], scale)
+    pairs = zip(leaves, true, strict=True)
+    return structure.unflatten(leaf if g is None else g.value() for leaf, g in pairs)
+
+
+def _is_seen(node: Any) -> bool:
+    return isinstance(node, Seen)
 
 
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
 from gainstage.joining import SMALL, bundle, is_spread
-from gainstage.sharding import axes_of, is_first, varying, varying_axes
+from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
 from gainstage.variable import placed
 
 ROW = 2**15  # elements: so many float32 fit into a core's cache
@@ -84,13 +84,6 @@ def inspect(
     whole = jnp.sqrt(jnp.sum(jnp.square(norms))) if "clipnorm" in limits else norms[0]
     finite = sums.finite & jnp.isfinite(norms).all() if clips else sums.finite
     return Inspection(finite, list(norms) if clips else [], whole if norm else None)
-
-
-def typed_layout(x: Any) -> NamedSharding | None:
-    """The layout that is part of an array's type: on a mesh of Explicit axes."""
-    layout = None if x is None else jax.typeof(x).sharding
-    kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())
-    return layout if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
 def all_finite(tree: Any) -> jax.Array:

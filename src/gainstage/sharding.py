@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 SMALL = 1024  # elements: what has fewer stays as it is
 
@@ -78,6 +78,13 @@ def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     of a type that differs along some of them and is known to be alike along others."""
     alike = tuple(set(axes) - varying_axes(x))
     return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
+
+
+def typed_layout(x: Any) -> NamedSharding | None:
+    """The layout that is part of an array's type: on a mesh of Explicit axes."""
+    layout = None if x is None else jax.typeof(x).sharding
+    kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())
+    return layout if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
 def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) -> NamedSharding:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import measure, widen
-from gainstage.inspection import typed_layout
+from gainstage.sharding import typed_layout
 
 
 def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:

@@ -1,0 +1,266 @@
+"""Products in float8 with delayed scaling, and casts that tell what they clamped.
+
+A cast that clamps leaves nothing that a finite check could see. So each cast counts, and what it
+has seen comes out of the backward pass as the gradient by the state of its scaling. It is a count
+for each power of two, not a number to take the maximum of, so that whatever adds or averages it is
+right: autodiff where a state is used twice, `vmap`, `scan`, microbatches, and devices.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gainstage import checks
+from gainstage.sharding import typed_layout, varying_axes
+
+__all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
+
+BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals would be 0
+NEVER = 2**24  # steps: where float32 stops to count
+
+
+class Seen(NamedTuple):
+    """What a cast has seen: counts, to be added to those of other microbatches and devices."""
+
+    sizes: jax.Array  # float32[253]: tensors whose largest element asks for 2**-126, ..., 2**126
+    clamped: jax.Array  # float32: finite elements beyond the range of the dtype
+    nonfinite: jax.Array  # float32: elements that are inf or NaN
+
+
+class Scaling(NamedTuple):
+    """The delayed scaling of one tensor; float32 throughout, for `jax.grad` takes nothing else.
+
+    In a gradient by a scaling, `seen` is what there was to see, and the rest is 0.
+    """
+
+    factor: jax.Array  # what the tensor is multiplied by before the cast, a power of two
+    history: jax.Array  # [253]: for each such power, how many steps ago it was last asked for
+    clamped: jax.Array  # how many elements were in the last step
+    clamped_steps: jax.Array  # how many steps had any
+    stale: jax.Array  # steps since there was last something to go by
+    seen: Seen  # zeros
+
+
+class DotScaling(NamedTuple):
+    """The scalings of `dot`: of its two operands, and of what comes back to its result."""
+
+    x: Scaling
+    w: Scaling
+    cotangent: Scaling
+
+
+def scaling() -> Scaling:
+    """The scaling of a tensor of which nothing is known yet: times 1.
+
+    Examples:
+        >>> from gainstage import fp8
+        >>> state = fp8.scaling()
+        >>> x8, seen = fp8.cast([3.0, 1000.0], state.factor, "float8_e4m3fn")
+        >>> state = fp8.update(state, seen)
+        >>> print(x8, state.clamped, state.factor)
+        [3 448] 1.0 0.25
+    """
+    zero, sizes = jnp.float32(0), jnp.zeros(2 * BITS + 1, jnp.float32)
+    seen = Seen(sizes, zero, zero)
+    return Scaling(jnp.float32(1), jnp.full_like(sizes, NEVER), zero, zero, zero, seen)
+
+
+def dot_scaling() -> DotScaling:
+    """The scalings of a product, for `dot`, of which nothing is known yet."""
+    return DotScaling(scaling(), scaling(), scaling())
+
+
+def cast(x: Any, factor: Any, dtype: Any) -> tuple[jax.Array, Seen]:
+    """A tensor times a factor, clamped to the range of a small dtype, with what was seen of it.
+
+    inf and NaN become NaN, and are never clamped: a step that has one is to be skipped. A dtype
+    without NaN (float4_e2m1fn) can only count them.
+
+    Args:
+        x: an array of any floating dtype.
+        factor: a scalar; where it is a power of two, only the cast rounds.
+        dtype: the dtype of the result, of at most 8 bits, such as "float8_e4m3fn".
+
+    Returns:
+        The array in `dtype`, and a `Seen`.
+
+    Raises:
+        TypeError: `dtype` is no floating dtype of at most 8 bits.
+
+    Examples:
+        >>> from gainstage import fp8
+        >>> x8, seen = fp8.cast([1.0, -5.0, float("inf")], 2.0, "float4_e2m1fn")
+        >>> print(x8[:2], seen.clamped, seen.nonfinite)
+        [2 -6] 1.0 1.0
+    """
+    dtype, low, high = _range(dtype)
+    wide = jnp.asarray(x, jnp.float32)
+    finite, scaled = jnp.isfinite(wide), wide * factor
+    clamped = finite & ((scaled < low) | (scaled > high))
+    kept = jnp.where(finite, jnp.clip(scaled, low, high), jnp.nan)
+
+    def count(mask: jax.Array) -> jax.Array:
+        return mask.sum(dtype=jnp.int32).astype(jnp.float32)
+
+    largest = jnp.where(finite, jnp.abs(wide), 0).max(initial=0)
+    # The power of two that takes it as far up as it goes: by exponents, for `log2` would round.
+    limit, top = math.frexp(high)
+    part, exponent = jnp.frexp(largest)
+    bits = jnp.clip(top - exponent - (part > jnp.float32(limit)), -BITS, BITS)
+    asked = (jnp.arange(-BITS, BITS + 1) == bits) & (largest > 0)
+    seen = Seen(asked.astype(jnp.float32), count(clamped), count(~finite))
+    return kept.astype(dtype), seen
+
+
+def dot(
+    x: Any, w: Any, state: DotScaling, *, dtype: Any = "float8_e4m3fn", grad: Any = "float8_e5m2"
+) -> jax.Array:
+    """A product of arrays that are cast to float8, forwards and backwards; sums are in float32.
+
+    Differentiate by `state` too, and give what comes of it to `update`. Between the passes the
+    operands are kept in float8.
+
+    Args:
+        x: an array [..., k] of a floating dtype.
+        w: an array [k, ...] of a floating dtype.
+        state: a `dot_scaling()`, one for each product.
+        dtype: what the operands are cast to, of at most 8 bits.
+        grad: what the cotangent of the result is cast to.
+
+    Returns:
+        The product over k, of shape [*x.shape[:-1], *w.shape[1:]], in the wider of their dtypes.
+
+    Raises:
+        TypeError: `state` is no `DotScaling`, an array is not floating, a dtype is not small.
+        ValueError: the shapes do not fit.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gainstage import fp8
+        >>> state, x, w = fp8.dot_scaling(), jnp.ones((2, 3)), jnp.full((3, 1), 500.0)
+        >>> def loss(w, state):
+        ...     return fp8.dot(x, w, state).sum()
+        >>> for _ in range(2):
+        ...     value, (grads, seen) = jax.value_and_grad(loss, (0, 1))(w, state)
+        ...     state = fp8.update(state, seen)
+        ...     print(value, grads.ravel(), state.w.clamped)
+        2688.0 [2. 2. 2.] 3.0
+        3072.0 [2. 2. 2.] 0.0
+
+    Source: Micikevicius et al., 2022, arXiv:2209.05433 (e4m3 forwards, e5m2 backwards).
+    """
+    if not isinstance(state, DotScaling):
+        raise TypeError(f"Expected a gainstage.fp8.DotScaling for state; got {state!r}.")
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    for name, array in (("x", x), ("w", w)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"Expected a floating array for {name}; got {array.dtype}.")
+    if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
+        raise ValueError(f"Expected [..., k] and [k, ...] for x and w; got {x.shape}, {w.shape}.")
+    dtypes = (_range(dtype)[0], _range(grad)[0], x.dtype, w.dtype, jnp.result_type(x, w))
+    # Inside of `jax.shard_map` what is alike on all devices is made to differ, as what comes back
+    # to it does: JAX then adds that up.
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state))))
+
+    def spread(array: jax.Array) -> jax.Array:
+        alike = tuple(axes - varying_axes(array))
+        return lax.pcast(array, alike, to="varying") if alike else array
+
+    return _dot(dtypes, *jax.tree.map(spread, (x, w, state)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dot(dtypes: tuple[np.dtype, ...], x: jax.Array, w: jax.Array, state: DotScaling) -> jax.Array:
+    return _forward(dtypes, x, w, state)[0]
+
+
+def _forward(dtypes: Any, x: jax.Array, w: jax.Array, state: DotScaling) -> tuple[jax.Array, Any]:
+    x8, seen_x = cast(x, state.x.factor, dtypes[0])
+    w8, seen_w = cast(w, state.w.factor, dtypes[0])
+    out = _product(x8, w8, ([x.ndim - 1], [0]), (state.x, state.w))
+    return out.astype(dtypes[4]), (x8, w8, seen_x, seen_w, state)
+
+
+def _backward(dtypes: Any, kept: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    x8, w8, seen_x, seen_w, state = kept
+    g8, seen_g = cast(cotangent, state.cotangent.factor, dtypes[1])
+    rows, columns = range(x8.ndim - 1), range(x8.ndim - 1, g8.ndim)
+    to_x = _product(g8, w8, (columns, range(1, w8.ndim)), (state.cotangent, state.w), x8)
+    to_w = _product(x8, g8, (rows, rows), (state.x, state.cotangent), w8)
+    zeros = [None] * 5  # which `custom_vjp` takes for such
+    seen = (Scaling._make([*zeros, seen]) for seen in (seen_x, seen_w, seen_g))
+    return to_x.astype(dtypes[2]), to_w.astype(dtypes[3]), DotScaling(*seen)
+
+
+_dot.defvjp(_forward, _backward)
+
+
+def update(
+    states: Any, seen: Any, applied: Any = True, *, history: int = 1024, margin: int = 0
+) -> Any:
+    """The scalings for the next step: the largest element of late just fits, `margin` bits below.
+
+    A tensor that was all zeros, or not finite, or seen in a step that was skipped tells nothing:
+    factor and history stay as they are, and `stale` counts. Elements that were clamped are counted
+    always.
+
+    Args:
+        states: a pytree of `Scaling`, `DotScaling`; also stacked ones, for `jax.lax.scan`.
+        seen: the gradient by `states`, or a `Seen` in the place of each `Scaling`.
+        applied: whether the step was, and not skipped: a bool or bool scalar.
+        history: how many steps the largest element is remembered for, an integer >= 1.
+        margin: bits kept free above it, an integer >= 0.
+
+    Raises:
+        TypeError: `seen` is nothing of the kind; an argument is no number.
+        ValueError: an argument is out of range; `seen` is of another structure.
+
+    Source: `DelayedScaling` of Transformer Engine, with factors that are powers of two.
+    """
+    history = checks.integer("history", history, low=1, high=NEVER)
+    margin = checks.integer("margin", margin, low=0, high=BITS)
+    applied = jnp.asarray(applied)
+
+    def one(state: Scaling, new: Any) -> Scaling:
+        new = new.seen if isinstance(new, Scaling) else new
+        if not isinstance(new, Seen):
+            raise TypeError(f"Expected the gradient by states for seen; got {new!r} in it.")
+        told = applied & (new.nonfinite == 0) & (new.sizes > 0).any(-1)
+        ages = jnp.where(new.sizes > 0, 0, jnp.minimum(state.history + 1, NEVER))
+        ages = jnp.where(told[..., None], ages, state.history)
+        recent = ages < history
+        bits = jnp.clip(jnp.argmax(recent, -1) - BITS - margin, -BITS, BITS)
+        return state._replace(
+            factor=jnp.where(recent.any(-1), jnp.ldexp(jnp.float32(1), bits), state.factor),
+            history=ages,
+            clamped=new.clamped,
+            clamped_steps=state.clamped_steps + (new.clamped > 0),
+            stale=jnp.where(told, 0, state.stale + 1),
+        )
+
+    return jax.tree.map(one, states, seen, is_leaf=lambda node: isinstance(node, Scaling))
+
+
+def _range(dtype: Any) -> tuple[np.dtype, float, float]:
+    """A small dtype, with its lowest and its highest number."""
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8:
+        raise TypeError(f"Expected a floating dtype of at most 8 bits; got {dtype}.")
+    info = jnp.finfo(dtype)
+    low = float(info.min)
+    # float8_e8m0fnu has neither sign nor zero, and starts at what is subnormal in float32.
+    return dtype, max(low, 2.0**-BITS) if low > 0 else low, float(info.max)
+
+
+def _product(a: Any, b: Any, over: Any, scalings: Any, like: Any = None) -> jax.Array:
+    """The product over pairs of axes in float32, without the factors, laid out like `like`."""
+    wide, layout = jnp.float32, typed_layout(like)
+    out = lax.dot_general(a, b, (over, ((), ())), preferred_element_type=wide, out_sharding=layout)
+    for one in scalings:  # one by one: the product of the reciprocals might overflow
+        out = out * (1 / one.factor)
+    return out
