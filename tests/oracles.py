@@ -93,19 +93,20 @@ class AdaptiveAutomaton:
         rule = self.rule
         if not finite:
             hopeless = self.knows_loss and not math.isfinite(loss)
-            stays_nan, retries = any_nan and self.bad >= 3, self.bad > 0 and self.bad % 64 == 0
+            known, retries = self.largest > 0, self.bad > 0 and self.bad % 64 == 0
+            in_vain = self.bad >= (3 if any_nan or not known else 12)
+            probed = 1.0 if known else 2.0**-12
             if self.bad == 0:
                 self.before, self.first = self.ceiling, self.scale
-            if stays_nan and not retries:
-                self.ceiling = self.before
-                factor = 1.0 if self.largest > 0 else 2.0**-12
-                self.scale = max(self.first * factor, rule.min_scale)
-            if retries or (not hopeless and not stays_nan):
+            if retries or (not hopeless and not in_vain):
                 self.ceiling = max(self.scale / 2, rule.min_scale)
-                factor = 2.0**-1 if self.largest > 0 else 2.0**-12
+                factor = 2.0**-1 if known and not retries else 2.0**-12
                 self.scale = max(self.scale * factor, rule.min_scale)
-                if retries and stays_nan:
-                    self.first = self.scale * (1.0 if self.largest > 0 else 2.0**12)
+                if retries and in_vain:
+                    self.first = self.scale / probed
+            elif in_vain:
+                self.ceiling = self.before
+                self.scale = max(self.first * probed, rule.min_scale)
             self.good, self.bad = 0, self.bad + 1
             return self.scale
         faded = self.largest * np.float32(0.5 ** (1 / rule.memory))

@@ -107,6 +107,21 @@ def test_a_gradient_that_stays_nan_lowers_it_in_the_end():
     assert float(state.scale) <= 2.0**6 or int(state.bad_steps) < 64
 
 
+@pytest.mark.parametrize("start", [0, 20])
+@pytest.mark.parametrize("length", [20, 45, 200])
+def test_a_storm_of_infinities_teaches_nothing(start, length):
+    """Gradients that are infinite at whatever scale, though the loss is finite: when they are over
+    the scale is where it was after one finite step, and training did not wait for it."""
+    rule, used = gs.AdaptiveLossScale(), []
+    state = rule.init()
+    for n in range(start + length + 50):
+        used.append(float(state.scale))
+        bad = start <= n < start + length
+        state = rule.update(state, not bad, max_abs=1.0, any_nan=jnp.array(False), loss=1.0)
+    assert set(used[start + length + 1 :]) == {2.0**14}
+    assert used[start + length] >= 2.0**-9
+
+
 def test_what_overflows_teach_is_kept():
     """Gradients inside of the network are 2**10 above those of its weights: after the scale has
     come down to what fits, there is no skipped step until the ceiling is tried again."""

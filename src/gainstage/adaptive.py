@@ -12,6 +12,7 @@ from gainstage.rules import LARGEST, LossScale, one_more, set_field, set_scales
 
 PROBE = 2.0**-12  # how far down the first overflow sends a scale of which nothing is known
 PATIENCE = 3  # bad steps in a row after which a NaN is put down to the data
+HALVINGS = 12  # the same, after which anything is
 RETRY = 64  # steps after which a scale is lowered all the same, should that have been wrong
 
 
@@ -40,8 +41,9 @@ class AdaptiveLossScale(LossScale):
     by 2**12, so that the second step can be measured.
 
     A step is not held against the scale if the true loss was not finite, for then no scale would
-    have helped, or if a gradient is NaN after three bad steps in a row; then the scale goes back to
-    where it was, and only every 64th step lowers it. The loss is known to `minimize`, to `apply`
+    have helped; or if a gradient is still NaN after three bad steps in a row, or something is not
+    finite after twelve. Then the scale goes back to where it was, and only every 64th step tries a
+    lower one. The loss is known to `minimize`, to `apply`
     where it is given as `loss=`, and to `loss_scaled` where it is passed as `value=`.
 
     Args:
@@ -109,10 +111,11 @@ class AdaptiveLossScale(LossScale):
     ) -> AdaptiveState:
         has_loss = jnp.isfinite(measured["loss"])
         hopeless = state.knows_loss & ~has_loss
-        stays_nan = measured["any_nan"] & (state.bad_steps >= PATIENCE)
+        far = measured["any_nan"] | (state.largest == 0)  # each probe goes far
+        in_vain = state.bad_steps >= jnp.where(far, PATIENCE, HALVINGS)
         retries = (state.bad_steps > 0) & (state.bad_steps % RETRY == 0)
         good = self._after_good(state, measured["max_abs"])
-        bad = self._after_overflow(state, retries, hopeless, stays_nan)
+        bad = self._after_overflow(state, retries, hopeless, in_vain)
         good = good._replace(knows_loss=has_loss)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, bad)
 
@@ -137,16 +140,17 @@ class AdaptiveLossScale(LossScale):
         )
 
     def _after_overflow(
-        self, state: AdaptiveState, retries: jax.Array, hopeless: jax.Array, stays_nan: jax.Array
+        self, state: AdaptiveState, retries: jax.Array, hopeless: jax.Array, in_vain: jax.Array
     ) -> AdaptiveState:
-        lowers = retries | ~(hopeless | stays_nan)
+        lowers = retries | ~(hopeless | in_vain)
         known, began = state.largest > 0, state.bad_steps == 0
-        lower = jnp.maximum(state.scale * jnp.where(known, 0.5, PROBE), self.min_scale)
+        factor = jnp.where(known & ~retries, 0.5, PROBE)
+        lower = jnp.maximum(state.scale * factor, self.min_scale)
         # What was tried in vain is taken back, but for the first probe.
         probed = jnp.where(known, 1.0, PROBE)
         back = jnp.maximum(state.first * probed, self.min_scale)
-        held = jnp.where(stays_nan, back, state.scale)
-        first = jnp.where(retries & stays_nan, lower / probed, state.first)
+        held = jnp.where(in_vain, back, state.scale)
+        first = jnp.where(retries & in_vain, lower / probed, state.first)
         return state._replace(
             scale=jnp.where(lowers, lower, held),
             good_steps=jnp.zeros_like(state.good_steps),
@@ -154,7 +158,7 @@ class AdaptiveLossScale(LossScale):
             ceiling=jnp.where(
                 lowers,
                 jnp.maximum(state.scale / 2, self.min_scale),  # 0 would never grow again
-                jnp.where(stays_nan, state.before, state.ceiling),  # it was not the scale
+                jnp.where(in_vain, state.before, state.ceiling),  # it was not the scale
             ),
             before=jnp.where(began, state.ceiling, state.before),
             first=jnp.where(began, state.scale, first),
