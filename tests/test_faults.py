@@ -1,0 +1,112 @@
+"""Injected faults: a slice of `benchmarks/faults_never_reach_a_weight.py`, which tries them all."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import gainstage as gs
+from gainstage import step
+
+for needed in ("rich", "sklearn"):
+    pytest.importorskip(needed)
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+faults = importlib.import_module("faults_never_reach_a_weight")
+
+SLICE = [
+    ("SGD", "float16", "plain", "DynamicLossScale()"),
+    ("Adam", "float16", "accumulation", "AdaptiveLossScale()"),
+    ("SGD", "bfloat16", "EMA", "AdaptiveLossScale()"),
+    ("Adam", "float32", "clipping", "DynamicLossScale(min_scale=1)"),
+    ("Adam", "bfloat16", "ZeRO", "DynamicLossScale()"),
+]
+REPEATED = {"inf for 10 steps", "NaN data for 45 steps", "NaN data every 10 steps"}
+
+
+@pytest.mark.parametrize("names", SLICE, ids="-".join)
+def test_a_fault_reaches_nothing_and_is_got_over(names):
+    """Whatever the fault, the step changes the scale alone, and the run ends as without it."""
+    training = faults.Training(faults.Configuration(*names))
+    single = list(faults.single_faults(training))
+    some = [single[i] for i in range(0, len(single), 4)]
+    if names[2] != "ZeRO" and names != SLICE[0]:
+        some += [fault for fault in faults.repeated_faults() if fault.row in REPEATED]
+    clean, outcomes = training.outcomes(some)
+    assert clean > 80
+    assert len(outcomes) == len(some) >= 7
+    assert [outcome for outcome in outcomes if not outcome.survived] == []
+
+
+def test_a_floor_keeps_the_measured_scale_of_use(monkeypatch):
+    """With `min_scale=1` the adaptive rule gets over gradients that are inf for 45 steps."""
+    monkeypatch.setitem(faults.RULES, "floor", gs.AdaptiveLossScale(min_scale=1.0))
+    training = faults.Training(faults.Configuration("Adam", "float16", "plain", "floor"))
+    storm = [fault for fault in faults.repeated_faults() if fault.row == "inf for 45 steps"]
+    _, (outcome,) = training.outcomes(storm)
+    assert outcome.survived
+
+
+def lets_everything_in(keep, fn, state, branches=False):
+    fn()
+
+
+def changes_what_it_skips(keep, fn, state, branches=False):
+    original(keep, fn, state, branches)
+    state[0][0].assign_add(2.0**-6)
+
+
+original = step.keep_if
+
+
+@pytest.mark.parametrize("broken", [lets_everything_in, changes_what_it_skips])
+def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
+    """The checks see a step that takes bad gradients, and one that changes what it skips."""
+    monkeypatch.setattr(step, "keep_if", broken)
+    training = faults.Training(faults.Configuration(*SLICE[0]))
+    _, outcomes = training.outcomes(list(faults.single_faults(training))[::6])
+    assert outcomes
+    assert not any(outcome.safe for outcome in outcomes)
+
+
+def test_the_page_shows_the_results():
+    """The tables in the docs are those of the results, which cover every fault and option."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "faults" / "cpu.json").read_text())
+    text = (ROOT / "docs" / "faults.md").read_text()
+    assert faults.markdown(results) in text
+    assert faults.page(text, results) == text
+    assert_complete(results)
+
+
+def assert_complete(results):
+    """Every fault was tried with every optimizer, dtype, option and rule; none reached a weight."""
+    tried = {(row, option): 0 for row, option, *_ in results["cells"]}
+    for row, option, _, _, count, safe, *_ in results["cells"]:
+        tried[row, option] += count
+        assert safe == count
+    alone = {"one device", "one process"}
+    for row in faults.rows_in_order():
+        for option in faults.OPTIONS:
+            assert tried.get((row, option), 0) > 0 or (row in alone and option != "ZeRO")
+    found = {tuple(cell[1:4]) for cell in results["cells"]}
+    assert found == {
+        configuration[2:3] + configuration[1:2] + configuration[3:]
+        for configuration in faults.configurations()
+    }
+
+
+@pytest.mark.slow
+def test_every_fault_in_every_configuration(tmp_path):
+    """All of them, as the command of the docs tries them: none reaches a weight, and what is not a
+    storm under a rule that lets the scale fall too far is got over."""
+    output = tmp_path / "found.json"
+    faults.main([f"--output={output}", f"--page={tmp_path / 'page.md'}"])
+    results = json.loads(output.read_text())
+    assert_complete(results)
+    for row, _, dtype, rule, tried, _, survived, *_ in results["cells"]:
+        bad_data = row.startswith("NaN data")
+        copes = "min_scale" in rule or (bad_data and rule == "AdaptiveLossScale()")
+        if dtype == "bfloat16" or copes or " step" not in row:
+            assert survived == tried, (row, dtype, rule)
