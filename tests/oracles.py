@@ -100,10 +100,10 @@ class AdaptiveAutomaton:
                 self.before, self.first = self.ceiling, self.scale
             if retries or (not hopeless and not in_vain):
                 self.ceiling = max(self.scale / 2, rule.min_scale)
-                factor = 2.0**-1 if known and not retries else 2.0**-12
-                self.scale = max(self.scale * factor, rule.min_scale)
-                if retries and in_vain:
-                    self.first = self.scale / probed
+                lower = self.scale * (2.0**-1 if known else 2.0**-12)
+                if retries:
+                    lower = self.first * probed * 2.0 ** (-12 * min(self.bad // 64, 10))
+                self.scale = max(lower, rule.min_scale)
             elif in_vain:
                 self.ceiling = self.before
                 self.scale = max(self.first * probed, rule.min_scale)

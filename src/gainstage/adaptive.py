@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from gainstage import checks
 from gainstage.rules import LARGEST, LossScale, one_more, set_field, set_scales
 
-PROBE = 2.0**-12  # how far down the first overflow sends a scale of which nothing is known
+PROBED = -12
+PROBE = 2.0**PROBED  # how far down the first overflow sends a scale of which nothing is known
 PATIENCE = 3  # bad steps in a row after which a NaN is put down to the data
 HALVINGS = 12  # the same, after which anything is
 RETRY = 64  # steps after which a scale is lowered all the same, should that have been wrong
@@ -144,13 +145,14 @@ class AdaptiveLossScale(LossScale):
     ) -> AdaptiveState:
         lowers = retries | ~(hopeless | in_vain)
         known, began = state.largest > 0, state.bad_steps == 0
-        factor = jnp.where(known & ~retries, 0.5, PROBE)
-        lower = jnp.maximum(state.scale * factor, self.min_scale)
         # What was tried in vain is taken back, but for the first probe.
-        probed = jnp.where(known, 1.0, PROBE)
-        back = jnp.maximum(state.first * probed, self.min_scale)
-        held = jnp.where(in_vain, back, state.scale)
-        first = jnp.where(retries & in_vain, lower / probed, state.first)
+        back = jnp.where(began, state.scale, state.first) * jnp.where(known, 1.0, PROBE)
+        tries = jnp.minimum(state.bad_steps // RETRY, 10)
+        lower = jnp.where(
+            retries, jnp.ldexp(back, PROBED * tries), state.scale * jnp.where(known, 0.5, PROBE)
+        )
+        held = jnp.where(in_vain, jnp.maximum(back, self.min_scale), state.scale)
+        lower = jnp.maximum(lower, self.min_scale)
         return state._replace(
             scale=jnp.where(lowers, lower, held),
             good_steps=jnp.zeros_like(state.good_steps),
@@ -161,5 +163,5 @@ class AdaptiveLossScale(LossScale):
                 jnp.where(in_vain, state.before, state.ceiling),  # it was not the scale
             ),
             before=jnp.where(began, state.ceiling, state.before),
-            first=jnp.where(began, state.scale, first),
+            first=jnp.where(began, state.scale, state.first),
         )
