@@ -54,9 +54,15 @@ def read_run(path: str | Path) -> Run:
     return Run(np.array(steps, np.int64), columns)
 
 
+_NOT_A_STEP = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
 def _records(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     """The steps of a file, with their numbers."""
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    try:
+        *lines, last = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Expected text in {path}; got {error}.") from error
     if last:
         lines += [last] if _is_json(last) else []
     for number, line in enumerate(lines, start=1):
@@ -66,7 +72,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
             if isinstance(step, bool) or not 0 <= step < 2**63 or step != int(step):
                 raise ValueError(step)
             yield int(step), {str(name): float(value) for name, value in record.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except _NOT_A_STEP as error:
             raise ValueError(
                 f"Expected a JSON object with a step and numbers in line {number} of {path}; "
                 f"got {line[:60]!r}."
@@ -76,7 +82,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 def _is_json(line: str) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
