@@ -145,7 +145,7 @@ OTHERS = [gs.Policy("mixed_float16"), experimental.FixedLossScale(4.0),
 def same(got, written):
     """Whether a value of `get_config` is the one that the configuration had."""
     if isinstance(written, Mapping) and "class_name" in written and isinstance(got, Mapping):
-        return got["class_name"] == written["class_name"] and written.get("config") is not None
+        return got["class_name"] == written["class_name"]
     if isinstance(written, (list, tuple, range)):
         return len(got) == len(written) and all(map(same, got, written))
     if isinstance(got, float) and not isinstance(written, (str, bool)):
@@ -169,7 +169,7 @@ def check_configuration(data):
     thing = outcome(lambda: configurable.deserialize(broken, base))
     if thing is not None:
         assert type(thing).__name__ == broken["class_name"]
-        check_says(thing, broken.get("config", {}))
+        check_says(thing, broken["config"])
 
 
 @QUICK
@@ -552,7 +552,7 @@ def test_checkpoints(checkpoint, data):
 
 @pytest.mark.slow
 @ORBAX
-@settings(LONG, max_examples=2000)
+@settings(LONG, max_examples=1000)
 @given(st.data())
 def test_many_checkpoints(checkpoint, data):
     """The same, many times, with other damage in each run."""

@@ -170,7 +170,6 @@ def deserialize(
     """
     parts = description if isinstance(description, Mapping) else {}
     name, module, config = (parts.get(key) for key in ("class_name", "module", "config"))
-    config = {} if "config" not in parts else config
     if not isinstance(name, str) or not isinstance(config, Mapping):
         raise ValueError(
             f"Expected a dictionary with class_name and config for a {base.__name__}; "

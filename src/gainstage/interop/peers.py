@@ -15,6 +15,7 @@ from gainstage import checks
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules import SMALLEST, DynamicLossScale, ScaleState
 from gainstage.stateful import check_names
+from gainstage.variable import Variable
 
 Imported = tuple[DynamicLossScale, ScaleState]
 
@@ -115,7 +116,7 @@ def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     Raises:
         ValueError: numbers that cannot be a scale and a count; nothing is changed then.
     """
-    values = {optimizer.dynamic_scale: state.scale}
+    values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:
         values[optimizer.step_counter] = state.good_steps
     checked = {variable: optimizer._checked_weight(variable, v) for variable, v in values.items()}
