@@ -502,7 +502,7 @@ ORBAX = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarn
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def saved_checkpoint(tmp_path_factory):
     """A checkpoint of Orbax, its files, and the variables and optimizer that it is of."""
     orbax = pytest.importorskip("gainstage.interop.orbax", reason="orbax is not installed")
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -510,7 +510,13 @@ def checkpoint(tmp_path_factory):
     checkpoints = orbax.Checkpoints(folder)
     checkpoints.save(1, variables, opt)
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    yield checkpoints, files, [v.numpy() for v in (*variables, *opt.variables)], variables, opt
+    return checkpoints, files, [v.numpy() for v in (*variables, *opt.variables)], variables, opt
+
+
+@pytest.fixture
+def checkpoint(saved_checkpoint):
+    """The same; what Orbax leaves behind is gone before the next test begins."""
+    yield saved_checkpoint
     gc.collect()
 
 
