@@ -1,13 +1,37 @@
 """Objects that can be described by their constructor's arguments, and made again from them."""
 
 import dataclasses
+import functools
 import inspect
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
 # How a step runs, not what it computes: not part of a configuration.
 _LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
+# What a constructor raises by itself on arguments that a damaged file may hold.
+_UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
+    """`from_config`, with an error of ours for whatever is no configuration of its class."""
+
+    @functools.wraps(from_config)
+    def checked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if not isinstance(config, Mapping):
+                raise TypeError("no dictionary")
+            return from_config(cls, config, *args, **kwargs)
+        except _UNFIT as error:
+            if str(error).startswith("Expected"):
+                raise
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
+                f"Expected a configuration of {cls.__name__}; got {reprlib.repr(config)} "
+                f"({type(error).__name__}: {error})."
+            ) from error
+
+    return checked
 
 
 class Configurable:
@@ -23,6 +47,9 @@ class Configurable:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = _full_signature(cls)
+        own = vars(cls).get("from_config")
+        if isinstance(own, classmethod):
+            cls.from_config = classmethod(explained(own.__func__))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # A wrapper must tell an option that was given from one that has its default.
@@ -40,6 +67,7 @@ class Configurable:
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
     @classmethod
+    @explained
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
     ) -> Self:
@@ -48,6 +76,9 @@ class Configurable:
         Args:
             config: the constructor's arguments.
             custom_objects: classes by name, for objects inside the configuration.
+
+        Raises:
+            TypeError, ValueError: no configuration of this class.
         """
         parameters = cls.__signature__.parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -93,6 +124,7 @@ class Fields:
         return {field.name: getattr(self, field.name) for field in fields}
 
     @classmethod
+    @explained
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """The object that `get_config` describes."""
         return cls(**config)
@@ -133,14 +165,16 @@ def deserialize(
         custom_objects: classes by name, to search first.
 
     Raises:
-        ValueError: no such class.
+        TypeError: a configuration with an argument of the wrong kind.
+        ValueError: no description, no such class, or a configuration that is none of it.
     """
-    if not isinstance(description, Mapping) or "class_name" not in description:
+    parts = description if isinstance(description, Mapping) else {}
+    name, module, config = (parts.get(key) for key in ("class_name", "module", "config"))
+    if not isinstance(name, str) or not isinstance(config, Mapping):
         raise ValueError(
             f"Expected a dictionary with class_name and config for a {base.__name__}; "
-            f"got {description!r}."
+            f"got {reprlib.repr(description)}."
         )
-    name, module = description["class_name"], description.get("module")
     found = [cls for cls in _family(base) if cls.__name__ == name]
     derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
     found.sort(key=lambda cls: (cls.__module__ == module, cls not in derived))
@@ -148,7 +182,7 @@ def deserialize(
     if cls is None:
         known = sorted({cls.__name__ for cls in _family(base)})
         raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")
-    return cls.from_config(dict(description.get("config", {})))
+    return cls.from_config(dict(config))
 
 
 def _family(base: type) -> Iterator[type]:

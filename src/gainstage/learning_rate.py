@@ -23,7 +23,7 @@ class LearningRate:
 
     Raises:
         TypeError: neither a number nor a callable of at most one argument.
-        ValueError: a number that is not finite.
+        ValueError: a number that is not finite in float32.
     """
 
     def __init__(self, source: Any, owner: str):
@@ -33,6 +33,10 @@ class LearningRate:
         if not callable(source) or isinstance(source, Variable):
             number = source.value() if isinstance(source, Variable) else source
             number = checks.real("learning_rate", number)
+            if abs(number) > float(np.finfo(np.float32).max):
+                raise ValueError(
+                    f"Expected a number that float32 holds for learning_rate; got {number!r}."
+                )
             self.variable = Variable(number, jnp.float32, name=f"{owner}/learning_rate")
         else:
             self._takes_step = _takes_step(source)

@@ -1,18 +1,19 @@
 """Which dtypes to compute in and to keep variables in, by name."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gainstage.configurable import Fields
 from gainstage.variable import Variable
 
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Fields):
     """The dtypes of a model, by the names that Keras gives them.
 
     Args:
@@ -75,15 +76,6 @@ class Policy:
             return jnp.asarray(x, dtype) if floating else x
 
         return jax.tree.map(one, tree)
-
-    def get_config(self) -> dict[str, Any]:
-        """The name."""
-        return {"name": self.name}
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Self:
-        """The policy that `get_config` describes."""
-        return cls(**config)
 
 
 _policies = [Policy("float32")]

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gainstage import checks
@@ -55,9 +56,9 @@ class ExponentialDecay(LearningRateSchedule):
     name: str = "ExponentialDecay"
 
     def __post_init__(self) -> None:
-        checks.real("initial_learning_rate", self.initial_learning_rate)
-        checks.real("decay_steps", self.decay_steps, above=0)
-        checks.real("decay_rate", self.decay_rate, above=0)
+        _check(self, "initial_learning_rate")
+        _check(self, "decay_steps", above=0)
+        _check(self, "decay_rate", above=0)
         checks.flag("staircase", self.staircase)
 
     def __call__(self, step: jax.Array) -> jax.Array:
@@ -101,9 +102,10 @@ class InverseTimeDecay(LearningRateSchedule):
     name: str = "InverseTimeDecay"
 
     def __post_init__(self) -> None:
-        checks.real("initial_learning_rate", self.initial_learning_rate)
-        checks.real("decay_steps", self.decay_steps, above=0)
-        checks.real("decay_rate", self.decay_rate)
+        _check(self, "initial_learning_rate")
+        _check(self, "decay_steps", above=0)
+        _check(self, "decay_rate")
+        checks.flag("staircase", self.staircase)
 
     def __call__(self, step: jax.Array) -> jax.Array:
         periods = jnp.asarray(step, jnp.float32) / self.decay_steps
@@ -145,10 +147,11 @@ class PolynomialDecay(LearningRateSchedule):
     name: str = "PolynomialDecay"
 
     def __post_init__(self) -> None:
-        checks.real("initial_learning_rate", self.initial_learning_rate)
-        checks.real("decay_steps", self.decay_steps, above=0)
-        checks.real("end_learning_rate", self.end_learning_rate)
-        checks.real("power", self.power)
+        _check(self, "initial_learning_rate")
+        _check(self, "decay_steps", above=0)
+        _check(self, "end_learning_rate")
+        _check(self, "power")
+        checks.flag("cycle", self.cycle)
 
     def __call__(self, step: jax.Array) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
@@ -195,12 +198,12 @@ class CosineDecay(LearningRateSchedule):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        checks.real("initial_learning_rate", self.initial_learning_rate)
-        checks.real("decay_steps", self.decay_steps, above=0)
-        checks.real("alpha", self.alpha)
+        _check(self, "initial_learning_rate")
+        _check(self, "decay_steps", above=0)
+        _check(self, "alpha")
         checks.integer("warmup_steps", self.warmup_steps, low=0)
         if self.warmup_target is not None:
-            checks.real("warmup_target", self.warmup_target)
+            _check(self, "warmup_target")
 
     def __call__(self, step: jax.Array) -> jax.Array:
         start = self.initial_learning_rate
@@ -222,7 +225,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         name: kept for configurations.
 
     Raises:
-        TypeError: an element is no number, or a bool.
+        TypeError: no lists, or an element that is no number, or a bool.
         ValueError: lengths that do not fit, boundaries that do not ascend.
 
     Examples:
@@ -240,9 +243,11 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __post_init__(self) -> None:
         for name in ("boundaries", "values"):
-            numbers = [checks.real(name, number) for number in getattr(self, name)]
-            kept = tuple(getattr(self, name)) if numbers else ()
-            object.__setattr__(self, name, kept)
+            numbers = getattr(self, name)
+            listed = isinstance(numbers, (Sequence, np.ndarray, jax.Array))
+            if isinstance(numbers, (str, bytes)) or not listed:
+                raise TypeError(f"Expected a list of numbers for {name}; got {numbers!r}.")
+            object.__setattr__(self, name, tuple(_number(name, number) for number in numbers))
         if len(self.boundaries) != len(self.values) - 1:
             raise ValueError(
                 f"Expected one value more than boundaries; got {len(self.boundaries)} boundaries "
@@ -259,3 +264,14 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, as lists."""
         return {**super().get_config(), "boundaries": [*self.boundaries], "values": [*self.values]}
+
+
+def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
+    """Checks a field of a schedule that is being made."""
+    object.__setattr__(schedule, name, _number(name, getattr(schedule, name), **bounds))
+
+
+def _number(name: str, value: Any, **bounds: float) -> Any:
+    """`value`, if it is a number within the bounds; JAX takes no integers beyond 32 bits."""
+    number = checks.real(name, value, **bounds)
+    return number if abs(number) >= 2**31 else value

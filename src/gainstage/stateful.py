@@ -4,6 +4,7 @@ import abc
 import functools
 import itertools
 import json
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -180,27 +181,33 @@ class Stateful(Configurable, abc.ABC):
 
     def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
         try:
-            weight = jnp.asarray(weight, variable.dtype)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Expected an array for {variable.name!r}; got {weight!r}.") from error
-        return variable._fitted(weight)
+            value = _converted(weight, variable.dtype)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"Expected an array for {variable.name!r}, of numbers that {variable.dtype} holds; "
+                f"got {reprlib.repr(weight)}."
+            ) from error
+        return variable._fitted(value)
 
     def state(self) -> dict[str, jax.Array]:
         """All of `variables` by name: arrays for whoever saves a dictionary of them. Of variables
-        with one name the second has "#2" behind it, and so on."""
-        return {
-            name: v.value()
-            for name, v in zip(unique_names(self.variables), self.variables, strict=True)
-        }
+        with one name the second has "#2" behind it, and so on. With `group_small` the table of what
+        lies where in the buffers stands under "groups"."""
+        named = dict(zip(unique_names(self.variables), self.variables, strict=True))
+        groups = {"groups": jnp.asarray(self._packed_groups())} if self.groups else {}
+        return {name: variable.value() for name, variable in named.items()} | groups
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Sets all of `variables` from what `state` returned, or, if something is wrong, none.
 
         Raises:
-            ValueError: not built, a name missing or unknown, or an array that does not fit.
+            TypeError: no dictionary.
+            ValueError: not built, a name missing or unknown, an array that does not fit, or other
+                groups.
         """
         names = unique_names(self.variables)
-        check_names("state", state, names)
+        check_names("state", state, [*names, *(["groups"] if self.groups else [])])
+        self._check_groups(state)
         self.set_weights([state[name] for name in names])
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
@@ -210,28 +217,42 @@ class Stateful(Configurable, abc.ABC):
         for i, variable in enumerate(self.variables):
             store[str(i)] = variable.numpy()
         if self.groups:
-            store["groups"] = np.frombuffer(json.dumps(self.groups).encode(), np.uint8)
+            store["groups"] = self._packed_groups()
 
     def load_own_variables(self, store: Any) -> None:
         """Sets all of `variables` from what `save_own_variables` stored, or none.
 
         Raises:
+            TypeError: no dictionary, or what is used like one.
             ValueError: not built, a key missing, an array that does not fit, or other groups.
         """
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built before load_own_variables.")
-        table = json.loads(bytes(np.asarray(store["groups"]))) if "groups" in store else []
-        if table != self.groups:
-            raise ValueError(f"Expected the groups {self.groups} in the store; got {table}.")
+        if not hasattr(store, "keys"):
+            raise TypeError(f"Expected a store with keys; got {reprlib.repr(store)}.")
+        self._check_groups(store)
         count = len(store.keys()) - ("groups" in store)
         keys = [str(i) for i in range(max(len(self.variables), count))]
         missing = [key for key in keys if key not in store]
         if missing:
             raise ValueError(
                 f"Expected the keys '0' to '{len(self.variables) - 1}' in the store; "
-                f"got {sorted(store.keys())}."
+                f"got {sorted(map(str, store.keys()))}."
             )
         self.set_weights([store[key] for key in keys])
+
+    def _packed_groups(self) -> np.ndarray:
+        return np.frombuffer(json.dumps(self.groups).encode(), np.uint8)
+
+    def _check_groups(self, store: Any) -> None:
+        """The buffers that were saved hold what they hold here, in the same places."""
+        saved = store["groups"] if "groups" in store else np.frombuffer(b"[]", np.uint8)
+        try:
+            table = json.loads(np.asarray(saved).tobytes())
+        except (ValueError, RecursionError):
+            table = reprlib.repr(saved)
+        if table != self.groups:
+            raise ValueError(f"Expected the groups {self.groups} in what was saved; got {table}.")
 
 
 def _joined_starts(parts: Sequence[Variable]) -> jax.Array:
@@ -248,7 +269,9 @@ def unique_names(variables: Sequence[Variable]) -> list[str]:
 
 
 def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
-    """A value for every name and no other, or a ValueError that says which."""
+    """A value for every name and no other, or an error that says which."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"Expected a dictionary of the {what}; got {reprlib.repr(values)}.")
     missing = [name for name in names if name not in values]
     unknown = [name for name in values if name not in names]
     if missing or unknown:
@@ -256,6 +279,30 @@ def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> N
             f"Expected the names of the {what}; got {missing or 'none'} missing and "
             f"{unknown or 'none'} unknown."
         )
+
+
+def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
+    """An array in the dtype of a variable.
+
+    Floating numbers may be rounded by it, but not made infinite, and everything else is kept."""
+    array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
+    if _kind(array.dtype) > _kind(dtype):
+        raise TypeError(f"{array.dtype} in {dtype}")
+    if isinstance(array, np.ndarray) and array.dtype != dtype:
+        with np.errstate(all="ignore"):
+            given, array = array, array.astype(dtype)
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        same = np.isfinite(array) == np.isfinite(given) if floating else array == given
+        if not np.all(same):
+            raise ValueError(f"too large for {dtype}")
+    # On a CPU JAX would go on using the memory of a numpy array.
+    return jnp.array(array, dtype, copy=isinstance(array, np.ndarray))
+
+
+def _kind(dtype: Any) -> int:
+    """Each kind of numbers goes into those after it; the last is what is no real number."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 
 def check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:

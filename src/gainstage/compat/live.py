@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gainstage import checks, gradients, rules
 from gainstage.bridge import read
+from gainstage.configurable import explained
 from gainstage.inspection import all_finite
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.variable import Variable
@@ -37,6 +38,7 @@ class LossScale(abc.ABC):
         """The constructor's arguments."""
 
     @classmethod
+    @explained
     def from_config(cls, config: dict[str, Any]) -> Self:
         """A scale at its start, as `get_config` describes it."""
         return cls(**config)

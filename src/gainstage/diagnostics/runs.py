@@ -78,7 +78,10 @@ def read_run(path: str | Path) -> Run:
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, float] | None, Tensors | None]]:
     """The steps of a file, with their numbers, or with what a report says of the tensors."""
-    *lines, last = path.read_text(encoding="utf-8").split("\n")
+    try:
+        *lines, last = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"Expected text in {path}; got {error}.") from error
     if last:
         lines += [last] if _is_json(last) else []
     for number, line in enumerate(lines, start=1):

@@ -135,7 +135,7 @@ def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
             over = [axis for axis in mesh.axis_names if axis not in axes_of(spec)]
             replicas = math.prod(mesh.shape[axis] for axis in over)
             times = jnp.where(is_first(over), replicas, 0).astype(jnp.uint32) - jnp.uint32(1)
-            total += _hashes(array, i) * (times if replicas > 1 else jnp.uint32(0))
+            total += hashes(array, i) * (times if replicas > 1 else jnp.uint32(0))
         return lax.psum(total, mesh.axis_names)
 
     sums: Any = jax.shard_map(
@@ -144,7 +144,7 @@ def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
     return jax.jit(lambda arrays: (sums(arrays) == 0).all())
 
 
-def _hashes(array: jax.Array, number: int) -> jax.Array:
+def hashes(array: jax.Array, number: int = 0) -> jax.Array:
     """Two sums over the elements, of the lower and the upper halves of their 32-bit words.
 
     Each element has a factor of its own, another one in each array. The halves are no larger than
@@ -154,8 +154,11 @@ def _hashes(array: jax.Array, number: int) -> jax.Array:
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
-    words = lax.bitcast_convert_type(array, unsigned).reshape(-1).astype(jnp.uint32)
-    places = lax.iota(jnp.uint32, words.size) + jnp.uint32(number * 2654435761 % 2**32)
+    words = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
+    places = jnp.uint32(number * 2654435761 % 2**32)
+    for axis in range(words.ndim):
+        stride = math.prod(words.shape[axis + 1 :]) % 2**32
+        places += lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride)
     odd = _mixed(places) | jnp.uint32(1)
     return jnp.stack([jnp.sum(half * odd) for half in (words & 0xFFFF, words >> 16)])
 

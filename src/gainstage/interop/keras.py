@@ -249,7 +249,13 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
-        return self._ours.stateless_apply(optimizer_variables, grads, trainable_variables)
+        # What quantized layers measure comes in the place of a gradient, and is kept as it is.
+        kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
+        given = [None if keep else g for g, keep in zip(grads, kept, strict=True)]
+        new, state = self._ours.stateless_apply(optimizer_variables, given, trainable_variables)
+        for i in [i for i, keep in enumerate(kept) if keep and grads[i] is not None]:
+            new[i] = jnp.asarray(grads[i], new[i].dtype)
+        return new, state
 
     def _mirror(self, ours: Any) -> Any:
         """The Keras variable of one of the optimizer's."""

@@ -3,15 +3,19 @@
 Needs the extra `orbax`.
 """
 
+import contextlib
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.bridge import read, write
 from gainstage.configurable import readable
+from gainstage.distributed.agreement import hashes
 from gainstage.optimizer import Optimizer
 from gainstage.stateful import check_names, unique_names
 from gainstage.variable import Variable
@@ -24,7 +28,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Checkpoints:
@@ -32,7 +36,8 @@ class Checkpoints:
 
     Arrays are stored whole, under their names: what two processes with four devices each have
     saved one device restores, bit for bit, and every other mesh and `shard_state_over`. A process
-    that is killed while it saves leaves the checkpoint before as the last one. With several
+    that is killed while it saves leaves the checkpoint before as the last one. Each array has a
+    checksum, so that a file that was damaged since is noticed, to the last bit. With several
     processes all of them call every method, and see the same folder.
 
     Args:
@@ -83,7 +88,9 @@ class Checkpoints:
         values = read(named)
         arguments = ocp.args.Composite(
             arrays=ocp.args.StandardSave(values),
-            manifest=ocp.args.JsonSave(_manifest(named, optimizer)),
+            manifest=ocp.args.JsonSave(
+                _manifest(named, optimizer) | {"checksums": _checksums(values)}
+            ),
         )
         if not self._manager.save(step, args=arguments):
             raise ValueError(f"Expected a step after {self.latest}; got {step}.")
@@ -114,7 +121,8 @@ class Checkpoints:
 
         Raises:
             ValueError: not built; no checkpoint of that step; another format, class or
-                configuration; a name, shape or dtype that differs, with the first that does.
+                configuration; a name, shape or dtype that differs, with the first that does; a
+                damaged file.
         """
         step = self.latest if step is None else step
         if step is None:
@@ -122,15 +130,18 @@ class Checkpoints:
         if step not in self._manager.all_steps():
             raise ValueError(f"Expected one of the steps {self._manager.all_steps()}; got {step}.")
         named = _named(variables, optimizer)
-        saved = self._manager.restore(
-            step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
-        )
-        _check_manifest(saved["manifest"], _manifest(named, optimizer), same_config)
+        ours = _manifest(named, optimizer)
         wanted = {kind: {k: _plan(v) for k, v in part.items()} for kind, part in named.items()}
-        saved = self._manager.restore(
-            step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
-        )
-        write(named, saved["arrays"])
+        with _whole(step):
+            manifest = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+            saved = self._manager.restore(step, args=manifest)["manifest"]
+            _check_manifest(saved, ours, same_config)
+            arrays = ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
+            values = self._manager.restore(step, args=arrays)["arrays"]
+            damaged = _differing(saved["checksums"], _checksums(values))
+        if damaged:
+            raise ValueError(f"Expected step {step} as it was saved; got {damaged[0]!r} damaged.")
+        write(named, values)
         return step
 
     def close(self) -> None:
@@ -139,6 +150,42 @@ class Checkpoints:
 
 
 Named = dict[str, dict[str, Variable]]
+Sums = dict[str, dict[str, list[int]]]
+
+
+@contextlib.contextmanager
+def _whole(step: int) -> Iterator[None]:
+    """One kind of error for all that Orbax, JSON and we raise on files that are damaged."""
+    try:
+        yield
+    except Exception as error:
+        if str(error).startswith("Expected"):
+            raise
+        raise ValueError(
+            f"Expected a checkpoint of step {step} that is whole; got {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _checksums(values: Any) -> Sums:
+    """Two sums over each array, the same on every mesh."""
+    sums = jax.tree.map(lambda x: _sum_on(_mesh_of(x))(x), values)
+    return jax.tree.map(lambda x: x.tolist(), jax.device_get(sums))
+
+
+def _mesh_of(array: jax.Array) -> Any:
+    return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+
+
+@functools.cache
+def _sum_on(mesh: Any) -> Any:
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(hashes, out_shardings=everywhere)
+
+
+def _differing(saved: Sums, ours: Sums) -> list[str]:
+    pairs = [(name, kind) for kind, sums in ours.items() for name in sums]
+    return [name for name, kind in pairs if saved[kind][name] != ours[kind][name]]
 
 
 def _named(variables: Sequence[Variable], optimizer: Optimizer) -> Named:

@@ -5,15 +5,25 @@ its own becomes a pair of our rule and its state: give the rule to `LossScaleOpt
 and the state to `resume`, or put the state into that of `loss_scaled` with `_replace`.
 """
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from gainstage import checks
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules import SMALLEST, DynamicLossScale, ScaleState
+from gainstage.stateful import check_names
+from gainstage.variable import Variable
 
 Imported = tuple[DynamicLossScale, ScaleState]
+
+_TORCH = {"scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor"}
+_FLAX = (
+    "scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale"
+)  # fmt: skip
+_JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> Imported:
@@ -28,10 +38,13 @@ def from_torch(state_dict: Mapping[str, Any]) -> Imported:
         2048.0 256.0
 
     Raises:
-        ValueError: a state that is empty, as that of a disabled scaler.
+        TypeError: no dictionary, or a value that is no number.
+        ValueError: a state that is empty, as that of a disabled scaler, or a value out of range.
     """
-    if "scale" not in state_dict:
-        raise ValueError(f"Expected the state of an enabled GradScaler; got {dict(state_dict)!r}.")
+    if not isinstance(state_dict, Mapping) or not _TORCH.issubset(state_dict):
+        raise (ValueError if isinstance(state_dict, Mapping) else TypeError)(
+            f"Expected the state of an enabled GradScaler; got {reprlib.repr(state_dict)}."
+        )
     return _imported(
         state_dict["scale"],
         state_dict["_growth_tracker"],
@@ -43,19 +56,33 @@ def from_torch(state_dict: Mapping[str, Any]) -> Imported:
 
 def from_flax(dynamic_scale: Any) -> Imported:
     """The rule and state of a `flax.training.dynamic_scale.DynamicScale` up to flax 0.12.8, which
-    grows one step later than its `growth_interval` says."""
+    grows one step later than its `growth_interval` says.
+
+    Raises:
+        TypeError: something else, or a value that is no number.
+        ValueError: a value out of range.
+    """
+    _check_has("a flax DynamicScale", dynamic_scale, _FLAX)
+    interval = checks.integer("growth_interval", dynamic_scale.growth_interval, low=0, high=2**30)
+    floor = dynamic_scale.minimum_scale
     return _imported(
         dynamic_scale.scale,
         dynamic_scale.fin_steps,
-        period=dynamic_scale.growth_interval + 1,
+        period=interval + 1,
         multiplier=dynamic_scale.growth_factor,
         backoff=dynamic_scale.backoff_factor,
-        floor=dynamic_scale.minimum_scale,
+        floor=SMALLEST if floor is None else floor,
     )
 
 
 def from_jmp(loss_scale: Any) -> Imported:
-    """The rule and state of a `jmp.DynamicLossScale`; its floor is kept from now on."""
+    """The rule and state of a `jmp.DynamicLossScale`; its floor is kept from now on.
+
+    Raises:
+        TypeError: something else, or a value that is no number.
+        ValueError: a value out of range.
+    """
+    _check_has("a jmp DynamicLossScale", loss_scale, _JMP)
     return _imported(
         loss_scale.loss_scale,
         loss_scale.counter,
@@ -73,16 +100,28 @@ def load_keras(optimizer: LossScaleOptimizer, store: Mapping[str, Any]) -> None:
         store: arrays under "0", "1", ...; the first two, which never change in Keras, are left out.
 
     Raises:
+        TypeError: no dictionary.
         ValueError: not built, or arrays that do not fit; nothing is loaded then.
     """
-    optimizer.set_weights([store[str(i)] for i in range(2, len(store.keys()))])
+    if not optimizer.built:
+        raise ValueError(f"Expected {optimizer.name!r} to be built before load_keras.")
+    keys = [str(i) for i in range(2 + len(optimizer.variables))]
+    check_names("weights of Keras", store, keys)
+    optimizer.set_weights([store[key] for key in keys[2:]])
 
 
 def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
-    """Puts an imported state into an optimizer that has the rule it came with."""
-    optimizer.dynamic_scale.assign(state.scale)
+    """Puts an imported state into an optimizer that has the rule it came with.
+
+    Raises:
+        ValueError: numbers that cannot be a scale and a count; nothing is changed then.
+    """
+    values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:
-        optimizer.step_counter.assign(state.good_steps)
+        values[optimizer.step_counter] = state.good_steps
+    checked = {variable: optimizer._checked_weight(variable, v) for variable, v in values.items()}
+    for variable, value in checked.items():
+        variable.assign(value)
 
 
 def _imported(
@@ -94,11 +133,18 @@ def _imported(
     backoff: Any = None,
     floor: Any = DynamicLossScale.min_scale,
 ) -> Imported:
+    count = checks.integer("the count of finite steps", count, low=0)
     rule = DynamicLossScale(
-        float(scale),
+        checks.real("the scale", scale),
         period,
-        float(multiplier),
+        multiplier,
         backoff_factor=backoff,
-        min_scale=max(float(floor), SMALLEST),
+        min_scale=max(checks.real("the lowest scale", floor), SMALLEST),
     )
-    return rule, ScaleState(jnp.float32(scale), jnp.int32(count))
+    return rule, ScaleState(jnp.float32(rule.initial_loss_scale), jnp.int32(count))
+
+
+def _check_has(what: str, source: Any, names: Sequence[str]) -> None:
+    missing = [name for name in names if not hasattr(source, name)]
+    if missing:
+        raise TypeError(f"Expected {what}; got {reprlib.repr(source)}, without {missing}.")
