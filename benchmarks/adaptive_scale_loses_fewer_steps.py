@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
-from harness import RESULTS
+from harness import RESULTS, between_marks
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,6 +27,8 @@ import gainstage as gs
 from gainstage.demo import task as digits
 
 STORM = range(100, 145)
+COLUMNS = ("run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32")
+DOCS = RESULTS.parents[1] / "docs"
 RULES = {"dynamic": gs.DynamicLossScale, "adaptive": gs.AdaptiveLossScale}
 Batches = Callable[[int, int], Iterator[Any]]
 
@@ -162,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="*", default=["digits", "text"])
     parser.add_argument("--long", type=int, default=3000, help="steps of the healthy run")
     parser.add_argument("--output", type=Path, default=RESULTS / "rules" / "float16.json")
+    parser.add_argument("--page", type=Path, default=DOCS / "choosing-a-rule.md")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}
     tasks = {"digits": digits_task, "text": text_task}
@@ -187,21 +190,40 @@ def main(argv: Sequence[str] | None = None) -> None:
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(results, indent=1) + "\n")
     Console().print(table(results))
+    if options.page.exists():
+        options.page.write_text(between_marks(options.page.read_text(), markdown(results)))
 
 
-def table(results: dict[str, Any]) -> Table:
-    """Sums over the seeds; losses are means."""
-    shown = Table()
-    for column in ("task", "run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32"):
-        shown.add_column(column)
+def rows(results: dict[str, Any]) -> list[list[str]]:
+    """What the tables show: sums over the seeds, and means of losses."""
+    found = []
     for name, cases in results.items():
         for case, rules in cases.items():
             exact = np.mean([run["float32"] for run in rules["dynamic"]])
             for rule, runs in rules.items():
                 lost = [str(sum(r[key] for r in runs)) for key in ("lost", "skipped", "flushed")]
                 share, loss = (np.mean([r[key] for r in runs]) for key in ("share_flushed", "loss"))
-                numbers = [f"{share:.4%}", f"{loss:.4f}", f"{exact:.4f}"]
-                shown.add_row(name, case, rule, *lost, *numbers)
+                numbers = [f"{share:.3%}", f"{loss:.4f}", f"{exact:.4f}"]
+                found.append([f"{name}, {case}", rule, *lost, *numbers])
+    return found
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of the page."""
+    marks = ["---", "---", *["---:"] * 6]
+    lines = [f"| {' | '.join(line)} |" for line in (COLUMNS, marks, *rows(results))]
+    seeds = {name: len(cases["healthy"]["dynamic"]) for name, cases in results.items()}
+    said = ", ".join(f"{count} of {name}" for name, count in seeds.items())
+    return "\n".join(lines) + f"\n\nSums over the seeds ({said}); shares and losses are means."
+
+
+def table(results: dict[str, Any]) -> Table:
+    """The same, for a terminal of 80 columns."""
+    shown = Table(padding=(0, 0))
+    for column in COLUMNS:
+        shown.add_column(column, justify="left" if column in COLUMNS[:2] else "right")
+    for row in rows(results):
+        shown.add_row(*row)
     return shown
 
 

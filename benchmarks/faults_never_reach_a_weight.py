@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import RESULTS, environment
+from harness import RESULTS, between_marks, environment
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -544,14 +544,6 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def page(text: str, results: dict[str, Any]) -> str:
-    """The page with the results between its two marks."""
-    before, rest = text.split("<!-- results -->\n")
-    _, after = rest.split("<!-- end of results -->")
-    marked = f"<!-- results -->\n\n{markdown(results)}\n\n<!-- end of results -->"
-    return before + marked + after
-
-
 def print_tables(results: dict[str, Any], console: Console) -> None:
     """The same for a terminal of 80 columns."""
     for title, (headings, rows) in tables(results).items():
@@ -592,7 +584,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = json.loads(options.output.read_text())
     print_tables(results, Console())
     if options.page.exists():
-        options.page.write_text(page(options.page.read_text(), results))
+        text = options.page.read_text()
+        options.page.write_text(between_marks(text, markdown(results)))
 
 
 def tried(options: argparse.Namespace) -> list[tuple[float, list[Outcome]]]:

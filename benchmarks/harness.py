@@ -366,3 +366,10 @@ def parse(
         if getattr(options, name) is None:
             setattr(options, name, (quick if options.quick else full).split())
     return options
+
+
+def between_marks(page: str, results: str) -> str:
+    """A page of the documentation with these results between its two marks."""
+    before, rest = page.split("<!-- results -->\n")
+    _, after = rest.split("<!-- end of results -->")
+    return f"{before}<!-- results -->\n\n{results}\n\n<!-- end of results -->{after}"

@@ -189,7 +189,7 @@ def _end_last_line(path: Path) -> None:
         try:
             json.loads(rest)
             file.write(b"\n")
-        except ValueError:
+        except (ValueError, RecursionError):
             file.truncate(start)
 
 
