@@ -353,7 +353,7 @@ def test_states_of_peers(data):
         assert (float(opt.dynamic_scale), int(opt.step_counter)) == (state.scale, state.good_steps)
 
 
-@pytest.mark.parametrize("what", [None, 5, "a", [], {}, object()], ids=repr)
+@pytest.mark.parametrize("what", [None, 5, "a", [], {}, object()], ids=lambda x: type(x).__name__)
 def test_what_is_no_state_of_a_peer(what):
     """Something else in the place of the whole state."""
     for read in (peers.from_torch, peers.from_flax, peers.from_jmp):
