@@ -85,6 +85,10 @@ def text_task() -> Task:
     return Task(weights, loss, batches, 1e-3)
 
 
+# How each is made, how often it is run, and for how many steps in a long run.
+TASKS = {"digits": (digits_task, 3, 2000), "text": (text_task, 2, 1000)}
+
+
 def spoiled(batch: Any) -> Any:
     """The batch with NaN in the place of its floating numbers."""
     return jax.tree.map(lambda x: x * np.float32(np.nan) if x.dtype == np.float32 else x, batch)
@@ -160,25 +164,22 @@ def highest(trainer: Trainer, seed: int) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints the table, and writes `results/rules/float16.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tasks", nargs="*", default=["digits", "text"])
-    parser.add_argument("--long", type=int, default=3000, help="steps of the healthy run")
     parser.add_argument("--output", type=Path, default=RESULTS / "rules" / "float16.json")
     parser.add_argument("--page", type=Path, default=DOCS / "choosing-a-rule.md")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}
-    tasks = {"digits": digits_task, "text": text_task}
-    for name, task in ((name, tasks[name]()) for name in options.tasks):
+    for name, (make_task, seeds, long) in TASKS.items():
+        task = make_task()
         exact = Trainer(task, None)
         for rule, make in RULES.items():
             trainer = Trainer(task, make())
-            for seed in track(range(options.seeds), f"{name}, {rule}"):
+            for seed in track(range(seeds), f"{name}, {rule}"):
                 top = highest(trainer, seed)
                 cases = {
                     "2**10 too high": (400, {"scale": top * 2.0**10}),
                     "storm of 45": (400, {"bad": STORM}),
                     "400 steps": (400, {}),
-                    "healthy": (options.long, {}),
+                    "healthy": (long, {}),
                 }
                 for case, (steps, how) in cases.items():
                     found = trainer.run(seed, steps, **how)
