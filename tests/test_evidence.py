@@ -40,13 +40,13 @@ def test_the_rule_loses_a_tenth_of_the_steps(task):
         )
 
 
-def test_a_case_of_it_is_as_recorded():
-    """A start that is 2**10 too high costs the rule one step, and the other ten: run again."""
+def test_a_case_of_it_can_be_seen_again():
+    """A start that is 2**10 too high costs the rule one step, and the other ten."""
     task = evidence.digits_task()
     lost = {}
     for name, make in evidence.RULES.items():
         trainer = evidence.Trainer(task, make())
         top = evidence.highest(trainer, 0)
         lost[name] = trainer.run(0, 30, scale=top * 2.0**10)["skipped"]
-    recorded = RESULTS["digits"]["2**10 too high"]
-    assert lost == {name: recorded[name][0]["skipped"] for name in lost}
+    assert lost["adaptive"] == 1
+    assert lost["dynamic"] >= 10
