@@ -10,36 +10,47 @@ import pytest
 import gainstage as gs
 from gainstage.diagnostics import Alarm, Alarms, JsonLines, alarms_in, largest_scale, read_run
 
+from oracles import AdaptiveAutomaton, scale_automaton
+
 NAN, INF = float("nan"), float("inf")
 LIMIT = 65504.0
+
+
+class Follower:
+    """The scale of a rule, step by step in plain Python."""
+
+    def __init__(self, rule):
+        self.scale, self.finite = getattr(rule, "initial_loss_scale", None), True
+        if isinstance(rule, gs.AdaptiveLossScale):
+            machine = AdaptiveAutomaton(rule)
+            self.step = lambda *seen: setattr(self, "scale", machine.step(*seen))
+        elif isinstance(rule, gs.DynamicLossScale):
+            run = scale_automaton(rule, iter(lambda: self.finite, None))
+            self.step = lambda *seen: self.moved(seen[0], run)
+        else:
+            self.scale, self.step = rule.loss_scale_value, lambda *seen: None
+
+    def moved(self, finite, run):
+        self.finite = finite
+        self.scale, _ = next(run)
 
 
 def simulated(rule, largest, inside=1.0, bad=()):
     """The records of a run whose largest gradients are given, and of which the largest number in
     the backward pass is `inside` times as large; the losses of bad steps are NaN."""
-    steps = np.arange(len(largest))
-    data = np.isin(steps, list(bad))
-    inside = np.broadcast_to(np.float32(inside), largest.shape)
-
-    def step(state, seen):
-        max_abs, inside, data = seen
-        finite = (max_abs * inside * state.scale <= LIMIT) & ~data
-        loss = jnp.where(data, jnp.nan, 1.0)
-        told = {"max_abs": max_abs, "any_nan": data, "any_inf": ~finite, "loss": loss}
-        measured = {name: told[name] for name in rule.measures}
-        return rule.update(state, finite, **measured), (finite, state.scale)
-
-    columns = (largest.astype(np.float32), inside, data)
-    finite, scale = jax.jit(lambda: jax.lax.scan(step, rule.init(), columns)[1])()
-    for n in steps:
-        there = bool(finite[n])
+    followed, bad = Follower(rule), set(bad)
+    for n, max_abs in enumerate(largest.tolist()):
+        scale, data = followed.scale, n in bad
+        finite = max_abs * inside * scale <= LIMIT and not data
+        loss = NAN if data else 1.0
+        followed.step(finite, np.float32(max_abs), data, loss)
         yield {
-            "step": int(n),
-            "finite": there,
-            "loss_scale": float(scale[n]),
-            "grad_norm": float(largest[n] * 30) if there else NAN if data[n] else INF,
-            "max_abs": float(largest[n]) if there else 0.0,
-            "loss": NAN if data[n] else 1.0,
+            "step": n,
+            "finite": finite,
+            "loss_scale": scale,
+            "grad_norm": max_abs * 30 if finite else NAN if data else INF,
+            "max_abs": max_abs if finite else 0.0,
+            "loss": loss,
         }
 
 
@@ -86,10 +97,9 @@ def healthy(seed):
     return rule, simulated(rule, largest, inside, bad)
 
 
-@pytest.mark.parametrize("first", range(0, 100, 25))
-def test_healthy_runs_are_silent(first):
-    """On 100 random healthy runs under all rules there is no alarm."""
-    for seed in range(first, first + 25):
+def test_healthy_runs_are_silent():
+    """On 200 random healthy runs under all rules there is no alarm."""
+    for seed in range(200):
         rule, records = healthy(seed)
         assert kinds(records, rule) == [], seed
 

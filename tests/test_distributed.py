@@ -143,7 +143,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(uninterrupted,
     assert resumed[0]["scales"] == results[0]["scales"][10:]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.08])
+@pytest.mark.parametrize("delay", [0.0, pytest.param(0.02, marks=pytest.mark.slow), 0.08])
 def test_a_kill_while_saving_leaves_a_checkpoint_that_is_whole(delay, tmp_path):
     """Whenever a process is killed while it saves, the last checkpoint listed is complete."""
     folder = tmp_path / "checkpoints"

@@ -242,12 +242,29 @@ def _():
     assert int(opt.iterations) == 1
 
 
+@row(1, "new: on_bad_microbatch")
+def _():
+    accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "renormalise"}
+    opt, w = wrapped(gs.SGD(0.5), **accumulate), gs.Variable(3.0)
+    for gradient in (8.0, np.nan):
+        opt.apply([gradient], [w])
+    assert float(w) == 3.0 - 0.5 * 1.0
+
+
+@row(1, "new: underflow_every")
+def _():
+    opt = wrapped(gs.SGD(0.1), telemetry=True, underflow_every=10)
+    opt.apply([2.0**-26], [gs.Variable(1.0)])
+    assert gs.report(opt).underflow.flushed == [1.0]
+
+
 @row(1, "new: telemetry")
 def _():
     w = gs.Variable(1.0)
     plain, opt = wrapped(gs.SGD(0.1)), wrapped(gs.SGD(0.1), telemetry=True)
-    assert len(opt.variables) == len(plain.variables) + 4
+    plain.build([gs.Variable(1.0)])
     opt.apply([np.nan], [w])
+    assert len(opt.variables) == len(plain.variables) + 7
     assert "variable: 1 of 1" in str(gs.report(opt))
     assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
 
@@ -1282,6 +1299,15 @@ def _():
     part = opt.momentums[0].value().addressable_shards[0].data
     assert part.size * len(jax.devices()) == w.size
     assert (w.numpy() == 0.5).all()
+
+
+@row(3, "new: on_bad_microbatch")
+def _():
+    accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
+    opt, w = dtensor.SGD(0.5, loss_scale_factor=8.0, **accumulate), gs.Variable(3.0)
+    for gradient in (8.0, np.nan, 8.0, 8.0):
+        opt.apply_gradients([(gradient, w)])
+    assert float(w) == 3.0 - 0.5 * 1.0
 
 
 @row(3, "new: gradient_accumulation_steps")

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,8 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from gainstage.fp8 import Seen
-from gainstage.sharding import varying
+from gainstage.joining import bundle, by_rows
+from gainstage.sharding import on_one_device, varying, varying_axes
 from gainstage.variable import placed
 
 
@@ -93,39 +94,71 @@ def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
     return [None if g is None else Gradient(g, inverse(wide(g.dtype))) for g in grads]
 
 
-def measure(names: Sequence[str], grads: Any, loss: Any = None) -> dict[str, jax.Array]:
-    """What a loss-scale rule asks for in its `measures`, of unscaled gradients and the true loss.
+def measure(
+    names: Sequence[str],
+    grads: Any,
+    loss: Any = None,
+    scale: jax.Array | None = None,
+    ordered: bool = False,
+) -> dict[str, jax.Array]:
+    """What a loss-scale rule asks for in its `measures`, of true gradients and the true loss.
+
+    Args:
+        names: any of `max_abs`, `any_nan`, `any_inf`, `loss`.
+        grads: a pytree of gradients.
+        loss: the true loss, if it is known.
+        scale: what the gradients were multiplied by; None if they are true.
+        ordered: whether they are known to be on one device.
 
     Raises:
-        ValueError: a name that is none of `max_abs`, `any_nan`, `any_inf`, `loss`.
+        ValueError: another name.
     """
-    leaves = jax.tree.leaves(grads)
-
-    def largest(g: jax.Array) -> jax.Array:
-        finite = jnp.where(jnp.isfinite(g), jnp.abs(g), 0)
-        return finite.max(initial=0).astype(jnp.float32)
-
-    known = {
-        "max_abs": lambda: jnp.array([largest(g) for g in leaves], jnp.float32).max(initial=0),
-        "any_nan": lambda: jnp.array([jnp.isnan(g).any() for g in leaves], bool).any(),
-        "any_inf": lambda: jnp.array([jnp.isinf(g).any() for g in leaves], bool).any(),
-        "loss": lambda: jnp.asarray(jnp.nan if loss is None else loss, jnp.float32),
-    }
+    known = (*_MEASURES, "loss")
     for name in names:
         if name not in known:
             raise ValueError(f"Expected measures among {sorted(known)}; got {name!r}.")
-    measured = {name: known[name]() for name in names}
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if not axes:
+    wanted = {name: _MEASURES[name] for name in names if name in _MEASURES}
+    leaves = jax.tree.leaves(grads)
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    ordered = on_one_device(ordered)
+    measured = {name: jnp.zeros((), dtype) for name, (dtype, _) in wanted.items()}
+    axes = tuple(frozenset().union(*map(varying_axes, leaves)))
+    measured = lax.pcast(measured, axes, to="varying") if axes and wanted else measured
+    for (array,) in bundle(leaves) if ordered and wanted else zip(leaves if wanted else ()):
+        (gradient,) = divided([array], scale)
+        assert gradient is not None
+        fold = functools.partial(_measured, wanted, gradient.factors)
+        measured = by_rows(fold, measured, array) if ordered else fold(measured, array)
+    if "loss" in names:
+        measured["loss"] = jnp.asarray(jnp.nan if loss is None else loss, jnp.float32)
+    if not manual:
         return measured
     # Inside of `jax.shard_map` each device has measured its own part, and all have to agree.
     together = {"max_abs": lax.pmax, "loss": lax.pmean}
     return {
-        name: together[name](varying(value, axes), axes)
+        name: together[name](varying(value, manual), manual)
         if name in together
-        else lax.psum(varying(value.astype(jnp.int32), axes), axes) > 0
+        else lax.psum(varying(value.astype(jnp.int32), manual), manual) > 0
         for name, value in measured.items()
     }
+
+
+def _measured(wanted: Any, factors: Any, so_far: Any, array: jax.Array) -> dict[str, jax.Array]:
+    value = Gradient(array, factors).value()
+    return {name: fold(so_far[name], value) for name, (_, fold) in wanted.items()}
+
+
+def _largest(so_far: jax.Array, value: jax.Array) -> jax.Array:
+    finite = jnp.where(jnp.isfinite(value), jnp.abs(value), 0)
+    return jnp.maximum(so_far, finite.max(initial=0).astype(jnp.float32))
+
+
+# By name: the dtype, and how the true gradients, or a part of them, are added.
+_MEASURES: dict[str, tuple[Any, Callable[[jax.Array, jax.Array], jax.Array]]] = {
+    "max_abs": (jnp.float32, _largest),
+    "any_nan": (jnp.bool_, lambda so_far, value: so_far | jnp.isnan(value).any()),
+    "any_inf": (jnp.bool_, lambda so_far, value: so_far | jnp.isinf(value).any()),
+}
 
 
 def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Array]) -> Gradients:

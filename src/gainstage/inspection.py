@@ -13,11 +13,9 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
-from gainstage.joining import SMALL, bundle, is_spread
+from gainstage.joining import bundle, by_rows
 from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
 from gainstage.variable import placed
-
-ROW = 2**15  # elements: so many float32 fit into a core's cache
 
 
 class Inspection(NamedTuple):
@@ -253,10 +251,13 @@ def _sums(
     """
     dtype = jnp.result_type(jnp.float32, *(wide(row[0].dtype) for row in rows))
     total, each = _nothing(dtype, itertools.chain(*rows)), []
-    by_rows = jax.jit(functools.partial(_by_rows, fn))  # traced once for rows of one shape
+    more = functools.partial(_with, fn)
+    row_by_row = jax.jit(functools.partial(by_rows, more))  # traced once for rows of one shape
     for row in rows:
         at_once = not ordered or (stored and row[0].dtype.itemsize >= 4)
-        total, own = _at_once(fn, total, *row) if at_once else by_rows(total, *row)
+        nothing = _nothing(jax.eval_shape(fn, *row).squares.dtype, row)
+        # The total that is handed on makes the loops take turns, and so share their memory.
+        total, own = (more if at_once else row_by_row)((total, nothing), *row)
         each.append(own)
     return total, each
 
@@ -268,30 +269,7 @@ def _nothing(dtype: Any, arrays: Iterable[jax.Array]) -> Sums:
     return lax.pcast(nothing, axes, to="varying") if axes else nothing
 
 
-def _at_once(fn: Callable[..., Sums], total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
-    """`total` joined with `fn` of the arrays, and that alone."""
-    own = fn(*arrays)
-    return _joined(total, own), own
-
-
-def _by_rows(fn: Callable[..., Sums], total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
-    """The same; on CPU row by row, as XLA stores there what it computes on the way."""
-    size = arrays[0].size
-    # At least two rows: XLA would unroll a loop over one.
-    row = next((n for n in range(min(size // 2, ROW), 0, -1) if size % n == 0), 1)
-    at_once = functools.partial(_at_once, fn)
-    if row < SMALL // 4 or any(map(is_spread, arrays)):
-        return at_once(total, *arrays)
-
-    def by_rows(total: Sums, *arrays: jax.Array) -> tuple[Sums, Sums]:
-        tables = [x.reshape(size // row, row) for x in arrays]
-        dtype = jax.eval_shape(fn, *arrays).squares.dtype
-
-        def one_more(i: Any, so_far: tuple[Sums, Sums]) -> tuple[Sums, Sums]:
-            part = fn(*(lax.dynamic_index_in_dim(table, i) for table in tables))
-            return _joined(so_far[0], part), _joined(so_far[1], part)
-
-        # The total that is handed on makes the loops take turns, and so share their memory.
-        return lax.fori_loop(0, size // row, one_more, (total, _nothing(dtype, arrays)))
-
-    return lax.platform_dependent(total, *arrays, cpu=by_rows, default=at_once)
+def _with(fn: Callable[..., Sums], so_far: tuple[Sums, Sums], *arrays: jax.Array) -> Any:
+    """All sums and those of one row of arrays, with `fn` of (a part of) it added to both."""
+    part = fn(*arrays)
+    return _joined(so_far[0], part), _joined(so_far[1], part)

@@ -1,13 +1,15 @@
-"""Many small arrays as one: a kernel of its own for each would cost more than its work."""
+"""Arrays of the right size: many small ones as one, a large one row by row."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
 from jax.core import Tracer
 
 SMALL = 4096  # elements: what has at most so many is joined with others
+ROW = 2**15  # elements: so many float32 fit into a core's cache
 
 
 def join(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -42,6 +44,32 @@ def bundle(*columns: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
         dtypes = tuple(x.dtype for x in row)
         (large if alone else small.setdefault(dtypes, [])).append(row)
     return large + [tuple(map(join, zip(*rows, strict=True))) for rows in small.values()]
+
+
+def by_rows(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array) -> Any:
+    """`fn(so_far, *arrays)`, a reduction; on CPU row by row, as XLA stores there what it computes
+    on the way.
+
+    Args:
+        fn: takes what is known so far, and rows of the arrays, and returns what then is known.
+        so_far: a pytree of scalars, of the types that `fn` returns.
+        arrays: of one shape, and, unless `is_spread` can tell, on one device.
+    """
+    size = arrays[0].size
+    # At least two rows: XLA would unroll a loop over one.
+    row = next((n for n in range(min(size // 2, ROW), 0, -1) if size % n == 0), 1)
+    if row < SMALL // 4 or any(map(is_spread, arrays)):
+        return fn(so_far, *arrays)
+
+    def loop(so_far: Any, *arrays: jax.Array) -> Any:
+        tables = [x.reshape(size // row, row) for x in arrays]
+
+        def one_more(i: Any, so_far: Any) -> Any:
+            return fn(so_far, *(lax.dynamic_index_in_dim(table, i) for table in tables))
+
+        return lax.fori_loop(0, size // row, one_more, so_far)
+
+    return lax.platform_dependent(so_far, *arrays, cpu=loop, default=fn)
 
 
 def is_spread(x: jax.Array) -> bool:

@@ -196,13 +196,11 @@ class LossScaleOptimizer(Optimizer):
         before = None if inner._tally is None else inner._window()
         seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
         window = None if before is None else inner._window_after(before, seen.finite)
-        measured = {}
-        if self.rule.measures:
-            true = gradients.unscale(grads, scale)
-            measured = gradients.measure(self.rule.measures, true, loss)
+        ordered = all(layout is None for layout in inner._layouts())
+        measured = gradients.measure(self.rule.measures, grads, loss, scale, ordered)
         if self._observed is not None and seen.norm is not None:
             told = (scale, applied, seen.norm, self._loss_scale(), self.underflow_every)
-            new = observed(read(self._observed), grads, *told)
+            new = observed(read(self._observed), grads, *told, ordered)
             jax.tree.map(Variable.assign, self._observed, new)
         self._advance(seen.finite, measured, window)
 

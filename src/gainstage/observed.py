@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage import checks
-from gainstage.gradients import divided, measure
-from gainstage.sharding import varying
+from gainstage.gradients import measure
+from gainstage.joining import by_rows
+from gainstage.sharding import on_one_device, varying
 
 # The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
 FLUSHED, SUBNORMAL, HIGHEST = -25, -14, 15
@@ -67,6 +68,7 @@ def observed(
     norm: jax.Array,
     loss_scale: jax.Array,
     every: int | None,
+    ordered: bool = False,
 ) -> Observed:
     """After one more step.
 
@@ -79,27 +81,29 @@ def observed(
         norm: of all true gradients together.
         loss_scale: the scale of its loss.
         every: as for `at_first`.
+        ordered: as for `gradients.measure`.
     """
     info = before.info
     step = info.applied_steps + info.skipped_steps
-    true = [g and g.value() for g in divided(grads, jnp.asarray(scale, jnp.float32))]
+    scale = jnp.asarray(scale, jnp.float32)
     new = StepInfo(
         finite=finite,
         loss_scale=jnp.float32(loss_scale),
         skipped_steps=info.skipped_steps + jnp.where(finite, 0, 1).astype(jnp.int32),
         grad_norm=norm.astype(jnp.float32),
         applied_steps=info.applied_steps + jnp.where(finite, 1, 0).astype(jnp.int32),
-        max_abs=measure(["max_abs"], true)["max_abs"],
+        max_abs=measure(["max_abs"], grads, None, scale, ordered)["max_abs"],
     )
+    one = on_one_device(ordered)
     causes = lax.cond(
-        finite, lambda: before.causes, lambda: _more_causes(before.causes, grads, step)
+        finite, lambda: before.causes, lambda: _more_causes(before.causes, grads, step, one)
     )
     exponents = before.exponents
     if exponents is not None and every:
         more = jnp.float32(loss_scale / scale)
 
         def counted() -> Exponents:
-            rows = [jnp.zeros(BINS) if g is None else _exponents(g, more) for g in grads]
+            rows = [jnp.zeros(BINS) if g is None else _exponents(g, more, one) for g in grads]
             return Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
 
         due = finite & (step % every == 0)
@@ -122,13 +126,20 @@ def leaves_and_none(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
-def _more_causes(causes: jax.Array, grads: Sequence[Any], step: jax.Array) -> jax.Array:
-    def kinds(gradient: Any) -> list[jax.Array]:
-        if gradient is None:
-            return [jnp.array(False), jnp.array(False)]
-        return [jnp.isinf(gradient).any(), jnp.isnan(gradient).any()]
+def _more_causes(
+    causes: jax.Array, grads: Sequence[Any], step: jax.Array, ordered: bool
+) -> jax.Array:
+    none = jnp.zeros(2, bool)
 
-    found = jnp.array([kinds(gradient) for gradient in grads], bool).reshape(-1, 2)
+    def kinds(so_far: jax.Array, part: jax.Array) -> jax.Array:
+        return so_far | jnp.stack([jnp.isinf(part).any(), jnp.isnan(part).any()])
+
+    def kinds_of(gradient: Any) -> jax.Array:
+        if gradient is None:
+            return none
+        return by_rows(kinds, none, gradient) if ordered else kinds(none, gradient)
+
+    found = jnp.array([kinds_of(gradient) for gradient in grads], bool).reshape(-1, 2)
     found = _summed(found.astype(jnp.int32)) > 0
     hit = found.any(axis=1)
     inf, nan, first, last = causes.T
@@ -137,16 +148,24 @@ def _more_causes(causes: jax.Array, grads: Sequence[Any], step: jax.Array) -> ja
     return jnp.stack([inf + found[:, 0], nan + found[:, 1], first, last], axis=1)
 
 
-def _exponents(gradient: jax.Array, scale: jax.Array) -> jax.Array:
+def _exponents(gradient: jax.Array, scale: jax.Array, ordered: bool) -> jax.Array:
     """How many elements are 0, and how many have each exponent from `LOWEST` on."""
-    x = jnp.atleast_1d(gradient).astype(jnp.float32) * scale
-    exponent = jnp.clip(jnp.frexp(x)[1] - 1, LOWEST, HIGHEST)
-    place = jnp.where(x == 0, 0, exponent - LOWEST + 1)
-    # Comparisons, not a scatter: on a mesh every device counts its own part.
-    here = place[..., None] == jnp.arange(BINS)
-    rows = jnp.sum(here, axis=tuple(range(1, x.ndim)), dtype=jnp.int32)
-    total = jnp.sum(rows, axis=0, dtype=jnp.int32 if x.ndim == 1 else jnp.float32)
-    return _summed(total.astype(jnp.float32))
+
+    def more(so_far: jax.Array, part: jax.Array) -> jax.Array:
+        x = jnp.atleast_1d(part).astype(jnp.float32) * scale
+        exponent = jnp.clip(jnp.frexp(x)[1] - 1, LOWEST, HIGHEST)
+        place = jnp.where(x == 0, 0, exponent - LOWEST + 1).astype(jnp.int8)
+
+        def count(bin: jax.Array) -> jax.Array:
+            rows = jnp.sum(place == bin, axis=tuple(range(1, x.ndim)), dtype=jnp.int32)
+            return jnp.sum(rows.astype(jnp.float32 if x.ndim > 1 else jnp.int32))
+
+        # Comparisons, not a scatter: on a mesh every device counts its own part. One bin after
+        # the other, for XLA would store the comparisons with all of them.
+        return so_far + lax.map(count, jnp.arange(BINS, dtype=jnp.int8)).astype(jnp.float32)
+
+    none = jnp.zeros(BINS, jnp.float32)
+    return by_rows(more, none, gradient) if ordered else _summed(more(none, gradient))
 
 
 def _summed(counts: jax.Array) -> jax.Array:

@@ -87,6 +87,12 @@ def typed_layout(x: Any) -> NamedSharding | None:
     return layout if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
+def on_one_device(known: bool) -> bool:
+    """Whether the elements of arrays have an order: if they are known to be on one device, or there
+    is no other; and not inside of `jax.shard_map`."""
+    return (known or jax.device_count() == 1) and not jax.sharding.get_abstract_mesh().manual_axes
+
+
 def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) -> NamedSharding:
     """The layout of the state for a variable of that layout, divided over more axes of the mesh.
 
