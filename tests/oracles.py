@@ -87,35 +87,42 @@ class AdaptiveAutomaton:
         self.ceiling = self.before = rule.max_scale
         self.first = self.scale
         self.good = self.bad = 0
-        self.largest, self.knows_loss = np.float32(0), False
+        self.largest = np.float32(0)
 
     def step(self, finite, max_abs, any_nan, loss):
         rule = self.rule
         if not finite:
-            hopeless = self.knows_loss and not math.isfinite(loss)
             known, retries = self.largest > 0, self.bad > 0 and self.bad % 64 == 0
-            in_vain = self.bad >= (3 if any_nan or not known else 12)
+            in_vain = self.bad >= (3 if (any_nan and math.isnan(loss)) or not known else 12)
             probed = 1.0 if known else 2.0**-12
             if self.bad == 0:
                 self.before, self.first = self.ceiling, self.scale
-            if retries or (not hopeless and not in_vain):
-                self.ceiling = max(self.scale / 2, rule.min_scale)
-                lower = self.scale * (2.0**-1 if known else 2.0**-12)
-                if retries:
-                    lower = self.first * probed * 2.0 ** (-12 * min(self.bad // 64, 10))
-                self.scale = max(lower, rule.min_scale)
+            self.good = 0
+            if math.isinf(loss):
+                if in_vain:
+                    self.ceiling = self.before
+                    self.scale = max(self.first * probed, rule.min_scale)
+                return self.scale
+            if retries:
+                deeper = min(self.bad // 64, 10) + (0 if known else 2)
+                tried = self.first * probed * 2.0 ** (-12 * deeper)
+                self.scale = max(tried, rule.min_scale)
+                self.ceiling = max(tried * 64, rule.min_scale)
             elif in_vain:
                 self.ceiling = self.before
                 self.scale = max(self.first * probed, rule.min_scale)
-            self.good, self.bad = 0, self.bad + 1
+            else:
+                self.ceiling = max((self.scale if known else self.first) / 2, rule.min_scale)
+                self.scale = max(self.scale * (0.5 if known else 2.0**-12), rule.min_scale)
+            self.bad += 1
             return self.scale
         faded = self.largest * np.float32(0.5 ** (1 / rule.memory))
         self.largest = max(np.float32(max_abs), faded)
-        self.good, self.bad, self.knows_loss = self.good + 1, 0, math.isfinite(loss)
+        self.good, self.bad = self.good + 1, 0
         if self.good >= rule.increment_period:
             self.good, self.ceiling = 0, self.ceiling * 2
         self.ceiling = min(self.ceiling, rule.max_scale)
-        wanted = self.scale
+        wanted = self.scale * (16 if self.scale < rule.initial_loss_scale else 2)
         if self.largest > 0:
             quotient = rule.largest_number * 2.0**-rule.margin / float(self.largest)
             wanted = 2.0 ** min(max(math.frexp(quotient)[1] - 1, -126), 126)

@@ -144,7 +144,37 @@ def test_a_loss_that_is_no_longer_passed_does_not_stop_the_rule():
     for _ in range(200):
         state = rule.update(state, False, max_abs=1.0, any_nan=False, loss=NAN)
         tried.add(float(state.scale))
-    assert tried == {first, first * 2.0**-12, first * 2.0**-24, 2.0**-22}
+    assert max(tried) == first == float(state.scale)
+    assert {first * 2.0**-12, first * 2.0**-24, 2.0**-22} <= tried
+
+
+def test_gradients_that_were_flushed_to_zero_raise_the_scale():
+    """After three batches of NaN at the start the scale is so low that all gradients are 0; it
+    climbs until there is something to measure."""
+    rule = gs.AdaptiveLossScale()
+    state, losses = rule.init(), []
+    for n in range(30):
+        bad, scale = n < 3, float(state.scale)
+        seen = 2.0**-8 if scale * 2.0**-8 >= 2.0**-24 else 0.0
+        told = {"max_abs": seen, "any_nan": jnp.array(bad), "loss": jnp.float32(NAN)}
+        state = rule.update(state, not bad, **told)
+        losses.append(not bad and not seen)
+    assert sum(losses) <= 3
+    assert float(state.scale) == 2.0**14  # the ceiling that three bad steps have taught
+
+
+@pytest.mark.parametrize("bits", [1, 4, 10])
+def test_an_overflow_that_shows_as_nan_is_learned_from(bits):
+    """Inside of the network numbers overflow first, and inf - inf is NaN; the loss is finite: the
+    scale comes down by halves to what fits."""
+    rule = gs.AdaptiveLossScale()
+    state, skipped = rule.init(), 0
+    for n in range(60):
+        finite = n == 0 or float(state.scale) <= 2.0 ** (30 - bits)
+        skipped += not finite
+        nan = jnp.array(not finite)
+        state = rule.update(state, finite, max_abs=2.0**-15, any_nan=nan, loss=1.0)
+    assert skipped == bits - 1  # 2**29 is what the gradients themselves allow
 
 
 def test_from_the_lowest_floor_it_comes_back():

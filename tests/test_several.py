@@ -142,6 +142,30 @@ def test_parts_of_a_network_have_scales_of_their_own():
     assert right(jax.jit(lambda: gradient(SCALE, **own))())
 
 
+def test_what_a_part_closes_over_is_scaled_back_too():
+    """A variable that a part of the network reads by itself gets its true gradient."""
+    w, x = gs.Variable(np.float32([1.0, 2.0])), jnp.float32([3.0, 4.0])
+    opt = gs.SGD(1.0)
+    part = gs.locally_scaled(lambda x: w.value() * x, 2.0**20)
+    (pair,) = opt.compute_gradients(lambda: part(x).sum(), [w])
+    np.testing.assert_array_equal(pair[0], x)
+    with pytest.raises(ValueError, match="scale"):
+        gs.locally_scaled(lambda x: x, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["extend", "renormalise", "drop_window", "fail"])
+def test_a_rejected_microbatch_leaves_its_window_alone(policy):
+    """A microbatch that is finite, but that `only_if` turns down, neither fails a window nor counts
+    in it, and the scale does not learn from it."""
+    w = gs.Variable([0.0])
+    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
+    opt = gs.LossScaleOptimizer(inner, rule=gs.DynamicLossScale(4.0, increment_period=100))
+    for gradient, accepted in ((1.0, True), (5.0, False), (3.0, True), (2.0, True), (4.0, True)):
+        opt.apply([[gradient * 4.0]], [w], only_if=accepted)
+    assert (float(w.value()[0]), int(opt.iterations)) == (-2.0 - 3.0, 2)
+    assert float(opt.loss_scale) == 4.0
+
+
 def test_a_local_scale_changes_no_result_and_no_other_gradient(rng):
     """Forward results, integer arguments and gradients in float32 are as without it."""
     w, x = (jnp.asarray(rng.normal(size=(3, 3)), jnp.float32) for _ in range(2))

@@ -80,7 +80,7 @@ def test_zeros_of_a_half_precision_backward_pass_are_seen():
 
 
 def test_it_is_counted_every_so_many_steps_and_never_on_a_skip():
-    """Of ten steps those are counted whose number is a multiple of three, but not the skipped."""
+    """Every third step is counted; if it is skipped, the next that is not."""
     w = gs.Variable([0.0])
     opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=3)
     opt.build([w])
@@ -89,7 +89,7 @@ def test_it_is_counted_every_so_many_steps_and_never_on_a_skip():
     for step in range(10):
         opt.apply([[np.inf if step in (6,) else 1.0]])
         seen.append(gs.report(opt).underflow.step)
-    assert seen == [0, 0, 0, 3, 3, 3, 3, 3, 3, 9]
+    assert seen == [0, 0, 0, 3, 3, 3, 3, 7, 7, 7]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -151,6 +151,15 @@ def test_tensors_by_name_for_json():
         "w#2": {"inf": 0, "nan": 0, "first": -1, "last": -1,
                   "zero": 1.0, "flushed": 0.0, "subnormal": 0.0, "headroom": np.inf},
     }  # fmt: skip
+
+
+def test_gradients_beyond_float16_say_how_far():
+    """A float32 gradient that float16 would not hold has a headroom below 0, and the suggestion is
+    a scale at which it does."""
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt.apply([[2.0**20, 1.0]], [gs.Variable([0.0, 0.0])])
+    found = gs.report(opt).underflow
+    assert (found.headroom, found.suggested_scale) == ([-5], SCALE * 2.0**-6)
 
 
 def test_it_needs_telemetry():

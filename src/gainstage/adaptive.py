@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from gainstage import checks
 from gainstage.rules import LARGEST, LossScale, one_more, set_field, set_scales
 
-PROBED = -12
-PROBE = 2.0**PROBED  # how far down the first overflow sends a scale of which nothing is known
+PROBED = -12  # bits: how far down an overflow sends a scale of which nothing is known
+PROBE = 2.0**PROBED
+CLIMB = 16.0  # how far up a step without any gradient sends it, where it is below its start
 PATIENCE = 3  # bad steps in a row after which a NaN is put down to the data
 HALVINGS = 12  # the same, after which anything is
 RETRY = 64  # steps after which a scale is lowered all the same, should that have been wrong
@@ -27,7 +28,6 @@ class AdaptiveState(NamedTuple):
     before: jax.Array  # float32: the ceiling when the last row of bad steps began
     first: jax.Array  # float32: the scale then
     largest: jax.Array  # float32: the largest true gradient of late, 0 if none is known
-    knows_loss: jax.Array  # bool: whether the last finite step came with its loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class AdaptiveLossScale(LossScale):
     by 2**12, so that the second step can be measured.
 
     A step is not held against the scale if the true loss was not finite, for then no scale would
-    have helped; or if a gradient is still NaN after three bad steps in a row, or something is not
-    finite after twelve. Then the scale goes back to where it was, and only every 64th step tries a
-    lower one. The loss is known to `minimize`, to `apply`
+    have helped. Nor is a row of bad steps, if after twelve something is still not finite, or after
+    three a gradient still NaN of which the loss is not known: then the scale goes back to where it
+    was, and only every 64th step tries a lower one. The loss is known to `minimize`, to `apply`
     where it is given as `loss=`, and to `loss_scaled` where it is passed as `value=`.
 
     Args:
@@ -104,20 +104,18 @@ class AdaptiveLossScale(LossScale):
             before=top,
             first=jnp.float32(self.initial_loss_scale),
             largest=jnp.float32(0),
-            knows_loss=jnp.array(False),
         )
 
     def update(
         self, state: AdaptiveState, finite: jax.Array, **measured: jax.Array
     ) -> AdaptiveState:
-        has_loss = jnp.isfinite(measured["loss"])
-        hopeless = state.knows_loss & ~has_loss
-        far = measured["any_nan"] | (state.largest == 0)  # each probe goes far
+        hopeless = jnp.isinf(measured["loss"])  # true, and not finite
+        unexplained = measured["any_nan"] & jnp.isnan(measured["loss"])
+        far = unexplained | (state.largest == 0)  # each probe goes far
         in_vain = state.bad_steps >= jnp.where(far, PATIENCE, HALVINGS)
         retries = (state.bad_steps > 0) & (state.bad_steps % RETRY == 0)
         good = self._after_good(state, measured["max_abs"])
-        bad = self._after_overflow(state, retries, hopeless, in_vain)
-        good = good._replace(knows_loss=has_loss)
+        bad = self._after_bad(state, retries, hopeless, in_vain)
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), good, bad)
 
     def _after_good(self, state: AdaptiveState, max_abs: jax.Array) -> AdaptiveState:
@@ -131,7 +129,8 @@ class AdaptiveLossScale(LossScale):
         part, exponent = jnp.frexp(largest)
         bits = bits - exponent - (part > jnp.float32(limit))
         power = jnp.ldexp(jnp.float32(1), jnp.clip(bits, -126, 126))
-        wanted = jnp.where(largest > 0, power, state.scale)
+        climbed = state.scale * jnp.where(state.scale < self.initial_loss_scale, CLIMB, 2.0)
+        wanted = jnp.where(largest > 0, power, climbed)  # all 0: flushed, for all we know
         return state._replace(
             scale=jnp.maximum(jnp.minimum(wanted, ceiling), self.min_scale),
             good_steps=jnp.where(due, 0, good_steps),
@@ -140,28 +139,30 @@ class AdaptiveLossScale(LossScale):
             largest=largest,
         )
 
-    def _after_overflow(
+    def _after_bad(
         self, state: AdaptiveState, retries: jax.Array, hopeless: jax.Array, in_vain: jax.Array
     ) -> AdaptiveState:
-        lowers = retries | ~(hopeless | in_vain)
+        lowers = (retries | ~in_vain) & ~hopeless
         known, began = state.largest > 0, state.bad_steps == 0
         # What was tried in vain is taken back, but for the first probe.
-        back = jnp.where(began, state.scale, state.first) * jnp.where(known, 1.0, PROBE)
-        tries = jnp.minimum(state.bad_steps // RETRY, 10)
-        lower = jnp.where(
-            retries, jnp.ldexp(back, PROBED * tries), state.scale * jnp.where(known, 0.5, PROBE)
-        )
+        first = jnp.where(began, state.scale, state.first)
+        back = first * jnp.where(known, 1.0, PROBE)
+        # What was not tried yet: three probes have been, where nothing was known.
+        deeper = jnp.minimum(state.bad_steps // RETRY, 10) + jnp.where(known, 0, 2)
+        tried = jnp.ldexp(back, PROBED * deeper)
+        lower = jnp.where(retries, tried, state.scale * jnp.where(known, 0.5, PROBE))
         held = jnp.where(in_vain, jnp.maximum(back, self.min_scale), state.scale)
-        lower = jnp.maximum(lower, self.min_scale)
+        # A probe goes far below the limit, and a retry too: it is somewhere in between.
+        ceiling = jnp.where(retries, tried * 2.0**6, jnp.where(known, state.scale, first) / 2)
         return state._replace(
-            scale=jnp.where(lowers, lower, held),
+            scale=jnp.where(lowers, jnp.maximum(lower, self.min_scale), held),
             good_steps=jnp.zeros_like(state.good_steps),
-            bad_steps=jnp.minimum(state.bad_steps, 2**30) + 1,
+            bad_steps=jnp.where(hopeless, state.bad_steps, jnp.minimum(state.bad_steps, 2**30) + 1),
             ceiling=jnp.where(
                 lowers,
-                jnp.maximum(state.scale / 2, self.min_scale),  # 0 would never grow again
+                jnp.maximum(ceiling, self.min_scale),  # 0 would never grow again
                 jnp.where(in_vain, state.before, state.ceiling),  # it was not the scale
             ),
             before=jnp.where(began, state.ceiling, state.before),
-            first=jnp.where(began, state.scale, state.first),
+            first=first,
         )

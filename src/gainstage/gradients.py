@@ -106,7 +106,8 @@ def measure(
     Args:
         names: any of `max_abs`, `any_nan`, `any_inf`, `loss`.
         grads: a pytree of gradients.
-        loss: the true loss, if it is known.
+        loss: the true loss, if it is known. Measured, it is inf where it is nan, and nan where it
+            is not known.
         scale: what the gradients were multiplied by; None if they are true.
         ordered: whether they are known to be on one device.
 
@@ -130,7 +131,8 @@ def measure(
         fold = functools.partial(_measured, wanted, gradient.factors)
         measured = by_rows(fold, measured, array) if ordered else fold(measured, array)
     if "loss" in names:
-        measured["loss"] = jnp.asarray(jnp.nan if loss is None else loss, jnp.float32)
+        value = jnp.asarray(jnp.nan if loss is None else loss, jnp.float32)
+        measured["loss"] = value if loss is None else jnp.where(jnp.isnan(value), jnp.inf, value)
     if not manual:
         return measured
     # Inside of `jax.shard_map` each device has measured its own part, and all have to agree.

@@ -1,12 +1,12 @@
 """A scale of its own for a part of a network."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gainstage import checks
 from gainstage.gradients import wide
 
 
@@ -24,7 +24,10 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
         scale: a number or scalar array > 0; a power of two changes no digit.
 
     Returns:
-        A function with the arguments and results of `fun`, by position.
+        A function of the arguments of `fun`, by position.
+
+    Raises:
+        TypeError, ValueError: `scale` is no number > 0.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -41,10 +44,23 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
     Source: Zhao et al., 2019, arXiv:1910.12385 (adaptive loss scaling, a scale for each layer).
     """
 
-    @functools.wraps(fun)
+    if not isinstance(scale, jax.Array):
+        scale = checks.real("scale", scale, above=0.0)
+
     def scaled(*args: Any) -> Any:
         factor = jnp.asarray(scale, jnp.float32)
-        return _times(fun(*_times(args, 1 / factor)), factor)
+        # What `fun` closes over, a variable's value say, is an argument like the others.
+        leaves, structure = jax.tree.flatten(args)
+        arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
+
+        def of_arrays(*values: Any) -> Any:
+            chosen = dict(zip(arrays, values, strict=True))
+            whole = [chosen.get(i, leaf) for i, leaf in enumerate(leaves)]
+            return fun(*structure.unflatten(whole))
+
+        converted, closed_over = jax.closure_convert(of_arrays, *(leaves[i] for i in arrays))
+        values = _times([*(leaves[i] for i in arrays), *closed_over], 1 / factor)
+        return _times(converted(*values), factor)
 
     return scaled
 

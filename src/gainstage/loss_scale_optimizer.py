@@ -195,7 +195,7 @@ class LossScaleOptimizer(Optimizer):
         scale, inner = self._divisor(), self.inner_optimizer
         before = None if inner._tally is None else inner._window()
         seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
-        window = None if before is None else inner._window_after(before, seen.finite)
+        window = None if before is None else inner._window_after(before, seen.finite, only_if)
         ordered = all(layout is None for layout in inner._layouts())
         measured = gradients.measure(self.rule.measures, grads, loss, scale, ordered)
         if self._observed is not None and seen.norm is not None:
@@ -370,7 +370,7 @@ _JOINED: dict[str, Any] = {
     "max_abs": jnp.maximum,
     "any_nan": jnp.logical_or,
     "any_inf": jnp.logical_or,
-    "loss": jnp.add,  # whether it is finite
+    "loss": lambda before, loss: jnp.where(jnp.isfinite(before), loss, before),
 }
 # How the documents call what a rule counts.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}

@@ -13,8 +13,8 @@ from gainstage.joining import by_rows
 from gainstage.sharding import on_one_device, varying
 
 # The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
-FLUSHED, SUBNORMAL, HIGHEST = -25, -14, 15
-LOWEST = -40  # what is smaller is counted here
+FLUSHED, SUBNORMAL, TOP = -25, -14, 15
+LOWEST, HIGHEST = -40, 40  # what is beyond is counted here
 BINS = HIGHEST - LOWEST + 2  # one for each exponent, and the first for zeros
 
 
@@ -106,7 +106,7 @@ def observed(
             rows = [jnp.zeros(BINS) if g is None else _exponents(g, more, one) for g in grads]
             return Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
 
-        due = finite & (step % every == 0)
+        due = finite & ((exponents.step < 0) | (step - exponents.step >= every))
         exponents = lax.cond(due, counted, lambda: exponents)
     return Observed(new, causes, exponents)
 

@@ -50,8 +50,8 @@ class LossScale(Fields, abc.ABC):
     """The interface of a rule; subclass it, as a frozen dataclass, to write your own.
 
     `measures` names what `update` wants to know of a step beside its finiteness: any of `max_abs`
-    (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss; nan where
-    the caller did not pass it). A rule that names nothing pays nothing.
+    (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss, inf
+    where that is nan; nan where the caller did not pass it). What is not named costs nothing.
 
     Examples:
         >>> import dataclasses, gainstage as gs

@@ -132,9 +132,11 @@ class Step(Minimizer):
         if tally is None:
             keep_if(fine, update, state, branches=bool(self._accumulators))
         elif self._fails():
-            fine &= ~tally.value()
+            asked = jnp.array(True) if only_if is None else only_if
+            failed = tally.value() | (asked & ~seen.finite)
+            fine &= ~failed
             keep_if(fine, update, state, branches=True)
-            tally.assign(~fine)
+            tally.assign(failed)
         else:
             given = grads
 
@@ -143,9 +145,10 @@ class Step(Minimizer):
                 tally.assign_add(fine.astype(tally.dtype))
                 self._update(gradients.divided(grads, scale), seen.norms, rate)
 
-            counts = fine | self._ends_window()
+            asked = jnp.array(True) if only_if is None else only_if
+            counts = fine | (asked & self._ends_window())
             keep_if(counts, count, state, branches=True)
-            self._iterations.assign_add(jnp.where(counts, 0, 1))
+            self._iterations.assign_add(jnp.where(asked & ~counts, 1, 0))
         return seen, fine
 
     def _fails(self) -> bool:
@@ -160,9 +163,12 @@ class Step(Minimizer):
         assert self._tally is not None
         return self._ends_window(), self._tally.value()
 
-    def _window_after(self, before: Any, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _window_after(
+        self, before: Any, finite: jax.Array, only_if: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Whether a loss scale may move after it, and whether all of the window was finite."""
         ends, tally = before
+        ends = ends if only_if is None else ends & only_if
         if self._fails():
             return ends & finite & ~tally, finite
         return ends, finite & (tally + 1 == self._option("gradient_accumulation_steps"))

@@ -11,9 +11,9 @@ from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.minimizer import Minimizer
 from gainstage.observed import (
     FLUSHED,
-    HIGHEST,
     LOWEST,
     SUBNORMAL,
+    TOP,
     Observed,
     StepInfo,
     at_first,
@@ -28,8 +28,9 @@ def telemetry(opt_or_state: Any) -> StepInfo:
     """What the last step was like: whether it was `finite`, its `loss_scale`, the `skipped_steps`
     and `applied_steps` so far, and `grad_norm` and `max_abs` of the true gradients.
 
-    Return it from a compiled step beside the loss: it costs nothing until somebody reads it. The
-    writers of `gainstage.diagnostics` and `gainstage.interop.tensorboard` take it as it is.
+    Return it from a compiled step beside the loss: nothing waits for it until somebody reads it.
+    The largest element takes one more reading of the gradients. The writers of
+    `gainstage.diagnostics` and `gainstage.interop.tensorboard` take it as it is.
 
     Args:
         opt_or_state: a `LossScaleOptimizer(..., telemetry=True)`, or a pytree with exactly one
@@ -63,7 +64,7 @@ class Underflow:
         step: which step it was.
         scale: its loss scale.
         counts: float array, one row a tensor: how many elements of the scaled gradient were 0, then
-            how many had each exponent from -40 (and below) to 15 (and above).
+            how many had each exponent from -40 (and below) to 40 (and above).
 
     In float16 a number below 2**-25 becomes 0, and one below 2**-14 is *subnormal*: it loses
     digits. Gradients that have been float16 before contain no such small numbers any more, but
@@ -99,10 +100,11 @@ class Underflow:
 
     @property
     def headroom(self) -> np.ndarray:
-        """How often each tensor's scale could be doubled before it overflows; inf if all are 0."""
+        """How often each tensor's scale could be doubled before it overflows, below 0 if it does
+        already, which float32 gradients may; inf if all are 0."""
         there = self.counts[:, 1:] > 0
         largest = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1) + LOWEST
-        return np.where(there.any(axis=1), HIGHEST - largest, np.inf)
+        return np.where(there.any(axis=1), TOP - largest, np.inf)
 
     @property
     def suggested_scale(self) -> float:

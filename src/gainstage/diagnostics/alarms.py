@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gainstage.adaptive import AdaptiveLossScale
 from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.runs import Run
 from gainstage.diagnostics.writers import Record, Writer
@@ -20,9 +21,10 @@ SHARE = 0.1  # of steps skipped
 _BOUNDARY = (
     "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
-    'predicted.astype("float32"), or give the rule max_scale={largest:g}.'
+    'predicted.astype("float32"), or keep the scale below with max_scale={largest:g}.'
 )
 LOW = 16  # bits between the largest gradient and the limit
+MEMORY = 2000  # steps for which an overflow is held to tell where the limit is
 
 
 class Alarm(UserWarning):
@@ -62,6 +64,7 @@ class Alarms(Writer):
         rule: the rule of the run: its bounds and its period are what some alarms are about.
         on_alarm: called with each `Alarm`; by default `warnings.warn`.
         every: as for every `Writer`: an alarm may be so many steps late.
+        largest_number: that of the dtype of the backward pass, by default float16's.
 
     Examples:
         >>> import gainstage as gs
@@ -80,9 +83,10 @@ class Alarms(Writer):
         rule: LossScale | None = None,
         on_alarm: Callable[[Alarm], Any] | None = None,
         every: int = 50,
+        largest_number: float = LIMIT,
     ):
         super().__init__(every)
-        self._rule, self._watch = rule, _Watch(rule)
+        self._rule, self._watch = rule, _Watch(rule, largest_number)
         self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
 
     def look_at(self, fun: Callable[..., Any], *args: Any) -> None:
@@ -92,8 +96,8 @@ class Alarms(Writer):
             fun: the loss, a scalar or (loss, aux) of the arguments; it is traced, not run.
             *args: arrays, or what `jax.eval_shape` takes in their place.
         """
-        largest, highest = largest_scale(fun, *args), _bound(self._rule, "max_scale")
-        if not highest <= largest and largest < math.inf:
+        largest, highest = largest_scale(fun, *args), _highest(self._rule)
+        if largest < highest:
             self._tell(Alarm("boundary", 0, _BOUNDARY.format(largest=largest)))
 
     def put(self, records: list[Record]) -> None:
@@ -102,26 +106,30 @@ class Alarms(Writer):
             self._tell(alarm)
 
 
-def alarms_in(run: Run, rule: LossScale | None = None) -> list[Alarm]:
+def alarms_in(
+    run: Run, rule: LossScale | None = None, largest_number: float = LIMIT
+) -> list[Alarm]:
     """The alarms that would have rung in a recorded run.
 
     Args:
         run: as `read_run` returns it.
         rule: the rule of the run, if it is known.
+        largest_number: as for `Alarms`.
     """
-    watch = _Watch(rule)
-    columns = {"step": run.steps, **run.numbers}
-    rows = zip(*columns.values(), strict=True)
-    return [alarm for row in rows for alarm in watch.see(dict(zip(columns, row, strict=True)))]
+    watch, found = _Watch(rule, largest_number), []
+    for i, step in enumerate(run.steps):
+        there = {n: c[i] for n, c in run.numbers.items() if n not in run.gaps or not run.gaps[n][i]}
+        found += watch.see({"step": step, **there})
+    return found
 
 
 class _Watch:
     """What is remembered of a run, step by step, in plain Python."""
 
-    def __init__(self, rule: LossScale | None):
-        self._rule = rule
-        self._floor = _bound(rule, "min_scale")
-        self._ceiling = _bound(rule, "max_scale")
+    def __init__(self, rule: LossScale | None, limit: float):
+        self._rule, self._limit = rule, limit
+        self._floor = float(getattr(rule, "min_scale", 0.0))
+        self._ceiling = _highest(rule)
         self._quiet: dict[str, int] = {}  # kind: steps since its condition last held
         self._skips: deque[bool] = deque(maxlen=WINDOW)
         self._largest: deque[float] = deque(maxlen=WINDOW)  # largest gradient times scale
@@ -130,7 +138,7 @@ class _Watch:
         self._started = False  # whether a step has been finite
         self._told = False  # whether the row is known to be bad data
         self._raised = 0  # steps since the scale last rose
-        self._overflowed = math.inf  # the lowest scale that overflowed
+        self._overflowed = (math.inf, 0)  # the lowest scale that did of late, and when
         self._before = math.nan
 
     def see(self, record: Record) -> list[Alarm]:
@@ -157,16 +165,18 @@ class _Watch:
         used = float(record.get("max_abs", math.nan)) * scale
         if finite:
             self._largest.append(used)
-        elif not bad_data and len(self._row) < ROW:
-            self._overflowed = min(self._overflowed, scale)
+        elif not bad_data and len(self._row) < ROW and math.isfinite(self._row[-1][0]):
+            lowest, when = self._overflowed
+            if scale <= lowest or step - when > MEMORY:
+                self._overflowed = (scale, step)
         return [
             Alarm(kind, step, message)
             for kind, message in (
                 ("data", bad_data),
                 ("floor", self._at_floor(scale, finite)),
                 ("skips", self._many_skips(scale)),
-                ("headroom", self._no_headroom(scale)),
-                ("growth", self._no_growth(scale)),
+                ("headroom", self._no_headroom(scale, finite)),
+                ("growth", self._no_growth(step, scale)),
             )
             if self._rings(kind, bool(message))
         ]
@@ -176,11 +186,6 @@ class _Watch:
         quiet = self._quiet.get(kind, WINDOW)
         self._quiet[kind] = 0 if condition else quiet + 1
         return condition and quiet >= WINDOW
-
-    def _calm(self, bits: float) -> bool:
-        """Whether the largest gradients of late, if they are known, are that far from the limit."""
-        known = [used for used in self._largest if _known(used)]
-        return bool(known) and max(known) * 2.0**bits <= LIMIT
 
     def _bad_data(self) -> str:
         if len(self._row) < ROW:
@@ -197,16 +202,22 @@ class _Watch:
                 f"No scale helps that. {mend}."
             )
         # A scale that has never fitted may be far too high; one that has is not for long.
-        tried = scales[0] / scales[-1] >= 2.0**6 and self._started
-        if all(map(math.isnan, norms)) and (tried or len(scales) > 3 * ROW):
+        fell = scales[0] / min(scales)
+        tried = (fell >= 2.0**6 and self._started) or (fell > 1 and len(scales) > 3 * ROW)
+        if all(map(math.isnan, norms)) and tried:
             return (
                 f"{len(scales)} steps in a row were skipped because gradients were NaN, at scales "
-                f"from {as_power(scales[0])} to {as_power(scales[-1])}, so it is not the scale. "
+                f"from {as_power(scales[0])} to {as_power(min(scales))}, so it is not the scale. "
                 f"{mend}."
             )
         return ""
 
     def _at_floor(self, scale: float, finite: bool) -> str:
+        if isinstance(self._rule, FixedLossScale) and len(self._row) >= ROW:
+            return (
+                f"{len(self._row)} steps in a row were skipped, and the scale of "
+                f"{as_power(scale)} cannot fall. Take a lower loss_scale_value."
+            )
         if finite or len(self._row) < 2 or not scale <= self._floor:
             return ""
         return (
@@ -225,9 +236,9 @@ class _Watch:
             f"increment_period. If not, look at their data."
         )
 
-    def _no_headroom(self, scale: float) -> str:
+    def _no_headroom(self, scale: float, finite: bool) -> str:
         fixed = isinstance(self._rule, FixedLossScale) or scale <= self._floor
-        if not fixed or not self._largest or not self._largest[-1] > LIMIT / 2:
+        if not fixed or not finite or not self._largest[-1] > self._limit / 2:
             return ""
         lower = "a lower loss_scale_value" if scale > self._floor else "a lower min_scale"
         return (
@@ -235,31 +246,44 @@ class _Watch:
             f"overflow, and the scale of {as_power(scale)} cannot fall. Take {lower}."
         )
 
-    def _no_growth(self, scale: float) -> str:
-        full = len(self._largest) == WINDOW and not any(list(self._skips)[-WINDOW:])
-        learned = self._overflowed <= 4 * scale
-        if not full or learned or self._raised < WINDOW or not self._calm(LOW):
+    def _no_growth(self, step: int, scale: float) -> str:
+        known = [used for used in self._largest if _known(used)]
+        lowest, when = self._overflowed
+        learned = lowest <= 4 * scale and step - when <= MEMORY
+        if len(known) < WINDOW or any(self._skips) or learned or self._raised < WINDOW:
             return ""
-        if max(self._largest) == 0:
-            return ""  # nothing is known about sizes
-        bits = int(math.log2(LIMIT / max(self._largest)))
-        setting = "initial_loss_scale"
-        if scale >= self._ceiling:
-            why, setting = f"it is at its highest, max_scale={as_power(scale)}", "max_scale"
+        if isinstance(self._rule, FixedLossScale) and self._rule.loss_scale_value == 1:
+            return ""  # it does not scale, on purpose
+        if max(known) == 0:
+            return (
+                f"all gradients of the last {WINDOW} steps are 0. If that should not be, they are "
+                f"flushed: take rule=gs.AdaptiveLossScale(), or a higher scale than "
+                f"{as_power(scale)}."
+            )
+        bits = int(math.log2(self._limit / max(known)))
+        if bits < LOW:
+            return ""
+        other = ", or rule=gs.AdaptiveLossScale()"
+        setting = f"initial_loss_scale={as_power(scale * 2.0 ** (bits - 1))}"
+        if scale >= self._ceiling and not isinstance(self._rule, FixedLossScale):
+            why = f"it is at its highest, max_scale={as_power(scale)}"
+            setting = setting.replace("initial_loss_scale", "max_scale")
         elif isinstance(self._rule, FixedLossScale):
-            why, setting = "it is fixed", "loss_scale_value"
+            why, setting = "it is fixed", setting.replace("initial_loss_scale", "loss_scale_value")
+        elif isinstance(self._rule, AdaptiveLossScale):
+            why, setting, other = "an overflow has taught it so", "a shorter increment_period", ""
         else:
             why = f"it has not risen for {self._raised} steps"
         return (
             f"the largest gradient of the last {WINDOW} steps is {bits} bits below what float16 "
             f"holds, so small ones may be lost. The scale is {as_power(scale)}, and {why}. "
-            f"Take {setting}={as_power(scale * 2.0 ** (bits - 1))}, or "
-            f"rule=gs.AdaptiveLossScale()."
+            f"Take {setting}{other}."
         )
 
 
-def _bound(rule: LossScale | None, name: str) -> float:
-    return float(getattr(rule, name, math.nan))
+def _highest(rule: LossScale | None) -> float:
+    """The highest scale that a rule may come to."""
+    return float(getattr(rule, "loss_scale_value", getattr(rule, "max_scale", math.inf)))
 
 
 def _known(number: Any) -> bool:

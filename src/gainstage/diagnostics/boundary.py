@@ -26,7 +26,8 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
         *args: arrays, or what `jax.eval_shape` takes in their place.
 
     Returns:
-        A number > 0, infinity if there is no such operation.
+        A number > 0, infinity if no such operation was found. Loops and branches of the program
+        are not looked into.
 
     Raises:
         TypeError: `fun` returns no floating scalar.
@@ -84,12 +85,12 @@ def _follow(
         What is known of its results.
     """
     jaxpr = program.jaxpr
-    constants = [_Number(float(c), False) if np.size(c) == 1 else None for c in program.consts]
+    constants = [_constant(value) for value in program.consts]
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
 
     def of(variable: Any) -> _Number | None:
         if isinstance(variable, Literal):
-            return _Number(float(variable.val), False)
+            return _constant(variable.val)
         return known.get(variable)
 
     for equation in jaxpr.eqns:
@@ -107,6 +108,11 @@ def _follow(
                 if result.value and most < LARGEST:
                     limits.append(most / abs(result.value))
     return [of(variable) for variable in jaxpr.outvars]
+
+
+def _constant(value: Any) -> _Number | None:
+    number = np.size(value) == 1 and jnp.issubdtype(jnp.result_type(value), jnp.number)
+    return _Number(float(np.real(value)), False) if number else None
 
 
 def _fits(program: ClosedJaxpr, operands: Sequence[Any]) -> bool:

@@ -63,9 +63,8 @@ class Writer(abc.ABC):
         Raises:
             ValueError: a number whose memory has been given to a later step.
         """
-        waiting = self._waiting
+        waiting, self._waiting = self._waiting, []
         if not waiting or jax.process_index():
-            waiting.clear()
             return
         for name, number in (pair for record in waiting for pair in record.items()):
             if isinstance(number, jax.Array) and number.is_deleted():
@@ -76,7 +75,6 @@ class Writer(abc.ABC):
         read = jax.device_get(waiting)
         pairs = zip(waiting, read, strict=True)
         self.put([{name: _plain(numbers[name]) for name in record} for record, numbers in pairs])
-        waiting.clear()
 
     def close(self) -> None:
         """Puts away what is waiting, and ends."""
