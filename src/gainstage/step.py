@@ -128,11 +128,11 @@ class Step(Minimizer):
             self._update(gradients.divided(grads, scale), seen.norms, rate)
 
         state, tally = (list(self._index), self.variables), self._tally
+        asked = jnp.array(True) if only_if is None else only_if
         fine = seen.finite if only_if is None else seen.finite & only_if
         if tally is None:
             keep_if(fine, update, state, branches=bool(self._accumulators))
         elif self._fails():
-            asked = jnp.array(True) if only_if is None else only_if
             failed = tally.value() | (asked & ~seen.finite)
             fine &= ~failed
             keep_if(fine, update, state, branches=True)
@@ -145,7 +145,6 @@ class Step(Minimizer):
                 tally.assign_add(fine.astype(tally.dtype))
                 self._update(gradients.divided(grads, scale), seen.norms, rate)
 
-            asked = jnp.array(True) if only_if is None else only_if
             counts = fine | (asked & self._ends_window())
             keep_if(counts, count, state, branches=True)
             self._iterations.assign_add(jnp.where(asked & ~counts, 1, 0))
