@@ -146,6 +146,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(uninterrupted,
 @pytest.mark.parametrize("delay", [0.0, pytest.param(0.02, marks=pytest.mark.slow), 0.08])
 def test_a_kill_while_saving_leaves_a_checkpoint_that_is_whole(delay, tmp_path):
     """Whenever a process is killed while it saves, the last checkpoint listed is complete."""
+    pytest.importorskip("orbax.checkpoint")
     folder = tmp_path / "checkpoints"
     job = {"culprit": 0, "kill_in_save": 10, "delay": delay, "steps": 11}
     run = Run(tmp_path, 1, checkpoints=str(folder), **job)
@@ -214,6 +215,7 @@ def test_a_process_that_never_arrives_is_waited_for_in_vain(culprit, tmp_path):
 
 def test_the_example_runs():
     """`examples/multi_process.py` trains on two processes, which end with the same weights."""
+    pytest.importorskip("orbax.checkpoint")
     words = [sys.executable, ROOT / "examples" / "multi_process.py", "--steps=40", "--devices=2"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
