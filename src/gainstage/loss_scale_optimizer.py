@@ -193,6 +193,7 @@ class LossScaleOptimizer(Optimizer):
         only_if: jax.Array | None = None,
     ) -> None:
         scale, inner = self._divisor(), self.inner_optimizer
+        grads = inner._pinned(grads)
         before = None if inner._tally is None else inner._window()
         seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
         window = None if before is None else inner._window_after(before, seen.finite, only_if)

@@ -94,7 +94,7 @@ class Step(Minimizer):
     ) -> None:
         scale = self._loss_scale()
         if scale is not None:
-            self._update_if_finite(grads, scale, rate, only_if)
+            self._update_if_finite(self._pinned(grads), scale, rate, only_if)
             return
         norms = [] if self._accumulators else norms_of(grads, self._clips(), self._layouts())
 
@@ -114,14 +114,12 @@ class Step(Minimizer):
         only_if: jax.Array | None = None,
         norm: bool = False,
     ) -> tuple[Inspection, jax.Array]:
-        """A step on scaled gradients: all of it, or nothing if one is not finite.
+        """A step on scaled, pinned gradients: all of it, or nothing if one is not finite.
 
         Returns:
             What was seen of the gradients, and whether the step was taken.
         """
         limits, layouts = {} if self._accumulators else self._clips(), self._layouts()
-        pairs = zip(grads, layouts, strict=True)
-        grads = [gradients.in_order(g) if layout is None else g for g, layout in pairs]
         seen = inspect(grads, scale, limits, read(self._accumulators), layouts, norm)
 
         def update() -> None:
@@ -149,6 +147,11 @@ class Step(Minimizer):
             keep_if(counts, count, state, branches=True)
             self._iterations.assign_add(jnp.where(asked & ~counts, 1, 0))
         return seen, fine
+
+    def _pinned(self, grads: list[Any]) -> list[Any]:
+        """Gradients that are stored once, however many read them."""
+        pairs = zip(grads, self._layouts(), strict=True)
+        return [gradients.in_order(g) if layout is None else g for g, layout in pairs]
 
     def _fails(self) -> bool:
         return self._option("on_bad_microbatch") == "fail"
