@@ -20,6 +20,7 @@ LAYERS = [
     {"adaptive", "groups", "inspection", "learning_rate", "local", "observed"},
     {"stateful"},
     {"minimizer"},
+    {"windows"},
     {"step"},
     {"optimizer"},
     {"optimizers"},

@@ -145,6 +145,18 @@ def measure(
     }
 
 
+def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
+    """What has been measured of several microbatches, and of one more: of the losses the last, but
+    the first that is not finite."""
+    joined: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+        "max_abs": jnp.maximum,
+        "any_nan": jnp.logical_or,
+        "any_inf": jnp.logical_or,
+        "loss": lambda old, new: jnp.where(jnp.isfinite(old), new, old),
+    }
+    return {name: joined[name](before[name], value) for name, value in more.items()}
+
+
 def _measured(wanted: Any, factors: Any, so_far: Any, array: jax.Array) -> dict[str, jax.Array]:
     value = Gradient(array, factors).value()
     return {name: fold(so_far[name], value) for name, (_, fold) in wanted.items()}

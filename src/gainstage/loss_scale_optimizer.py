@@ -212,10 +212,7 @@ class LossScaleOptimizer(Optimizer):
             new = advance(self.rule, old, finite, **measured)
         else:
             ends, finite = window
-            measured = {
-                name: _JOINED[name](self._measured[name].value(), value)
-                for name, value in measured.items()
-            }
+            measured = gradients.measured_of_both(read(self._measured), measured)
             new = advance(self.rule, old, finite, **measured)
             new = jax.tree.map(lambda n, o: jnp.where(ends, n, o), new, old)
             for name, value in measured.items():
@@ -366,13 +363,6 @@ class LossScaleOptimizer(Optimizer):
         return cls(**kept)
 
 
-# What is known of a window when one more microbatch has been measured.
-_JOINED: dict[str, Any] = {
-    "max_abs": jnp.maximum,
-    "any_nan": jnp.logical_or,
-    "any_inf": jnp.logical_or,
-    "loss": lambda before, loss: jnp.where(jnp.isfinite(before), loss, before),
-}
 # How the documents call what a rule counts.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 

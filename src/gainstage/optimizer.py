@@ -368,28 +368,6 @@ class Optimizer(Step):
             raise ValueError(f"Expected regular expressions in var_names; got {names}.") from error
         self._undecayed = set(variables)
 
-    def _tally_of_window(self) -> Variable | None:
-        """What has to be counted for `on_bad_microbatch`."""
-        policy = self._option("on_bad_microbatch")
-        if policy == "extend":
-            return None
-        if not self._option("gradient_accumulation_steps") or not self._skips():
-            raise ValueError(
-                f"Expected gradient_accumulation_steps and a loss scale for "
-                f"on_bad_microbatch={policy!r}; got none."
-            )
-        name, first = ("failed", False) if policy == "fail" else ("good_microbatches", 0)
-        return Variable(first, name=f"{self.name}/{name}", trainable=False)
-
-    def _raise_if_failed(self) -> None:
-        if self._tally is None or not self._fails() or self._tally._traces:
-            return
-        if self._tally.value():
-            raise FloatingPointError(
-                f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
-                f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
-            )
-
     def _skips(self) -> bool:
         return self._wrapper is not None or self._option("loss_scale_factor") is not None
 

@@ -13,11 +13,11 @@ from gainstage.gradients import Gradients
 from gainstage.inspection import Inspection, inspect
 from gainstage.inspection import norms as norms_of
 from gainstage.learning_rate import LearningRate
-from gainstage.minimizer import Minimizer
 from gainstage.variable import Variable, placed
+from gainstage.windows import Windows
 
 
-class Step(Minimizer):
+class Step(Windows):
     """A step, in an order that never changes, whatever options are in force.
 
     Finite check (with a loss scale), unscale, accumulate, clip, decoupled weight decay,
@@ -25,7 +25,6 @@ class Step(Minimizer):
     which options there are, its subclasses the rule for one variable.
     """
 
-    _iterations: Variable
     _rate: LearningRate
     _averages: list[Variable]
     _accumulators: list[Variable]
@@ -38,21 +37,8 @@ class Step(Minimizer):
         """Assigns the new value of one variable, and of its slots."""
 
     @abc.abstractmethod
-    def _option(self, name: str) -> Any:
-        """The option in force."""
-
-    @property
-    @abc.abstractmethod
-    def _tally(self) -> Variable | None:
-        """The finite microbatches of the window, or whether one was not; None if nobody asks."""
-
-    @abc.abstractmethod
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
-
-    @abc.abstractmethod
-    def _skips(self) -> bool:
-        """Whether steps that are not finite are skipped."""
 
     @abc.abstractmethod
     def _decays(self, variable: Variable) -> bool:
@@ -152,28 +138,6 @@ class Step(Minimizer):
         """Gradients that are stored once, however many read them."""
         pairs = zip(grads, self._layouts(), strict=True)
         return [gradients.in_order(g) if layout is None else g for g, layout in pairs]
-
-    def _fails(self) -> bool:
-        return self._option("on_bad_microbatch") == "fail"
-
-    def _ends_window(self) -> jax.Array:
-        """Whether this microbatch, if it counts, is the last of its window."""
-        return (self._iterations.value() + 1) % self._option("gradient_accumulation_steps") == 0
-
-    def _window(self) -> tuple[jax.Array, jax.Array]:
-        """Before a step: whether it ends a window, and the tally so far."""
-        assert self._tally is not None
-        return self._ends_window(), self._tally.value()
-
-    def _window_after(
-        self, before: Any, finite: jax.Array, only_if: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Whether a loss scale may move after it, and whether all of the window was finite."""
-        ends, tally = before
-        ends = ends if only_if is None else ends & only_if
-        if self._fails():
-            return ends & finite & ~tally, finite
-        return ends, finite & (tally + 1 == self._option("gradient_accumulation_steps"))
 
     def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
         """Everything after the finite check, on variables held in float32 or wider."""

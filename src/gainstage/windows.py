@@ -1,0 +1,72 @@
+"""Windows of accumulation: what becomes of one in which a gradient was not finite."""
+
+import abc
+from typing import Any
+
+import jax
+
+from gainstage.minimizer import Minimizer
+from gainstage.variable import Variable
+
+
+class Windows(Minimizer):
+    """An optimizer whose steps may be microbatches; `Step` says what a step does."""
+
+    _iterations: Variable
+
+    @abc.abstractmethod
+    def _option(self, name: str) -> Any:
+        """The option in force."""
+
+    @abc.abstractmethod
+    def _skips(self) -> bool:
+        """Whether steps that are not finite are skipped."""
+
+    @property
+    @abc.abstractmethod
+    def _tally(self) -> Variable | None:
+        """The finite microbatches of the window, or whether one was not; None if nobody asks."""
+
+    def _tally_of_window(self) -> Variable | None:
+        """What has to be counted for `on_bad_microbatch`."""
+        policy = self._option("on_bad_microbatch")
+        if policy == "extend":
+            return None
+        if not self._option("gradient_accumulation_steps") or not self._skips():
+            raise ValueError(
+                f"Expected gradient_accumulation_steps and a loss scale for "
+                f"on_bad_microbatch={policy!r}; got none."
+            )
+        name, first = ("failed", False) if policy == "fail" else ("good_microbatches", 0)
+        return Variable(first, name=f"{self.name}/{name}", trainable=False)
+
+    def _raise_if_failed(self) -> None:
+        if self._tally is None or not self._fails() or self._tally._traces:
+            return
+        if self._tally.value():
+            raise FloatingPointError(
+                f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
+                f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
+            )
+
+    def _fails(self) -> bool:
+        return self._option("on_bad_microbatch") == "fail"
+
+    def _ends_window(self) -> jax.Array:
+        """Whether this microbatch, if it counts, is the last of its window."""
+        return (self._iterations.value() + 1) % self._option("gradient_accumulation_steps") == 0
+
+    def _window(self) -> tuple[jax.Array, jax.Array]:
+        """Before a step: whether it ends a window, and the tally so far."""
+        assert self._tally is not None
+        return self._ends_window(), self._tally.value()
+
+    def _window_after(
+        self, before: Any, finite: jax.Array, only_if: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Whether a loss scale may move after it, and whether all of the window was finite."""
+        ends, tally = before
+        ends = ends if only_if is None else ends & only_if
+        if self._fails():
+            return ends & finite & ~tally, finite
+        return ends, finite & (tally + 1 == self._option("gradient_accumulation_steps"))
