@@ -225,11 +225,8 @@ class LossScaleOptimizer(Optimizer):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale (and what else the rule keeps, and telemetry), then the
         inner's."""
-        state = self._scale_state
-        first = [v for v in (self.step_counter, state.scale) if v is not None]
-        rest = [
-            v for v in jax.tree.leaves((state, self._observed, self._measured)) if v not in first
-        ]
+        first = [v for v in (self.step_counter, self.dynamic_scale) if v is not None]
+        rest = [v for v in self._own() if v not in first]
         return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
 
     @property
@@ -296,9 +293,12 @@ class LossScaleOptimizer(Optimizer):
                 name: Variable(value, name=f"{self.name}/window_{name}", trainable=False)
                 for name, value in measured.items()
             }
-        own = jax.tree.leaves((self._scale_state, self._observed, self._measured))
-        self._replicate([*own, *self._slots], variables)
+        self._replicate([*self._own(), *self._slots], variables)
         self._forget_program()
+
+    def _own(self) -> list[Variable]:
+        """The state of the rule, of telemetry, and of a window."""
+        return jax.tree.leaves((self._scale_state, self._observed, self._measured))
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
