@@ -35,6 +35,20 @@ def program(mesh, tensors, **options):
     return step.lower([variable._value for variable in variables])
 
 
+def update_in_shard_map(tx, params, grads):
+    """The new state of a transformation whose update each device computes for its own part."""
+    state = tx.init(params)
+    layouts = [leaf.sharding for leaf in jax.tree.leaves(params)]
+    specs = jax.tree.map(lambda x: x.sharding.spec, (state, params))
+    mapped = jax.shard_map(
+        lambda state, params, grads: tx.update(grads, state, params)[1],
+        mesh=layouts[0].mesh,
+        in_specs=(*specs, specs[1]),
+        out_specs=specs[0],
+    )
+    return jax.jit(mapped)(state, params, grads)
+
+
 def main(devices, tensors, repeats):
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_enable_compilation_cache", False)

@@ -526,6 +526,27 @@ def test_unknown_classes_in_a_configuration():
     assert type(opt.inner_optimizer) is gs.SGD
 
 
+def test_custom_objects_reach_the_schedule_of_an_inner_optimizer():
+    """`custom_objects` are for everything in a configuration, however deep."""
+    inner = gs.SGD(gs.schedules.ExponentialDecay(0.1, 10, 0.5))
+    config = gs.LossScaleOptimizer(inner).get_config()
+    config["inner_optimizer"]["config"]["learning_rate"]["class_name"] = "Mine"
+    mine = {"Mine": gs.schedules.ExponentialDecay}
+    opt = gs.LossScaleOptimizer.from_config(config, custom_objects=mine)
+    assert float(opt.learning_rate) == pytest.approx(0.1)
+
+
+def test_what_decides_the_state_is_not_assigned_later():
+    """Settings of the constructor that decide which state there is cannot be assigned."""
+    opt = gs.LossScaleOptimizer(gs.SGD())
+    for name in ("telemetry", "underflow_every", "mesh"):
+        with pytest.raises(AttributeError, match=f"Expected {name} to be given to the constr"):
+            setattr(opt, name, None)
+    for name in ("master_weights", "shard_state_over", "group_small"):
+        with pytest.raises(AttributeError, match=f"Expected {name} to be given to the constr"):
+            setattr(opt.inner_optimizer, name, True)
+
+
 # ── surroundings ────────────────────────────────────────────────────────────────────────────────
 
 

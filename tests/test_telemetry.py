@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import update_in_shard_map
 
 import gainstage as gs
 
@@ -241,15 +242,7 @@ def test_a_report_of_what_is_spread_over_devices():
     assert gs.report(opt).counts.tolist() == [[1, 0, 0, 0]]
 
     tx, params = gs.loss_scaled(optax.sgd(0.1), telemetry=True), {"w": w.value()}
-    state = tx.init(params)
-    specs = jax.tree.map(lambda x: x.sharding.spec, (state, params))
-    mapped = jax.shard_map(
-        lambda state, params, grads: tx.update(grads, state, params)[1],
-        mesh=mesh,
-        in_specs=(*specs, specs[1]),
-        out_specs=specs[0],
-    )
-    state = jax.jit(mapped)(state, params, {"w": bad})
+    state = update_in_shard_map(tx, params, {"w": bad})
     assert gs.report(state, params).counts.tolist() == [[1, 0, 0, 0]]
 
 

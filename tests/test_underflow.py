@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import update_in_shard_map
 
 import gainstage as gs
 
@@ -114,15 +115,7 @@ def test_inside_of_shard_map_parts_are_summed():
     rule = gs.DynamicLossScale(SCALE)
     tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     params = jax.device_put(jnp.zeros((16, 3)), NamedSharding(mesh, PartitionSpec("data")))
-    state = tx.init(params)
-    specs = jax.tree.map(lambda x: x.sharding.spec, (state, params))
-    mapped = jax.shard_map(
-        lambda state, params, grads: tx.update(grads, state, params)[1],
-        mesh=mesh,
-        in_specs=(*specs, specs[1]),
-        out_specs=specs[0],
-    )
-    state = jax.jit(mapped)(state, params, jnp.asarray(true))
+    state = update_in_shard_map(tx, params, jnp.asarray(true))
     check(gs.report(state, params).underflow, [true])
 
 

@@ -75,7 +75,7 @@ class Configurable:
 
         Args:
             config: the constructor's arguments.
-            custom_objects: classes by name, for objects inside the configuration.
+            custom_objects: classes by name, for a subclass whose arguments hold other objects.
 
         Raises:
             TypeError, ValueError: no configuration of this class.
@@ -162,7 +162,7 @@ def deserialize(
         description: what `serialize` or Keras wrote; it is not changed.
         base: the expected class. Among several subclasses of one name the one of the same module
             wins, then one that is not derived from another of them, then the one defined last.
-        custom_objects: classes by name, to search first.
+        custom_objects: classes by name, to search first, here and in what the object contains.
 
     Raises:
         TypeError: a configuration with an argument of the wrong kind.
@@ -182,6 +182,8 @@ def deserialize(
     if cls is None:
         known = sorted({cls.__name__ for cls in _family(base)})
         raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")
+    if custom_objects and issubclass(cls, Configurable):
+        return cls.from_config(dict(config), custom_objects)
     return cls.from_config(dict(config))
 
 

@@ -14,7 +14,7 @@ from gainstage.configurable import deserialize
 from gainstage.groups import Group, groups_of
 from gainstage.learning_rate import LearningRate
 from gainstage.minimizer import check_floating
-from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, check_option
+from gainstage.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRateSchedule
 from gainstage.sharding import divided
 from gainstage.step import Step
@@ -256,6 +256,8 @@ class Optimizer(Step):
         return {name: limit for name, limit in limits.items() if limit is not None}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in AT_CONSTRUCTION and name in vars(self):
+            raise AttributeError(f"Expected {name} to be given to the constructor alone.")
         if name in OPTIONS:
             others = {option: self._option(option) for option in OPTIONS - {name}}
             value = check_option(name, value, others)

@@ -42,6 +42,10 @@ class OptimizerOptions(WrapperOptions, total=False):
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
 # They decide which state there is, so they are settled when the optimizer is built.
 BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_microbatch"])
+# They too, and are given to the constructor alone.
+AT_CONSTRUCTION = frozenset(
+    ["mesh", "group_small", "master_weights", "shard_state_over", "telemetry", "underflow_every"]
+)
 # There is no None for them.
 ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
 # What becomes of a window with a microbatch that is not finite.
