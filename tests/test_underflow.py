@@ -6,9 +6,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from programs import update_in_shard_map
 
 import gainstage as gs
+
+from programs import update_in_shard_map
 
 SCALE = 2.0**10
 SHAPES = [(7,), (64, 40), (), (4, 3, 16)]

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import wide
-from gainstage.joining import bundle, by_rows
+from gainstage.joining import LONG, ROW, bundle, by_rows, sum_by_rows
 from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
 from gainstage.variable import placed
 
@@ -103,7 +103,7 @@ def norms(
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if manual or any(isinstance(layout, NamedSharding) for layout in layouts):
         return inspect(grads, 1.0, limits, layouts=layouts).norms if limits else []
-    squares = _wanted(*_sums(_squares, [(g,) for g in grads if g is not None and limits]), limits)
+    squares = _wanted(*_squares([g for g in grads if g is not None and limits]), limits)
     return [] if squares is None else list(jnp.sqrt(squares))
 
 
@@ -123,11 +123,11 @@ def _read(
     columns = (leaves, onto) if onto else (leaves,)
     alone = "clipnorm" in limits or not ordered
     rows = [*zip(*columns, strict=True)] if alone else bundle(*columns)
-    total, each = _sums(_squares, [row[:1] for row in rows], ordered)
+    total, each = _squares([row[0] for row in rows], ordered)
     squares = _wanted(total, each, limits)
     norms = None if squares is None else jnp.sqrt(squares) / scale
     # What is below 2**100 does not move a finite sum of float32 beyond the largest number.
-    vouched = jnp.sqrt(total.squares) / scale < 2.0**100
+    vouched = jnp.sqrt(total) / scale < 2.0**100
     # Squares that were flushed to zero are those of norms far below any such limit.
     vouched &= min(limits.values(), default=1.0) * jnp.asarray(scale) > 2.0**-30
 
@@ -138,18 +138,18 @@ def _read(
         return Sums(finite, jnp.sum(jnp.square(true)) if limits else jnp.zeros((), true.dtype))
 
     def ask() -> Sums:
-        total, each = _sums(exactly, rows, ordered, stored=False)
-        asked = _wanted(total, each, limits)
+        total, each = _sums(exactly, rows, ordered)
+        asked = _wanted(total.squares, [sums.squares for sums in each], limits)
         return Sums(total.finite, None if norms is None else asked.astype(norms.dtype))
 
     known = None if norms is None else jnp.square(norms)
     return lax.cond(vouched, lambda: Sums(vouched, known), ask)
 
 
-def _wanted(total: Sums, each: list[Sums], limits: Mapping[str, float]) -> Any:
+def _wanted(total: jax.Array, each: list[jax.Array], limits: Mapping[str, float]) -> Any:
     """The squares that clipping wants, None if it wants none."""
     chosen = each if "clipnorm" in limits else [total] if "global_clipnorm" in limits else []
-    return jnp.array([sums.squares for sums in chosen], total.squares.dtype) if chosen else None
+    return jnp.array(chosen, total.dtype) if chosen else None
 
 
 def _read_mesh(
@@ -226,40 +226,61 @@ def _agreed(told: jax.Array) -> Sums:
     return Sums(told[-1] == 0, told[:-1] if told.size > 1 else None)
 
 
-def _squares(x: jax.Array) -> Sums:
-    return Sums(jnp.array(True), jnp.sum(jnp.square(x.astype(wide(x.dtype)))))
-
-
 def _joined(some: Sums, more: Sums) -> Sums:
     return Sums(some.finite & more.finite, some.squares + more.squares)
 
 
+def _squares(
+    arrays: Sequence[jax.Array], ordered: bool = True
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The sum of the squares of all arrays, and that of each.
+
+    Args:
+        arrays: of any floating dtypes.
+        ordered: whether their elements have an order, on one device.
+    """
+    total, each = _nothing(_widest(arrays), arrays).squares, []
+    # Rows of them take up half a percent of what the weights do, in float32.
+    longest = min(max(sum(x.size for x in arrays) // 200, ROW), LONG)
+
+    def square(x: jax.Array) -> jax.Array:
+        return jnp.square(x.astype(wide(x.dtype)))
+
+    @jax.jit  # traced once for arrays of one shape
+    def by_rows(x: jax.Array, total: jax.Array) -> jax.Array:
+        return sum_by_rows(square, x, longest, total)
+
+    for x in arrays:
+        # XLA for CPU has a fast sum for all dtypes but this one, which it would widen first.
+        in_parts = ordered and x.dtype == jnp.float16
+        each.append(by_rows(x, total) if in_parts else jnp.sum(square(x)))
+        total += each[-1]
+    return total, each
+
+
 def _sums(
-    fn: Callable[..., Sums],
-    rows: Sequence[tuple[jax.Array, ...]],
-    ordered: bool = True,
-    stored: bool = True,
+    fn: Callable[..., Sums], rows: Sequence[tuple[jax.Array, ...]], ordered: bool = True
 ) -> tuple[Sums, list[Sums]]:
     """`fn` of each row of arrays, and of all together.
 
     Args:
         fn: what is wanted of a row; of its parts it is joined.
         rows: arrays of one shape each.
-        ordered: whether their elements have an order, on one device.
-        stored: whether `fn` sums the squares of what is stored. XLA for CPU has a fast one for
-            that, if it is no half precision; anything else it would store first.
+        ordered: as for `_squares`.
     """
-    dtype = jnp.result_type(jnp.float32, *(wide(row[0].dtype) for row in rows))
-    total, each = _nothing(dtype, itertools.chain(*rows)), []
+    total, each = _nothing(_widest([row[0] for row in rows]), itertools.chain(*rows)), []
     more = functools.partial(_with, fn)
     row_by_row = jax.jit(functools.partial(by_rows, more))  # traced once for rows of one shape
     for row in rows:
-        at_once = not ordered or (stored and row[0].dtype.itemsize >= 4)
         nothing = _nothing(jax.eval_shape(fn, *row).squares.dtype, row)
         # The total that is handed on makes the loops take turns, and so share their memory.
-        total, own = (more if at_once else row_by_row)((total, nothing), *row)
+        total, own = (row_by_row if ordered else more)((total, nothing), *row)
         each.append(own)
     return total, each
+
+
+def _widest(arrays: Iterable[jax.Array]) -> Any:
+    return jnp.result_type(jnp.float32, *(wide(x.dtype) for x in arrays))
 
 
 def _nothing(dtype: Any, arrays: Iterable[jax.Array]) -> Sums:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
 SMALL = 4096  # elements: what has at most so many is joined with others
 ROW = 2**15  # elements: so many float32 fit into a core's cache
+LONG = 2**18  # elements: so many are worth the work of several cores
 
 
 def join(arrays: Iterable[jax.Array]) -> jax.Array:
@@ -55,21 +57,61 @@ def by_rows(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array) -> Any:
         so_far: a pytree of scalars, of the types that `fn` returns.
         arrays: of one shape, and, unless `is_spread` can tell, on one device.
     """
-    size = arrays[0].size
-    # At least two rows: XLA would unroll a loop over one.
-    row = next((n for n in range(min(size // 2, ROW), 0, -1) if size % n == 0), 1)
-    if row < SMALL // 4 or any(map(is_spread, arrays)):
+    row = _row(arrays, ROW)
+    if row is None:
         return fn(so_far, *arrays)
 
     def loop(so_far: Any, *arrays: jax.Array) -> Any:
-        tables = [x.reshape(size // row, row) for x in arrays]
-
-        def one_more(i: Any, so_far: Any) -> Any:
-            return fn(so_far, *(lax.dynamic_index_in_dim(table, i) for table in tables))
-
-        return lax.fori_loop(0, size // row, one_more, so_far)
+        count, rows = _rows(row, *arrays)
+        return lax.fori_loop(0, count, lambda i, so_far: fn(so_far, *rows(i)), so_far)
 
     return lax.platform_dependent(so_far, *arrays, cpu=loop, default=fn)
+
+
+def sum_by_rows(
+    fn: Callable[[jax.Array], jax.Array], array: jax.Array, longest: int, after: jax.Array
+) -> jax.Array:
+    """The sum of `fn(array)`, element by element; on CPU rows are added to one another first, for
+    XLA uses all cores there, and all of each, for what is no reduction.
+
+    Args:
+        fn: takes an array, and returns one of the dtype of `after`.
+        array: as for `by_rows`.
+        longest: the largest number of elements in a row.
+        after: a scalar that is not negative, of something that is to be computed before.
+    """
+    row = _row([array], longest)
+    if row is None:
+        return jnp.sum(fn(array))
+
+    def loop(array: jax.Array, after: jax.Array) -> jax.Array:
+        count, rows = _rows(row, array)
+        # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
+        start = jnp.full(row, after < 0, after.dtype)
+        return jnp.sum(lax.fori_loop(0, count, lambda i, sums: sums + fn(*rows(i)), start))
+
+    def at_once(array: jax.Array, after: jax.Array) -> jax.Array:
+        return jnp.sum(fn(array))
+
+    return lax.platform_dependent(array, after, cpu=loop, default=at_once)
+
+
+def _row(arrays: Sequence[jax.Array], longest: int) -> int | None:
+    """The length of rows that arrays of one shape fall into, None if they should be left whole."""
+    size = arrays[0].size
+    # At least two rows: XLA would unroll a loop over one.
+    row = next((n for n in range(min(size // 2, longest), 0, -1) if size % n == 0), 1)
+    return None if row < SMALL // 4 or any(map(is_spread, arrays)) else row
+
+
+def _rows(row: int, *arrays: jax.Array) -> tuple[int, Callable[[Any], list[jax.Array]]]:
+    """How many rows of this length arrays have, and a function for the one of a number."""
+    tables = [x.reshape(x.size // row, row) for x in arrays]
+
+    def rows(i: Any) -> list[jax.Array]:
+        return [lax.dynamic_index_in_dim(table, i, keepdims=False) for table in tables]
+
+    return arrays[0].size // row, rows
 
 
 def is_spread(x: jax.Array) -> bool:
