@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, and a record of how often a function was traced."""
 
 import os
+import tempfile
 
 import jax
 import numpy as np
@@ -10,6 +11,14 @@ collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
 os.environ["KERAS_BACKEND"] = "jax"
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_configure(config):
+    """What a process has compiled in this run it does not compile again."""
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    jax.config.update("jax_compilation_cache_dir", folder.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture

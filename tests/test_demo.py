@@ -65,15 +65,24 @@ def test_what_stays_the_same_is_in_the_table(runs):
     assert min(accuracies) > 0.95
 
 
-def demo(*words, **environment):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
     """Runs the command in a process of its own, with warnings as errors, into pipes."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "gainstage", "demo", *words],
-        capture_output=True, text=True, check=False, env={**os.environ, **environment},
-    )  # fmt: skip
+    # What the first has compiled the second need not.
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def run(*words):
+        command = [sys.executable, "-W", "error", "-m", "gainstage", "demo", *words]
+        environment = {**os.environ, **cache}
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+    return run
 
 
-def test_json_is_all_there_is_on_standard_output(tmp_path):
+def test_json_is_all_there_is_on_standard_output(demo, tmp_path):
     """`--json` prints one object; the bars go to standard error, the picture to its file."""
     picture = tmp_path / "demo.png"
     result = demo("--steps", "9", "--seed", "3", "--json", "--output", str(picture))
@@ -87,7 +96,7 @@ def test_json_is_all_there_is_on_standard_output(tmp_path):
     assert 20_000 < picture.stat().st_size < 2_000_000
 
 
-def test_the_table_fits_a_terminal(tmp_path):
+def test_the_table_fits_a_terminal(demo, tmp_path):
     """In a pipe the text has at most 80 columns, no colour, and no claim the run did not show."""
     result = demo("--steps", "1", "--output", str(tmp_path / "demo.png"))
     assert result.returncode == 0, result.stderr

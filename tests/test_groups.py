@@ -1,6 +1,7 @@
 """`group_small`: the slots of small variables share buffers, and nothing else changes."""
 
 import copy
+import itertools
 import pickle
 
 import jax
@@ -51,8 +52,14 @@ def train(variables, opt, steps=5):
     return variables
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
-@pytest.mark.parametrize("kind", KINDS)
+def cases():
+    for kind, options in itertools.product(KINDS, OPTIONS):
+        seldom = options and kind not in ("sgd", "adam")
+        name = "-".join([kind, *options])
+        yield pytest.param(kind, options, id=name, marks=[pytest.mark.slow] if seldom else [])
+
+
+@pytest.mark.parametrize(("kind", "options"), list(cases()))
 def test_a_grouped_step_is_the_same_step(kind, options):
     """Every rule with every option takes the same steps, a skipped one included."""
     if kind == "adamw" and "weight_decay" in options:

@@ -1,5 +1,7 @@
 """Optimizers of ours as optax transformations: the same steps."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,8 +54,13 @@ def by_optax(tx, params, grads):
     return jax.jit(lambda c, g: jax.lax.scan(step, c, g)[0])(carry, grads)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("rule", RULES)
+def cases():
+    for rule, options in itertools.product(RULES, OPTIONS):
+        seldom = options != "plain" and rule not in ("sgd", "adam", "optax")
+        yield pytest.param(rule, options, marks=[pytest.mark.slow] if seldom else [])
+
+
+@pytest.mark.parametrize(("rule", "options"), list(cases()))
 def test_the_steps_are_the_same(rule, options, rng):
     """Every rule, with and without options, in a compiled scan: the parameters of `apply`."""
     params, grads = trees(rng)
