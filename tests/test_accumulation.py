@@ -11,6 +11,16 @@ STEPS, RATE, INITIAL = 4, 0.25, 2.0**10
 POLICIES = ("extend", "renormalise", "drop_window", "fail")
 
 
+@pytest.mark.parametrize("policy", ["renormalise", "drop_window"])
+def test_no_average_is_given_before_there_is_one(policy):
+    """After bad microbatches alone `finalize_variable_values` leaves the variables as they are."""
+    options = {"gradient_accumulation_steps": 2, "on_bad_microbatch": policy, "use_ema": True}
+    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(gs.SGD(1.0, **options))
+    opt.apply([[np.inf]], [w])
+    opt.finalize_variable_values([w])
+    assert float(w.value()[0]) == 3.0
+
+
 def oracle(policy, grads):
     """The weight, the number of updates and the scale after each microbatch, in plain Python."""
     weight, updates, scale, good_windows = 0.0, 0, INITIAL, 0

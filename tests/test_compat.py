@@ -4,6 +4,7 @@ import json
 import pickle
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,6 +75,16 @@ def make(trace):
     if isinstance(scale, dict):
         scale = LIVE[scale["class_name"]](**{k: v for k, v in scale.items() if k != "class_name"})
     return experimental.LossScaleOptimizer(inner, scale), variables
+
+
+def test_a_skipped_microbatch_of_tf2_leaves_its_window_alone():
+    """With accumulation `iterations` are what windows are counted by, so there no skip counts."""
+    w = gs.Variable([0.0])
+    opt = tf2.LossScaleOptimizer(gs.SGD(1.0, gradient_accumulation_steps=2), dynamic=True)
+    for gradient in (1.0, np.inf, 1.0):
+        scaled = opt.get_scaled_loss(jnp.float32(gradient))
+        opt.apply_gradients(zip(opt.get_unscaled_gradients([scaled[None]]), [w], strict=True))
+    assert (float(w.value()[0]), int(opt.iterations)) == (-1.0, 1)
 
 
 @pytest.mark.filterwarnings("ignore:No gradient for")

@@ -60,6 +60,15 @@ def test_the_largest_finite_values_are_finite(dtype):
     assert inspection.all_finite([])
 
 
+def test_a_float64_gradient_beside_float16_ones():
+    """Dtypes may be mixed in any order: the sums are those of float64."""
+    with jax.enable_x64(True):
+        grads = [jnp.ones(1, jnp.float64), jnp.ones(2**15, jnp.float16), jnp.ones(3, jnp.float32)]
+        norm = jax.jit(lambda grads: inspection.inspect(grads, 1.0, norm=True).norm)(grads)
+        assert float(norm) == pytest.approx((2**15 + 4) ** 0.5, rel=1e-6)
+        assert bool(inspection.inspect([*grads, jnp.array([jnp.inf], jnp.float16)]).finite) is False
+
+
 def test_unscaling_is_never_done_in_half():
     """A float16 gradient divided by 2**15 is not flushed; float64 stays float64."""
     tiny = jnp.float16(2.0**-14)

@@ -157,6 +157,15 @@ def test_a_loop_of_ones_own():
         theirs.apply([jnp.full(3, 8.0)], [variable])
 
 
+def test_a_norm_that_is_not_finite_is_a_skipped_step():
+    """Finite gradients whose norm overflows reach no weight, and the scale falls, as in ours."""
+    w = keras.Variable([1.0, 1.0])
+    opt = LossScaleOptimizer(gs.SGD(0.1, global_clipnorm=1.0), 1.0)
+    opt.apply([jnp.float32([1e20, 1e20])], [w])
+    np.testing.assert_array_equal(w.numpy(), 1.0)
+    assert float(opt.dynamic_scale.value) == 0.5
+
+
 def test_another_rule():
     """Any rule moves the scale, its own counts among the optimizer's variables."""
     rule = gs.DynamicLossScale(2.0**10, 100, hysteresis=2, min_scale=2.0**9)

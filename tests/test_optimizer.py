@@ -536,6 +536,27 @@ def test_custom_objects_reach_the_schedule_of_an_inner_optimizer():
     assert float(opt.learning_rate) == pytest.approx(0.1)
 
 
+def test_a_clip_option_that_is_none_leaves_the_inner_ones_in_force():
+    """None switches off the one option that it is assigned to."""
+    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(gs.SGD(1.0, global_clipnorm=1.0), 1.0)
+    opt.clipvalue = None
+    opt.apply([[2.0]], [w])
+    assert float(w.value()[0]) == 2.0
+    opt.global_clipnorm = None
+    opt.apply([[2.0]])
+    assert float(w.value()[0]) == 0.0
+
+
+def test_a_scale_that_a_window_counts_on_stays():
+    """Without a scale nobody would tell which microbatches count."""
+    options = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "renormalise"}
+    opt = gs.SGD(1.0, loss_scale_factor=8.0, **options)
+    opt.build([gs.Variable(1.0)])
+    with pytest.raises(ValueError, match="Expected a loss_scale_factor for on_bad_microbatch="):
+        opt.loss_scale_factor = None
+    assert opt.loss_scale_factor == 8.0
+
+
 def test_what_decides_the_state_is_not_assigned_later():
     """Settings of the constructor that decide which state there is cannot be assigned."""
     opt = gs.LossScaleOptimizer(gs.SGD())

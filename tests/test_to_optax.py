@@ -54,6 +54,33 @@ def by_optax(tx, params, grads):
     return jax.jit(lambda c, g: jax.lax.scan(step, c, g)[0])(carry, grads)
 
 
+@pytest.mark.parametrize("policy", ["renormalise", "drop_window", "fail"])
+def test_windows_that_count_bad_microbatches_are_refused(policy):
+    """There a bad step is no step, so a window could not count it."""
+    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
+    with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' for to_optax"):
+        gs.to_optax(gs.LossScaleOptimizer(inner))
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+def test_a_norm_that_is_not_finite_is_a_skipped_step(clip):
+    """Finite gradients whose norm overflows reach no weight, and the scale falls: as in `apply`."""
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1, **{clip: 1.0}))
+    tx, params = gs.to_optax(opt), jnp.ones(2)
+    state = tx.init(params)
+    updates, state = tx.update(jnp.float32([1e20, 1e20]), state, params)
+    np.testing.assert_array_equal(updates, 0)
+    assert float(gs.loss_scale(state)) == 2.0**14
+
+
+def test_telemetry_comes_with_it():
+    """What the optimizer was told to count its transformation counts."""
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=1)
+    tx, params = gs.to_optax(opt), jnp.ones(2)
+    _, state = tx.update(params, tx.init(params), params)
+    assert gs.report(state, params).underflow is not None
+
+
 def cases():
     for rule, options in itertools.product(RULES, OPTIONS):
         seldom = options != "plain" and rule not in ("sgd", "adam", "optax")

@@ -55,6 +55,18 @@ def test_argnums():
     assert (float(loss), [float(g) for g in grads]) == (10, [5, 2])
 
 
+def test_complex_gradients_are_read_in_both_parts():
+    """A NaN in the imaginary part alone is a skipped step."""
+    tx, params = gs.loss_scaled(optax.sgd(0.5), telemetry=True), jnp.ones(2, jnp.complex64)
+    state = tx.init(params)
+    updates, state = tx.update(jnp.array([complex(1, np.nan), 1]), state, params)
+    np.testing.assert_array_equal(updates, 0)
+    assert not gs.step_was_applied(state)
+    updates, state = tx.update(jnp.array([3 + 4j, 0], jnp.complex64), state, params)
+    np.testing.assert_array_equal(optax.apply_updates(params, updates), [-0.5 - 2j, 1])
+    assert float(gs.telemetry(state).grad_norm) == 5.0
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("compiled", [False, True])

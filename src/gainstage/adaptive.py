@@ -23,7 +23,7 @@ class AdaptiveState(NamedTuple):
 
     scale: jax.Array  # float32: what the next loss is multiplied by
     good_steps: jax.Array  # int32: finite steps since the ceiling last moved
-    bad_steps: jax.Array  # int32: steps in a row that were not finite
+    bad_steps: jax.Array  # int32: steps in a row that were not finite, though the loss was
     ceiling: jax.Array  # float32: what overflows have taught, half of the last that was one
     before: jax.Array  # float32: the ceiling when the last row of bad steps began
     first: jax.Array  # float32: the scale then
@@ -43,9 +43,10 @@ class AdaptiveLossScale(LossScale):
 
     A step is not held against the scale if the true loss was not finite, for then no scale would
     have helped. Nor is a row of bad steps, if after twelve something is still not finite, or after
-    three a gradient still NaN of which the loss is not known: then the scale goes back to where it
-    was, and only every 64th step tries a lower one. The loss is known to `minimize`, to `apply`
-    where it is given as `loss=`, and to `loss_scaled` where it is passed as `value=`.
+    three a gradient still NaN of which the loss is not known, or anything if no step has been
+    finite yet: then the scale goes back to where it was, or to where the first probe went, and
+    only every 64th step tries a lower one. The loss is known to `minimize`, to `apply` where it is
+    given as `loss=`, and to `loss_scaled` where it is passed as `value=`.
 
     Args:
         initial_loss_scale: the scale of the first step, > 0.

@@ -46,7 +46,7 @@ def read(state: Any) -> Any:
 def write(state: Any, values: Any) -> None:
     """Puts `values`, which nobody else holds, into the variables of `state`."""
     values = jax.tree.leaves(values)
-    traced = any(isinstance(value, Tracer) for value in values[:1])  # all of them, or none
+    traced = any(issubclass(kind, Tracer) for kind in set(map(type, values)))
     for variable, value in zip(jax.tree.leaves(state), values, strict=True):
         if value is variable._value:
             continue

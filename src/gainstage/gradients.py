@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,12 @@ def widen(tree: Any) -> Any:
         return x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(one, tree)
+
+
+def real_parts(arrays: Iterable[Any]) -> list[Any]:
+    """The arrays, with the real and the imaginary part in the place of each complex one."""
+    parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in arrays]
+    return [part for both in parts for part in both]
 
 
 def in_order(gradient: Any) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage.gradients import wide
+from gainstage.gradients import real_parts, wide
 from gainstage.joining import LONG, ROW, bundle, by_rows, sum_by_rows
 from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
 from gainstage.variable import placed
@@ -86,7 +86,7 @@ def inspect(
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of a pytree is finite: a bool scalar, true of an empty tree."""
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    leaves = real_parts([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)])
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     return inspect(leaves).finite if inside else _finite_at_once(leaves)
 
@@ -247,13 +247,13 @@ def _squares(
         return jnp.square(x.astype(wide(x.dtype)))
 
     @jax.jit  # traced once for arrays of one shape
-    def by_rows(x: jax.Array, total: jax.Array) -> jax.Array:
+    def in_rows(x: jax.Array, total: jax.Array) -> jax.Array:
         return sum_by_rows(square, x, longest, total)
 
     for x in arrays:
         # XLA for CPU has a fast sum for all dtypes but this one, which it would widen first.
         in_parts = ordered and x.dtype == jnp.float16
-        each.append(by_rows(x, total) if in_parts else jnp.sum(square(x)))
+        each.append(in_rows(x, total) if in_parts else jnp.sum(square(x)))
         total += each[-1]
     return total, each
 

@@ -54,7 +54,7 @@ def by_rows(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array) -> Any:
 
     Args:
         fn: takes what is known so far, and rows of the arrays, and returns what then is known.
-        so_far: a pytree of scalars, of the types that `fn` returns.
+        so_far: a pytree of small arrays, of the types that `fn` returns.
         arrays: of one shape, and, unless `is_spread` can tell, on one device.
     """
     row = _row(arrays, ROW)
@@ -75,7 +75,7 @@ def sum_by_rows(
     XLA uses all cores there, and all of each, for what is no reduction.
 
     Args:
-        fn: takes an array, and returns one of the dtype of `after`.
+        fn: takes an array, and returns one.
         array: as for `by_rows`.
         longest: the largest number of elements in a row.
         after: a scalar that is not negative, of something that is to be computed before.
@@ -87,7 +87,7 @@ def sum_by_rows(
     def loop(array: jax.Array, after: jax.Array) -> jax.Array:
         count, rows = _rows(row, array)
         # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
-        start = jnp.full(row, after < 0, after.dtype)
+        start = jnp.full(row, after < 0, jax.eval_shape(fn, array).dtype)
         return jnp.sum(lax.fori_loop(0, count, lambda i, sums: sums + fn(*rows(i)), start))
 
     def at_once(array: jax.Array, after: jax.Array) -> jax.Array:

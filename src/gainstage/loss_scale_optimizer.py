@@ -11,7 +11,7 @@ from gainstage import checks, gradients
 from gainstage.bridge import read
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
-from gainstage.observed import Observed, at_first, check_telemetry, observed
+from gainstage.observed import Observed, at_first, check_telemetry, observed, wanted
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.rules import (
@@ -25,6 +25,7 @@ from gainstage.rules import (
     start,
 )
 from gainstage.variable import Variable
+from gainstage.windows import is_asked
 
 
 class LossScaleOptimizer(Optimizer):
@@ -48,7 +49,8 @@ class LossScaleOptimizer(Optimizer):
             `gainstage.report` which tensors overflowed; adds six scalars to the state, and four
             integers for each variable.
         underflow_every: after so many steps `telemetry` also counts how large the elements of each
-            gradient are, for `gainstage.report` to say what float16 loses; None for never.
+            gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
+            the state; None for never.
         **options: those of every `Optimizer`. `loss_scale_factor` multiplies the scale.
 
     Raises:
@@ -92,7 +94,7 @@ class LossScaleOptimizer(Optimizer):
         self._inner, self._rule = inner_optimizer, rule
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
         state = start(rule)
-        self._scale_state = _variables_of(state, self.name)
+        self._scale_state = _variables_of(state, self.name, _DOCUMENTED)
         self._observed: Observed | None = None
         self._measured: dict[str, Variable] = {}  # of the window so far
         self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
@@ -149,7 +151,8 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def step_counter(self) -> Variable | None:
-        """Finite steps in a row since the scale moved, an int32 variable; None if not counted."""
+        """Finite steps in a row since the scale moved (`AdaptiveLossScale`: its ceiling), an int32
+        variable; None if not counted."""
         return getattr(self._scale_state, "good_steps", None)
 
     dynamic_counter = step_counter
@@ -196,28 +199,36 @@ class LossScaleOptimizer(Optimizer):
         grads = inner._pinned(grads)
         before = None if inner._tally is None else inner._window()
         seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
-        window = None if before is None else inner._window_after(before, seen.finite, only_if)
         ordered = all(layout is None for layout in inner._layouts())
-        measured = gradients.measure(self.rule.measures, grads, loss, scale, ordered)
+        names = wanted(self.rule.measures, self.telemetry)
+        measured = gradients.measure(names, grads, loss, scale, ordered)
         if self._observed is not None and seen.norm is not None:
-            told = (scale, applied, seen.norm, self._loss_scale(), self.underflow_every)
-            new = observed(read(self._observed), grads, *told, ordered)
+            told = (scale, applied, seen.norm, measured["max_abs"], self._loss_scale())
+            new = observed(read(self._observed), grads, *told, self.underflow_every, ordered)
             jax.tree.map(Variable.assign, self._observed, new)
-        self._advance(seen.finite, measured, window)
-
-    def _advance(self, finite: jax.Array, measured: dict[str, jax.Array], window: Any) -> None:
-        """Moves the scale: after every step, or at the end of a window that has one scale."""
-        old = read(self._scale_state)
-        if window is None:
-            new = advance(self.rule, old, finite, **measured)
+        measured = {name: measured[name] for name in self.rule.measures}
+        if before is None:
+            self._advance(seen.finite, measured)
         else:
-            ends, finite = window
-            measured = gradients.measured_of_both(read(self._measured), measured)
-            new = advance(self.rule, old, finite, **measured)
-            new = jax.tree.map(lambda n, o: jnp.where(ends, n, o), new, old)
-            for name, value in measured.items():
-                self._measured[name].assign(jnp.where(ends, jnp.zeros_like(value), value))
+            asked = is_asked(seen.finite, only_if)
+            self._advance_window(inner._window_after(before, seen.finite, asked), measured, asked)
+
+    def _advance(self, finite: jax.Array, measured: Any, due: jax.Array | bool = True) -> None:
+        """Moves the scale, if it is due."""
+        old = read(self._scale_state)
+        new = advance(self.rule, old, finite, **measured)
+        new = new if due is True else jax.tree.map(lambda n, o: jnp.where(due, n, o), new, old)
         jax.tree.map(Variable.assign, self._scale_state, new)
+
+    def _advance_window(self, window: Any, measured: Any, asked: jax.Array) -> None:
+        """Adds what was measured of a microbatch, and moves the scale at the end of its window."""
+        due, finite = window
+        before = read(self._measured)
+        measured = gradients.measured_of_both(before, measured)
+        self._advance(finite, measured, due)
+        for name, value in measured.items():
+            new = jnp.where(asked, value, before[name])
+            self._measured[name].assign(jnp.where(due, jnp.zeros_like(value), new))
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
@@ -286,7 +297,7 @@ class LossScaleOptimizer(Optimizer):
     def _build_around(self, variables: Sequence[Variable]) -> None:
         if self.telemetry:
             first = at_first(self._loss_scale(), len(variables), self.underflow_every)
-            self._observed = _variables_of(first, self.name)
+            self._observed = _variables_of(first, f"{self.name}/last")
         if self._tally is not None:
             measured = gradients.measure(self.rule.measures, [], 0.0)
             self._measured = {
@@ -367,13 +378,14 @@ class LossScaleOptimizer(Optimizer):
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
-def _variables_of(state: Any, owner: str) -> Any:
+def _variables_of(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:
     """A NamedTuple of arrays (or more such tuples), with a variable in the place of each."""
 
     def one(name: str, value: Any) -> Any:
         if value is None or hasattr(value, "_fields"):
-            return value and _variables_of(value, owner)
-        return Variable(value, name=f"{owner}/{_DOCUMENTED.get(name, name)}", trainable=False)
+            return value and _variables_of(value, owner, documented)
+        name = (documented or {}).get(name, name)
+        return Variable(value, name=f"{owner}/{name}", trainable=False)
 
     return type(state)(*(one(name, getattr(state, name)) for name in state._fields))
 

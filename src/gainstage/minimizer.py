@@ -170,7 +170,8 @@ class Minimizer(Stateful):
                 with, in any order; by default all. The first call builds the optimizer.
             loss: the true loss, a scalar, for loss-scale rules that want to know it.
             only_if: a bool scalar: where it does not hold the step is skipped, though its gradients
-                may be finite. So several optimizers share a verdict::
+                may be finite; the scale moves as these gradients alone say, but leaves a finite
+                one out of a window that counts bad ones. So several optimizers share a verdict::
 
                     fine = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
                     opt_a.apply(grads_a, only_if=fine)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage import checks
-from gainstage.gradients import measure
 from gainstage.joining import by_rows
 from gainstage.sharding import on_one_device, varying
 
@@ -66,6 +65,7 @@ def observed(
     scale: jax.Array | float,
     finite: jax.Array,
     norm: jax.Array,
+    max_abs: jax.Array,
     loss_scale: jax.Array,
     every: int | None,
     ordered: bool = False,
@@ -74,11 +74,12 @@ def observed(
 
     Args:
         before: what was known before it.
-        grads: its gradients, arrays or None. Beyond `max_abs` they are read only where the step is
-            skipped, and where exponents are due.
+        grads: its gradients, arrays or None, which are read only where the step is skipped, and
+            where exponents are due.
         scale: what they were multiplied by: `loss_scale`, or 1 if they are the true ones.
         finite: whether it was applied.
         norm: of all true gradients together.
+        max_abs: their largest finite element.
         loss_scale: the scale of its loss.
         every: as for `at_first`.
         ordered: as for `gradients.measure`.
@@ -92,7 +93,7 @@ def observed(
         skipped_steps=info.skipped_steps + jnp.where(finite, 0, 1).astype(jnp.int32),
         grad_norm=norm.astype(jnp.float32),
         applied_steps=info.applied_steps + jnp.where(finite, 1, 0).astype(jnp.int32),
-        max_abs=measure(["max_abs"], grads, None, scale, ordered)["max_abs"],
+        max_abs=max_abs,
     )
     one = on_one_device(ordered)
     causes = lax.cond(
@@ -109,6 +110,11 @@ def observed(
         due = finite & ((exponents.step < 0) | (step - exponents.step >= every))
         exponents = lax.cond(due, counted, lambda: exponents)
     return Observed(new, causes, exponents)
+
+
+def wanted(measures: Sequence[str], telemetry: bool) -> tuple[str, ...]:
+    """What has to be measured of the gradients for a rule and for telemetry, each once."""
+    return tuple(dict.fromkeys([*measures, *(["max_abs"] if telemetry else [])]))
 
 
 def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool, int | None]:
@@ -152,7 +158,7 @@ def _exponents(gradient: jax.Array, scale: jax.Array, ordered: bool) -> jax.Arra
     """How many elements are 0, and how many have each exponent from `LOWEST` on."""
 
     def more(so_far: jax.Array, part: jax.Array) -> jax.Array:
-        x = jnp.atleast_1d(part).astype(jnp.float32) * scale
+        x = jnp.abs(jnp.atleast_1d(part)).astype(jnp.float32) * scale
         exponent = jnp.clip(jnp.frexp(x)[1] - 1, LOWEST, HIGHEST)
         place = jnp.where(x == 0, 0, exponent - LOWEST + 1).astype(jnp.int8)
 

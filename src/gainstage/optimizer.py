@@ -216,7 +216,7 @@ class Optimizer(Step):
     def _option(self, name: str) -> Any:
         """The option in force: the wrapper's, where the wrapper was given it."""
         given = vars(self._wrapper) if self._wrapper else {}
-        if name in CLIPS and not CLIPS.isdisjoint(given):
+        if name in CLIPS and any(given.get(clip) is not None for clip in CLIPS):
             return given.get(name)  # one clip option is in force, of whichever kind
         return given.get(name, getattr(self, name))
 
@@ -263,6 +263,12 @@ class Optimizer(Step):
             value = check_option(name, value, others)
             if name in BEFORE_BUILD and self.built and value != self._option(name):
                 raise ValueError(f"Expected {name} to be set before the optimizer is built.")
+            counts = vars(self).get("_window_tally") is not None and self._wrapper is None
+            if counts and name == "loss_scale_factor" and value is None:
+                raise ValueError(
+                    f"Expected a loss_scale_factor for on_bad_microbatch="
+                    f"{self._option('on_bad_microbatch')!r}; got None."
+                )
             (self._given.discard if value is None else self._given.add)(name)
         super().__setattr__(name, value)
         if not name.startswith("_") and name != "learning_rate":

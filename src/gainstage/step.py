@@ -14,7 +14,7 @@ from gainstage.inspection import Inspection, inspect
 from gainstage.inspection import norms as norms_of
 from gainstage.learning_rate import LearningRate
 from gainstage.variable import Variable, placed
-from gainstage.windows import Windows
+from gainstage.windows import Windows, is_asked
 
 
 class Step(Windows):
@@ -63,6 +63,9 @@ class Step(Windows):
             return
         places = [(variable, self._get_variable_index(variable)) for variable in var_list]
         started = self._iterations.value() > 0  # before that there is no average
+        if self._tally is not None and not self._fails():  # nor after bad microbatches alone
+            steps = self._option("gradient_accumulation_steps")
+            started &= (self._iterations.value() >= steps) | (self._tally.value() > 0)
         for variable, place in places:
             average = self._averages[place].value()
             variable.assign(jnp.where(started, average, variable.value()))
@@ -112,12 +115,12 @@ class Step(Windows):
             self._update(gradients.divided(grads, scale), seen.norms, rate)
 
         state, tally = (list(self._index), self.variables), self._tally
-        asked = jnp.array(True) if only_if is None else only_if
+        asked = is_asked(seen.finite, only_if)
         fine = seen.finite if only_if is None else seen.finite & only_if
         if tally is None:
             keep_if(fine, update, state, branches=bool(self._accumulators))
         elif self._fails():
-            failed = tally.value() | (asked & ~seen.finite)
+            failed = tally.value() | ~seen.finite
             fine &= ~failed
             keep_if(fine, update, state, branches=True)
             tally.assign(failed)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
 from gainstage.stateful import unique_names
-from gainstage.transformation import loss_scaled
+from gainstage.transformation import loss_scaled_within
 from gainstage.variable import Variable
 
 
@@ -32,8 +32,8 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     Raises:
         TypeError: no optimizer.
         ValueError: one that is built, or an option that means nothing here: `loss_scale_factor`
-            (give a `rule`), `shard_state_over`, `master_weights` with loss scaling, variables
-            excluded from decay (give names).
+            (give a `rule`), `shard_state_over`, an `on_bad_microbatch` other than "extend",
+            `master_weights` with loss scaling, variables excluded from decay (give names).
 
     Examples:
         >>> import gainstage as gs
@@ -61,6 +61,11 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     if inner.shard_state_over:
         raise ValueError("Expected no shard_state_over for to_optax: state lies where you put it.")
+    if inner._option("on_bad_microbatch") != "extend":
+        raise ValueError(
+            "Expected on_bad_microbatch='extend' for to_optax, where a step that is not finite is "
+            f"no step; got {inner._option('on_bad_microbatch')!r}."
+        )
     inner = copy.deepcopy(inner)  # with a wrapper of its own, whose options are in force
     if not isinstance(optimizer, LossScaleOptimizer):
         return _unscaled(inner)
@@ -69,7 +74,9 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
-    return loss_scaled(_unscaled(inner), optimizer.rule, optimizer.telemetry)
+    limits = {} if inner._option("gradient_accumulation_steps") else inner._clips()
+    more = (optimizer.rule, optimizer.telemetry, optimizer.underflow_every)
+    return loss_scaled_within(limits, _unscaled(inner), *more)
 
 
 def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

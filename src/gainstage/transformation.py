@@ -1,6 +1,6 @@
 """Loss scaling for optax loops: the same rules, check and decision, without variables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage import gradients
 from gainstage.bridge import select
 from gainstage.inspection import inspect
-from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed
+from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed, wanted
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 
 
@@ -47,7 +47,8 @@ def loss_scaled(
             `gainstage.report` which tensors overflowed; adds six scalars to the state, and four
             integers for each parameter.
         underflow_every: after so many steps `telemetry` also counts how large the elements of each
-            gradient are, for `gainstage.report` to say what float16 loses; None for never.
+            gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
+            the state; None for never.
 
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
@@ -71,6 +72,22 @@ def loss_scaled(
 
     Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740.
     """
+    return loss_scaled_within({}, tx, rule, telemetry, underflow_every)
+
+
+def loss_scaled_within(
+    limits: Mapping[str, float],
+    tx: Any,
+    rule: LossScale | None = None,
+    telemetry: bool = False,
+    underflow_every: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """`loss_scaled` of a transformation that clips: a norm that is not finite skips a step too.
+
+    Args:
+        limits: the clip option in force, as for `gradients.clip`.
+        tx, rule, telemetry, underflow_every: as for `loss_scaled`.
+    """
     rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
@@ -93,9 +110,10 @@ def loss_scaled(
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
-        leaves = [lax.optimization_barrier(leaf) for leaf in jax.tree.leaves(grads)]
-        finite, _, norm = inspect(leaves, norm=telemetry)
-        measured = gradients.measure(rule.measures, grads, extra.get("value"))
+        leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(grads)))
+        finite, _, norm = inspect(list(leaves), 1.0, limits, norm=telemetry)
+        names = wanted(rule.measures, telemetry)
+        measured = gradients.measure(names, grads, extra.get("value"))
 
         def step(inner: Any) -> Any:
             return tx.update(grads, inner, params, **extra)
@@ -103,11 +121,13 @@ def loss_scaled(
         keep = finite if only_if is None else finite & jnp.asarray(only_if, bool)
         updates, inner = select(keep, step, state.inner)
         updates = jax.tree.map(lambda u: jnp.where(keep, u, -0.0).astype(u.dtype), updates)
-        scale = advance(rule, state.loss_scale, finite, **measured)
+        asked = {name: measured[name] for name in rule.measures}
+        scale = advance(rule, state.loss_scale, finite, **asked)
         told = None
         if norm is not None:
             true, now = leaves_and_none(grads), state.loss_scale.scale
-            told = observed(state.observed, true, 1.0, keep, norm, now, every)
+            more = (keep, norm, measured["max_abs"], now, every)
+            told = observed(state.observed, true, 1.0, *more)
         return updates, LossScaledState(scale, inner, keep, told)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -4,6 +4,7 @@ import abc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gainstage.minimizer import Minimizer
 from gainstage.variable import Variable
@@ -62,11 +63,17 @@ class Windows(Minimizer):
         return self._ends_window(), self._tally.value()
 
     def _window_after(
-        self, before: Any, finite: jax.Array, only_if: jax.Array | None
+        self, before: Any, finite: jax.Array, asked: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Whether a loss scale may move after it, and whether all of the window was finite."""
         ends, tally = before
-        ends = ends if only_if is None else ends & only_if
         if self._fails():
-            return ends & finite & ~tally, finite
-        return ends, finite & (tally + 1 == self._option("gradient_accumulation_steps"))
+            return asked & ends & finite & ~tally, finite
+        good = finite & (tally + 1 == self._option("gradient_accumulation_steps"))
+        return asked & ends, good
+
+
+def is_asked(finite: jax.Array, only_if: jax.Array | None) -> jax.Array:
+    """Whether a microbatch belongs to its window: not if `only_if` alone turned it down. Where it
+    is not finite itself that may be why."""
+    return jnp.ones_like(finite) if only_if is None else only_if | ~finite

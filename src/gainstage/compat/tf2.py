@@ -148,7 +148,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         count = self.inner_optimizer._iterations
         before = count.value()
         super()._apply(grads, rate, loss, only_if)
-        count.assign(before + 1)  # a skipped step counts
+        if not self._option("gradient_accumulation_steps"):  # which needs to know its windows
+            count.assign(before + 1)  # a skipped step counts
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
