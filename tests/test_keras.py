@@ -32,10 +32,11 @@ OPTIONS = [
     {"gradient_accumulation_steps": 2, "clipnorm": 0.4},
     {"gradient_accumulation_steps": 3, "use_ema": True, "ema_overwrite_frequency": 2},
 ]
+# The first rule of each kind with all options, the others without.
 CASES = [
-    (name, rule, options)
+    pytest.param(name, rule, options, marks=[pytest.mark.slow] if i and options else [])
     for name, rules in RULES.items()
-    for rule, options in itertools.product(rules, OPTIONS)
+    for (i, rule), options in itertools.product(enumerate(rules), OPTIONS)
 ]
 
 
