@@ -25,8 +25,8 @@ case names no model, only the optimizer's step is measured, on given gradients.
 What scaling costs is one more reading of the gradients: whether they are finite has to be known
 before the first weight is changed. A step by itself has nothing to hide that behind, and is bound
 by memory, so it costs about what it reads: a sixth to a third more for SGD with momentum in
-float32, a tenth to a fourth for Adam. Float16 gradients cost more on a CPU, which has no reduction
-for them and widens them on one core. With clipping the norm is the check, and costs nothing more.
+float32, a tenth to a fourth for Adam. Float16 gradients cost a little more on a CPU, which computes
+on them only after widening them. With clipping the norm is the check, and costs nothing more.
 In a whole train step the backward pass has just written the gradients, so that they are read from
 the cache, and little is left of it.
 
