@@ -1,6 +1,8 @@
 """Eight virtual CPU devices for every test, and a record of how often a function was traced."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 import jax
@@ -13,11 +15,11 @@ os.environ["KERAS_BACKEND"] = "jax"
 jax.config.update("jax_num_cpu_devices", 8)
 
 
-def pytest_configure(config):
+def pytest_configure():
     """What a process has compiled in this run it does not compile again."""
-    folder = tempfile.TemporaryDirectory()
-    config.add_cleanup(folder.cleanup)
-    jax.config.update("jax_compilation_cache_dir", folder.name)
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

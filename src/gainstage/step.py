@@ -111,30 +111,15 @@ class Step(Windows):
         limits, layouts = {} if self._accumulators else self._clips(), self._layouts()
         seen = inspect(grads, scale, limits, read(self._accumulators), layouts, norm)
 
-        def update() -> None:
-            self._update(gradients.divided(grads, scale), seen.norms, rate)
+        def update(fine: jax.Array | None = None) -> None:
+            true = [g if g is None or fine is None else jnp.where(fine, g, 0) for g in grads]
+            self._update(gradients.divided(true, scale), seen.norms, rate)
 
-        state, tally = (list(self._index), self.variables), self._tally
-        asked = is_asked(seen.finite, only_if)
         fine = seen.finite if only_if is None else seen.finite & only_if
-        if tally is None:
-            keep_if(fine, update, state, branches=bool(self._accumulators))
-        elif self._fails():
-            failed = tally.value() | ~seen.finite
-            fine &= ~failed
-            keep_if(fine, update, state, branches=True)
-            tally.assign(failed)
-        else:
-            given = grads
-
-            def count() -> None:
-                grads = [g if g is None else jnp.where(fine, g, 0) for g in given]
-                tally.assign_add(fine.astype(tally.dtype))
-                self._update(gradients.divided(grads, scale), seen.norms, rate)
-
-            counts = fine | (asked & self._ends_window())
-            keep_if(counts, count, state, branches=True)
-            self._iterations.assign_add(jnp.where(asked & ~counts, 1, 0))
+        if self._tally is not None:
+            return seen, self._take_microbatch(update, fine, is_asked(seen.finite, only_if))
+        state = (list(self._index), self.variables)
+        keep_if(fine, update, state, branches=bool(self._accumulators))
         return seen, fine
 
     def _pinned(self, grads: list[Any]) -> list[Any]:
@@ -176,7 +161,6 @@ class Step(Windows):
 
     def _accumulate(self, grads: Gradients, rate: jax.Array) -> None:
         """Adds to the accumulators; every so many steps, updates with their average."""
-        steps = self._option("gradient_accumulation_steps")
         present = [(g, a) for g, a in zip(grads, self._accumulators, strict=True) if g is not None]
         state = (list(self._index), self.variables)
         for gradient, accumulator in present:
@@ -186,9 +170,7 @@ class Step(Windows):
             sums = [a.value() for a in self._accumulators]
             for _, accumulator in present:
                 accumulator.assign(jnp.zeros_like(accumulator.value()))
-            tally = None if self._fails() else self._tally
-            good = None if tally is None else tally.value()
-            count = steps if good is None else jnp.maximum(good, 1)
+            count, enough = self._close_window()
             pairs = zip(grads, sums, strict=True)
             means = [None if g is None else s / count for g, s in pairs]
             norms = norms_of(means, self._clips(), self._layouts())
@@ -196,15 +178,9 @@ class Step(Windows):
             def update_weights() -> None:
                 self._update_weights(gradients.divided(means), norms, rate)
 
-            conditions = []
+            conditions = [] if enough is None else [enough]
             if norms and self._skips():  # finite means may have a norm that is not
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
-            if tally is not None and good is not None:
-                drops = self._option("on_bad_microbatch") == "drop_window"
-                enough = good == steps if drops else good > 0
-                conditions.append(enough)
-                tally.assign(0)
-                self._iterations.assign_add(jnp.where(enough, 0, -steps))
             if conditions:
                 keep = jnp.array(conditions).all()
                 keep_if(keep, update_weights, state, branches=True)

@@ -1,11 +1,13 @@
 """Windows of accumulation: what becomes of one in which a gradient was not finite."""
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gainstage.bridge import keep_if
 from gainstage.minimizer import Minimizer
 from gainstage.variable import Variable
 
@@ -61,6 +63,49 @@ class Windows(Minimizer):
         """Before a step: whether it ends a window, and the tally so far."""
         assert self._tally is not None
         return self._ends_window(), self._tally.value()
+
+    def _take_microbatch(
+        self, update: Callable[..., None], fine: jax.Array, asked: jax.Array
+    ) -> jax.Array:
+        """Runs `update` on a microbatch, or not, as the policy says.
+
+        Args:
+            update: takes the step; given a bool scalar, with zeros where that does not hold.
+            fine: whether it is finite and wanted.
+            asked: whether it belongs to the window.
+
+        Returns:
+            Whether it was taken.
+        """
+        tally, state = self._tally, (list(self._index), self.variables)
+        assert tally is not None
+        if self._fails():
+            failed = tally.value() | (asked & ~fine)
+            fine &= ~failed
+            keep_if(fine, update, state, branches=True)
+            tally.assign(failed)
+            return fine
+
+        def count() -> None:
+            tally.assign_add(fine.astype(tally.dtype))
+            update(fine)
+
+        counts = fine | (asked & self._ends_window())
+        keep_if(counts, count, state, branches=True)
+        self._iterations.assign_add(jnp.where(asked & ~counts, 1, 0))
+        return fine
+
+    def _close_window(self) -> tuple[Any, jax.Array | None]:
+        """At its end: how many gradients were added up, and whether they are enough for an update;
+        None if nobody asks."""
+        steps, tally = self._option("gradient_accumulation_steps"), self._tally
+        if tally is None or self._fails():
+            return steps, None
+        good = tally.value()
+        enough = good == steps if self._option("on_bad_microbatch") == "drop_window" else good > 0
+        tally.assign(0)
+        self._iterations.assign_add(jnp.where(enough, 0, -steps))
+        return jnp.maximum(good, 1), enough
 
     def _window_after(
         self, before: Any, finite: jax.Array, asked: jax.Array
