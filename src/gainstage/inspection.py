@@ -63,9 +63,10 @@ def inspect(
     leaves = [grads[i] for i in here]
     onto = [onto[i] for i in here] if onto else []
     spread = {i: layouts[i] for i in here if isinstance(layouts[i], NamedSharding)}
-    limits = limits or {}
-    clips = not limits.keys().isdisjoint(("clipnorm", "global_clipnorm"))
-    limits = {**limits, "global_clipnorm": math.inf} if norm and not clips else limits
+    limits = {name: limit for name, limit in (limits or {}).items() if name != "clipvalue"}
+    clips = bool(limits)
+    if norm and not clips:
+        limits = {"global_clipnorm": math.inf}
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes:  # inside of `jax.shard_map`
         axes = [varying_axes(leaf) for leaf in leaves]
