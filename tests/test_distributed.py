@@ -191,13 +191,13 @@ def test_a_process_that_fails_ends_all_four(tmp_path):
 
 def test_a_process_that_stands_still_ends_the_others(tmp_path):
     """A process that is stopped, but not dead, is given up when the patience is over."""
-    run = Run(tmp_path, culprit=1, stop_at=3, steps=1000, initialize={"patience": 8})
+    run = Run(tmp_path, culprit=1, stop_at=3, steps=1000, initialize={"patience": 5})
     while run.processes[0].poll() is None and time.monotonic() < run.started + 60:
         time.sleep(0.1)
     run.processes[1].kill()
     statuses, _ = run.wait()
     assert statuses == [75, -9]
-    assert "Expected a step within 8 s; none was taken." in run.said(0)
+    assert "Expected a step within 5 s; none was taken." in run.said(0)
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
