@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from gainstage.fp8 import Seen
-from gainstage.joining import bundle, by_rows
+from gainstage.joining import bundle, longest_row, reduce_by_rows
 from gainstage.sharding import on_one_device, varying, varying_axes
 from gainstage.variable import placed
 
@@ -124,18 +124,25 @@ def measure(
     for name in names:
         if name not in known:
             raise ValueError(f"Expected measures among {sorted(known)}; got {name!r}.")
-    wanted = {name: _MEASURES[name] for name in names if name in _MEASURES}
+    wanted = [name for name in names if name in _MEASURES]
     leaves = jax.tree.leaves(grads)
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     ordered = on_one_device(ordered)
-    measured = {name: jnp.zeros((), dtype) for name, (dtype, _) in wanted.items()}
+    measured = {name: jnp.zeros((), _MEASURES[name].dtype) for name in wanted}
+    ways = {name: (_MEASURES[name].join, _MEASURES[name].reduce) for name in wanted}
     axes = tuple(frozenset().union(*map(varying_axes, leaves)))
     measured = lax.pcast(measured, axes, to="varying") if axes and wanted else measured
+    longest = longest_row(leaves)
     for (array,) in bundle(leaves) if ordered and wanted else zip(leaves if wanted else ()):
         (gradient,) = divided([array], scale)
         assert gradient is not None
-        fold = functools.partial(_measured, wanted, gradient.factors)
-        measured = by_rows(fold, measured, array) if ordered else fold(measured, array)
+        elements = functools.partial(_elements, wanted, gradient.factors)
+        if ordered:
+            after = measured[wanted[0]].astype(jnp.float32)
+            more = reduce_by_rows(elements, ways, array, longest, after)
+        else:
+            more = {name: ways[name][1](value) for name, value in elements(array).items()}
+        measured = {name: ways[name][0](measured[name], more[name]) for name in wanted}
     if "loss" in names:
         value = jnp.asarray(jnp.nan if loss is None else loss, jnp.float32)
         measured["loss"] = value if loss is None else jnp.where(jnp.isnan(value), jnp.inf, value)
@@ -163,21 +170,26 @@ def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Arr
     return {name: joined[name](before[name], value) for name, value in more.items()}
 
 
-def _measured(wanted: Any, factors: Any, so_far: Any, array: jax.Array) -> dict[str, jax.Array]:
+class _Measure(NamedTuple):
+    dtype: Any
+    element: Callable[[jax.Array], jax.Array]  # of true gradients, each by itself
+    join: Callable[[jax.Array, jax.Array], jax.Array]
+    reduce: Callable[[jax.Array], jax.Array]
+
+
+def _elements(names: Sequence[str], factors: Any, array: jax.Array) -> dict[str, jax.Array]:
     value = Gradient(array, factors).value()
-    return {name: fold(so_far[name], value) for name, (_, fold) in wanted.items()}
+    return {name: _MEASURES[name].element(value) for name in names}
 
 
-def _largest(so_far: jax.Array, value: jax.Array) -> jax.Array:
-    finite = jnp.where(jnp.isfinite(value), jnp.abs(value), 0)
-    return jnp.maximum(so_far, finite.max(initial=0).astype(jnp.float32))
+def _size(value: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(value), jnp.abs(value), 0).astype(jnp.float32)
 
 
-# By name: the dtype, and how the true gradients, or a part of them, are added.
-_MEASURES: dict[str, tuple[Any, Callable[[jax.Array, jax.Array], jax.Array]]] = {
-    "max_abs": (jnp.float32, _largest),
-    "any_nan": (jnp.bool_, lambda so_far, value: so_far | jnp.isnan(value).any()),
-    "any_inf": (jnp.bool_, lambda so_far, value: so_far | jnp.isinf(value).any()),
+_MEASURES = {
+    "max_abs": _Measure(jnp.float32, _size, jnp.maximum, functools.partial(jnp.max, initial=0)),
+    "any_nan": _Measure(jnp.bool_, jnp.isnan, jnp.logical_or, jnp.any),
+    "any_inf": _Measure(jnp.bool_, jnp.isinf, jnp.logical_or, jnp.any),
 }
 
 

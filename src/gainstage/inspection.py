@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import real_parts, wide
-from gainstage.joining import LONG, ROW, bundle, by_rows, sum_by_rows
+from gainstage.joining import bundle, by_rows, longest_row, reduce_by_rows
 from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
 from gainstage.variable import placed
 
@@ -241,15 +241,14 @@ def _squares(
         ordered: whether their elements have an order, on one device.
     """
     total, each = _nothing(_widest(arrays), arrays).squares, []
-    # Rows of them take up half a percent of what the weights do, in float32.
-    longest = min(max(sum(x.size for x in arrays) // 200, ROW), LONG)
+    longest = longest_row(arrays)
 
     def square(x: jax.Array) -> jax.Array:
         return jnp.square(x.astype(wide(x.dtype)))
 
     @jax.jit  # traced once for arrays of one shape
     def in_rows(x: jax.Array, total: jax.Array) -> jax.Array:
-        return sum_by_rows(square, x, longest, total)
+        return reduce_by_rows(square, (jnp.add, jnp.sum), x, longest, total)
 
     for x in arrays:
         # XLA for CPU has a fast sum for all dtypes but this one, which it would widen first.

@@ -68,32 +68,48 @@ def by_rows(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array) -> Any:
     return lax.platform_dependent(so_far, *arrays, cpu=loop, default=fn)
 
 
-def sum_by_rows(
-    fn: Callable[[jax.Array], jax.Array], array: jax.Array, longest: int, after: jax.Array
-) -> jax.Array:
-    """The sum of `fn(array)`, element by element; on CPU rows are added to one another first, for
+def reduce_by_rows(
+    fn: Callable[[jax.Array], Any], ways: Any, array: jax.Array, longest: int, after: jax.Array
+) -> Any:
+    """`fn(array)`, element by element, reduced; on CPU rows are joined with one another first, for
     XLA uses all cores there, and all of each, for what is no reduction.
 
     Args:
-        fn: takes an array, and returns one.
+        fn: takes an array, and returns a pytree of arrays of its shape.
+        ways: for each of them how two are joined, element by element, and how one is reduced; both
+            leave a 0, or False, out of account. In the same structure.
         array: as for `by_rows`.
-        longest: the largest number of elements in a row.
+        longest: the largest number of elements in a row, of `longest_row`.
         after: a scalar that is not negative, of something that is to be computed before.
     """
     row = _row([array], longest)
+
+    def reduced(values: Any) -> Any:
+        return jax.tree.map(lambda value, way: way[1](value), values, ways)
+
+    def at_once(array: jax.Array, after: jax.Array) -> Any:
+        return reduced(fn(array))
+
     if row is None:
-        return jnp.sum(fn(array))
+        return at_once(array, after)
 
-    def loop(array: jax.Array, after: jax.Array) -> jax.Array:
+    def loop(array: jax.Array, after: jax.Array) -> Any:
         count, rows = _rows(row, array)
-        # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
-        start = jnp.full(row, after < 0, jax.eval_shape(fn, array).dtype)
-        return jnp.sum(lax.fori_loop(0, count, lambda i, sums: sums + fn(*rows(i)), start))
 
-    def at_once(array: jax.Array, after: jax.Array) -> jax.Array:
-        return jnp.sum(fn(array))
+        def join(i: Any, so_far: Any) -> Any:
+            return jax.tree.map(lambda a, b, way: way[0](a, b), so_far, fn(*rows(i)), ways)
+
+        # They are all 0, but XLA does not know: so the loops take turns, and share their memory.
+        shapes = jax.eval_shape(fn, array)
+        start = jax.tree.map(lambda x: jnp.full(row, after == -1).astype(x.dtype), shapes)
+        return reduced(lax.fori_loop(0, count, join, start))
 
     return lax.platform_dependent(array, after, cpu=loop, default=at_once)
+
+
+def longest_row(arrays: Sequence[jax.Array]) -> int:
+    """So long that rows of it take up half a percent of what the arrays do, in float32."""
+    return min(max(sum(x.size for x in arrays) // 200, ROW), LONG)
 
 
 def _row(arrays: Sequence[jax.Array], longest: int) -> int | None:
