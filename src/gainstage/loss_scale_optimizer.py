@@ -24,7 +24,7 @@ from gainstage.rules import (
     as_rule,
     start,
 )
-from gainstage.variable import Variable
+from gainstage.variable import Variable, variables_like
 from gainstage.windows import is_asked
 
 
@@ -94,7 +94,7 @@ class LossScaleOptimizer(Optimizer):
         self._inner, self._rule = inner_optimizer, rule
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
         state = start(rule)
-        self._scale_state = _variables_of(state, self.name, _DOCUMENTED)
+        self._scale_state = variables_like(state, self.name, _DOCUMENTED)
         self._observed: Observed | None = None
         self._measured: dict[str, Variable] = {}  # of the window so far
         self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
@@ -297,13 +297,11 @@ class LossScaleOptimizer(Optimizer):
     def _build_around(self, variables: Sequence[Variable]) -> None:
         if self.telemetry:
             first = at_first(self._loss_scale(), len(variables), self.underflow_every)
-            self._observed = _variables_of(first, f"{self.name}/last")
+            self._observed = variables_like(first, f"{self.name}/last")
         if self._tally is not None:
-            measured = gradients.measure(self.rule.measures, [], 0.0)
-            self._measured = {
-                name: Variable(value, name=f"{self.name}/window_{name}", trainable=False)
-                for name, value in measured.items()
-            }
+            for name, value in gradients.measure(self.rule.measures, [], 0.0).items():
+                own = Variable(value, name=f"{self.name}/window_{name}", trainable=False)
+                self._measured[name] = own
         self._replicate([*self._own(), *self._slots], variables)
         self._forget_program()
 
@@ -376,18 +374,6 @@ class LossScaleOptimizer(Optimizer):
 
 # How the documents call what a rule counts.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-
-
-def _variables_of(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:
-    """A NamedTuple of arrays (or more such tuples), with a variable in the place of each."""
-
-    def one(name: str, value: Any) -> Any:
-        if value is None or hasattr(value, "_fields"):
-            return value and _variables_of(value, owner, documented)
-        name = (documented or {}).get(name, name)
-        return Variable(value, name=f"{owner}/{name}", trainable=False)
-
-    return type(state)(*(one(name, getattr(state, name)) for name in state._fields))
 
 
 def _check_inner(inner: Any, given: set[str]) -> None:

@@ -16,7 +16,7 @@ from gainstage.learning_rate import LearningRate
 from gainstage.minimizer import check_floating
 from gainstage.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRateSchedule
-from gainstage.sharding import divided
+from gainstage.sharding import check_axes, divided
 from gainstage.step import Step
 from gainstage.variable import Variable, is_tracing
 
@@ -220,17 +220,6 @@ class Optimizer(Step):
             return given.get(name)  # one clip option is in force, of whichever kind
         return given.get(name, getattr(self, name))
 
-    def _check_axes(self, variables: Sequence[Variable]) -> None:
-        # A mesh may be of one device, where there is nothing to divide.
-        meshes = [getattr(variable.sharding, "mesh", None) for variable in variables]
-        known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
-        for axis in self.shard_state_over:
-            if axis not in known:
-                raise ValueError(
-                    f"Expected axes of the variables' mesh, {known}, for shard_state_over; "
-                    f"got {axis!r}."
-                )
-
     def _state_layout(self, reference: Variable) -> Any:
         layout = reference._layout
         if not self.shard_state_over or not isinstance(layout, NamedSharding):
@@ -313,7 +302,7 @@ class Optimizer(Step):
                 f"`build(variables)` before it."
             )
         check_floating(variables)
-        self._check_axes(variables)
+        check_axes(self.shard_state_over, [variable.sharding for variable in variables])
         self._window_tally = self._tally_of_window()
         self._replicate(self.variables, variables)
         if self._option("use_ema"):

@@ -118,3 +118,16 @@ def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) 
 
 def _axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def check_axes(axes: Sequence[str], layouts: Sequence[Any]) -> None:
+    """A ValueError that names the first of `axes`, for `shard_state_over`, that no mesh has."""
+    # A mesh may be of one device, where there is nothing to divide.
+    meshes = [getattr(layout, "mesh", None) for layout in layouts]
+    known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
+    for axis in axes:
+        if axis not in known:
+            raise ValueError(
+                f"Expected axes of the variables' mesh, {known}, for shard_state_over; "
+                f"got {axis!r}."
+            )

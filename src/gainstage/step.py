@@ -48,6 +48,11 @@ class Step(Windows):
         """Where the state of each trainable variable lies, None off a mesh."""
         return [self._state_layout(variable) for variable in self._index]
 
+    def _limits(self) -> dict[str, float]:
+        """The clip option whose norm has to be finite for a step; with accumulation that of the
+        mean is looked at, where there is one."""
+        return {} if self._option("gradient_accumulation_steps") else self._clips()
+
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
         scale = self._loss_scale()
@@ -108,7 +113,7 @@ class Step(Windows):
         Returns:
             What was seen of the gradients, and whether the step was taken.
         """
-        limits, layouts = {} if self._accumulators else self._clips(), self._layouts()
+        limits, layouts = self._limits(), self._layouts()
         seen = inspect(grads, scale, limits, read(self._accumulators), layouts, norm)
 
         def update(fine: jax.Array | None = None) -> None:

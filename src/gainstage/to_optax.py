@@ -74,9 +74,8 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
-    limits = {} if inner._option("gradient_accumulation_steps") else inner._clips()
     more = (optimizer.rule, optimizer.telemetry, optimizer.underflow_every)
-    return loss_scaled_within(limits, _unscaled(inner), *more)
+    return loss_scaled_within(inner._limits(), _unscaled(inner), *more)
 
 
 def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:

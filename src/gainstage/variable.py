@@ -1,6 +1,6 @@
 """A mutable box for one array, a leaf of every pytree."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -277,3 +277,21 @@ def placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
     if isinstance(layout, NamedSharding) and AxisType.Explicit in layout.mesh.axis_types:
         return jax.sharding.reshard(value, layout)
     return lax.with_sharding_constraint(value, layout)
+
+
+def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:
+    """A NamedTuple of arrays (or more such tuples), with a variable in the place of each.
+
+    Args:
+        state: the tuple; None in it stays None.
+        owner: the prefix of the variables' names.
+        documented: the names of fields that are called otherwise outside.
+    """
+
+    def one(name: str, value: Any) -> Any:
+        if value is None or hasattr(value, "_fields"):
+            return value and variables_like(value, owner, documented)
+        name = (documented or {}).get(name, name)
+        return Variable(value, name=f"{owner}/{name}", trainable=False)
+
+    return type(state)(*(one(name, getattr(state, name)) for name in state._fields))

@@ -159,7 +159,8 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
             **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
         )
         arrays = [g if g is None else jnp.asarray(g) for g in grads]
-        finite = inspect(arrays, state.scale, _limits_of(self.inner_optimizer)).finite
+        ours = getattr(self.inner_optimizer, "_ours", None)
+        finite = inspect(arrays, state.scale, ours._limits() if ours else {}).finite
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         true = [
             g if g is None or keep else gradients.unscale(g, state.scale)
@@ -189,13 +190,6 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
-
-
-def _limits_of(optimizer: Any) -> dict[str, float]:
-    """The clip option of one of ours, which skips a step whose norm is not finite."""
-    ours = optimizer._ours if isinstance(optimizer, KerasOptimizer) else None
-    accumulates = ours is not None and ours._option("gradient_accumulation_steps")
-    return {} if ours is None or accumulates else ours._clips()
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "KerasOptimizer")
