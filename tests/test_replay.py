@@ -229,6 +229,19 @@ def test_the_largest_gradient_tells_which_scales_overflow():
     assert not replay(runs[2], rules).outcomes["above"].skips.any()
 
 
+def test_where_the_largest_gradient_was_not_looked_for_it_moves_with_the_norm():
+    """A `max_abs` that stands still while the norm moves is that of an earlier step: what a rule is
+    told of the step follows the norm, and no higher scale is known to overflow in it."""
+    norms = [2.0, 4.0, 8.0, 2.0]
+    held = recorded([4.0] * 4, [1] * 4, max_abs=[1.0, 1.0, 1.0, 3.0], grad_norm=norms)
+    asked = recorded([4.0] * 4, [1] * 4, max_abs=[1.0, 2.0, 4.0, 3.0], grad_norm=norms)
+    rules = {"adaptive": gs.AdaptiveLossScale(4.0), "high": gs.FixedLossScale(2.0**17)}
+    one, other = (replay(run, rules).outcomes for run in (held, asked))
+    assert list(one["adaptive"].scales) == list(other["adaptive"].scales)
+    assert list(one["high"].known) == [True, False, False, True]
+    assert other["high"].known.all()
+
+
 def test_one_bad_batch_is_not_held_against_the_scale():
     """A scale that overflowed once among many steps that were finite at it is taken to fit those
     that were not tried at it: hysteresis is seen to save what one outlier costs."""

@@ -366,9 +366,9 @@ def test_none_and_integers_in_the_tree():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("size", [4, 40_000])
 def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
-    """A NaN in the part of one device skips the step on all, by one all-reduce (and one for the
-    largest element, of which telemetry tells); the norm is that of all parts, where JAX knows what
-    differs. (flax: each device ends up with its own scale.)"""
+    """A NaN in the part of one device skips the step on all, by one all-reduce, with telemetry too;
+    the norm is that of all parts, where JAX knows what differs. (flax: each device ends up with
+    its own scale.)"""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
 
     def put(x, *spec):
@@ -395,8 +395,8 @@ def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     )
     grads = {"w": put(jnp.ones((8, size)), "data"), "b": put(jnp.full(size, 2.0))}
     text = mapped.lower(params, state, grads).compile().as_text()
-    text = text[text.index("ENTRY") :]  # a branch for skipped steps reads on
-    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 2
+    text = text[text.index("ENTRY") :]  # branches that are seldom taken read on
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
     moved, after = mapped(params, state, grads)
     assert float(moved["w"].min()) < 1 > float(moved["b"].min())
     if checked:

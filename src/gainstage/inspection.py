@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import real_parts, wide
-from gainstage.joining import bundle, by_rows, longest_row, reduce_by_rows
+from gainstage.joining import Reduction, bundle, by_rows, reduce_each
 from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
 from gainstage.variable import placed
 
@@ -240,22 +240,16 @@ def _squares(
         arrays: of any floating dtypes.
         ordered: whether their elements have an order, on one device.
     """
-    total, each = _nothing(_widest(arrays), arrays).squares, []
-    longest = longest_row(arrays)
+    nothing = _nothing(_widest(arrays), arrays).squares
+    each = reduce_each(_SQUARE, arrays, ordered, nothing)
+    return sum(each, nothing), each
 
-    def square(x: jax.Array) -> jax.Array:
-        return jnp.square(x.astype(wide(x.dtype)))
 
-    @jax.jit  # traced once for arrays of one shape
-    def in_rows(x: jax.Array, total: jax.Array) -> jax.Array:
-        return reduce_by_rows(square, (jnp.add, jnp.sum), x, longest, total)
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(wide(x.dtype)))
 
-    for x in arrays:
-        # XLA for CPU has a fast sum for all dtypes but this one, which it would widen first.
-        in_parts = ordered and x.dtype == jnp.float16
-        each.append(in_rows(x, total) if in_parts else jnp.sum(square(x)))
-        total += each[-1]
-    return total, each
+
+_SQUARE = Reduction(_square, jnp.add, jnp.sum, lambda x: jnp.sum(_square(x)))
 
 
 def _sums(

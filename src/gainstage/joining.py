@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,46 +68,68 @@ def by_rows(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array) -> Any:
     return lax.platform_dependent(so_far, *arrays, cpu=loop, default=fn)
 
 
-def reduce_by_rows(
-    fn: Callable[[jax.Array], Any], ways: Any, array: jax.Array, longest: int, after: jax.Array
-) -> Any:
-    """`fn(array)`, element by element, reduced; on CPU rows are joined with one another first, for
-    XLA uses all cores there, and all of each, for what is no reduction.
+class Reduction(NamedTuple):
+    """A reduction of arrays to one number each."""
+
+    element: Callable[[jax.Array], jax.Array]  # one for each element, in float32 or wider
+    join: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays of them; leaves out a 0
+    total: Callable[[jax.Array], jax.Array]  # an array of them
+    at_once: Callable[[jax.Array], jax.Array]  # all of this
+
+
+def reduce_each(
+    way: Reduction, arrays: Sequence[jax.Array], ordered: bool, nothing: jax.Array
+) -> list[jax.Array]:
+    """A reduction of each array to a number that is not negative.
 
     Args:
-        fn: takes an array, and returns a pytree of arrays of its shape.
-        ways: for each of them how two are joined, element by element, and how one is reduced; both
-            leave a 0, or False, out of account. In the same structure.
+        way: the reduction.
+        arrays: of any dtypes and shapes.
+        ordered: whether their elements have an order, on one device.
+        nothing: a 0 of the type that the sum of all has.
+    """
+    longest, reduced, so_far = _longest_row(arrays), [], nothing
+
+    @jax.jit  # traced once for arrays of one shape
+    def in_rows(x: jax.Array, after: jax.Array) -> jax.Array:
+        return _reduce_by_rows(way, x, longest, after)
+
+    for x in arrays:
+        # XLA for CPU has fast reductions for all dtypes but this one, which it would widen first.
+        in_parts = ordered and x.dtype == jnp.float16
+        reduced.append(in_rows(x, so_far) if in_parts else way.at_once(x))
+        so_far += reduced[-1]
+    return reduced
+
+
+def _reduce_by_rows(way: Reduction, array: jax.Array, longest: int, after: jax.Array) -> jax.Array:
+    """A reduction; on CPU rows are joined with one another first, for XLA uses all cores there, and
+    all of each, for what is no reduction.
+
+    Args:
+        way: the reduction.
         array: as for `by_rows`.
-        longest: the largest number of elements in a row, of `longest_row`.
+        longest: the largest number of elements in a row, of `_longest_row`.
         after: a scalar that is not negative, of something that is to be computed before.
     """
     row = _row([array], longest)
-
-    def reduced(values: Any) -> Any:
-        return jax.tree.map(lambda value, way: way[1](value), values, ways)
-
-    def at_once(array: jax.Array, after: jax.Array) -> Any:
-        return reduced(fn(array))
-
     if row is None:
-        return at_once(array, after)
+        return way.at_once(array)
 
-    def loop(array: jax.Array, after: jax.Array) -> Any:
+    def loop(array: jax.Array, after: jax.Array) -> jax.Array:
         count, rows = _rows(row, array)
+        # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
+        start = jnp.full(row, after == -1).astype(jax.eval_shape(way.element, array).dtype)
 
-        def join(i: Any, so_far: Any) -> Any:
-            return jax.tree.map(lambda a, b, way: way[0](a, b), so_far, fn(*rows(i)), ways)
+        def join(i: Any, so_far: jax.Array) -> jax.Array:
+            return way.join(so_far, way.element(*rows(i)))
 
-        # They are all 0, but XLA does not know: so the loops take turns, and share their memory.
-        shapes = jax.eval_shape(fn, array)
-        start = jax.tree.map(lambda x: jnp.full(row, after == -1).astype(x.dtype), shapes)
-        return reduced(lax.fori_loop(0, count, join, start))
+        return way.total(lax.fori_loop(0, count, join, start))
 
-    return lax.platform_dependent(array, after, cpu=loop, default=at_once)
+    return lax.platform_dependent(array, after, cpu=loop, default=lambda x, _: way.at_once(x))
 
 
-def longest_row(arrays: Sequence[jax.Array]) -> int:
+def _longest_row(arrays: Sequence[jax.Array]) -> int:
     """So long that rows of it take up half a percent of what the arrays do, in float32."""
     return min(max(sum(x.size for x in arrays) // 200, ROW), LONG)
 

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage import checks, gradients
+from gainstage import checks
 from gainstage.bridge import read
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
-from gainstage.observed import Observed, at_first, check_telemetry, observed, wanted
+from gainstage.measures import measure, measured_of_both
+from gainstage.observed import Observed, at_first, check_telemetry, observed
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.rules import (
@@ -200,13 +201,11 @@ class LossScaleOptimizer(Optimizer):
         before = None if inner._tally is None else inner._window()
         seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
         ordered = all(layout is None for layout in inner._layouts())
-        names = wanted(self.rule.measures, self.telemetry)
-        measured = gradients.measure(names, grads, loss, scale, ordered)
+        measured = measure(self.rule.measures, grads, seen.finite, loss, scale, ordered)
         if self._observed is not None and seen.norm is not None:
-            told = (scale, applied, seen.norm, measured["max_abs"], self._loss_scale())
+            told = (scale, applied, seen.norm, measured.get("max_abs"), self._loss_scale())
             new = observed(read(self._observed), grads, *told, self.underflow_every, ordered)
             jax.tree.map(Variable.assign, self._observed, new)
-        measured = {name: measured[name] for name in self.rule.measures}
         if before is None:
             self._advance(seen.finite, measured)
         else:
@@ -224,7 +223,7 @@ class LossScaleOptimizer(Optimizer):
         """Adds what was measured of a microbatch, and moves the scale at the end of its window."""
         due, finite = window
         before = read(self._measured)
-        measured = gradients.measured_of_both(before, measured)
+        measured = measured_of_both(before, measured)
         self._advance(finite, measured, due)
         for name, value in measured.items():
             new = jnp.where(asked, value, before[name])
@@ -299,7 +298,7 @@ class LossScaleOptimizer(Optimizer):
             first = at_first(self._loss_scale(), len(variables), self.underflow_every)
             self._observed = variables_like(first, f"{self.name}/last")
         if self._tally is not None:
-            for name, value in gradients.measure(self.rule.measures, [], 0.0).items():
+            for name, value in measure(self.rule.measures, [], jnp.array(True), 0.0).items():
                 own = Variable(value, name=f"{self.name}/window_{name}", trainable=False)
                 self._measured[name] = own
         self._replicate([*self._own(), *self._slots], variables)

@@ -1,5 +1,6 @@
 """What telemetry keeps of a run, on the device: the last step, what overflowed, what underflows."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,12 +10,14 @@ from jax import lax
 
 from gainstage import checks
 from gainstage.joining import by_rows
+from gainstage.measures import measure
 from gainstage.sharding import on_one_device, varying
 
 # The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
 LOWEST, HIGHEST = -40, 40  # what is beyond is counted here
 BINS = HIGHEST - LOWEST + 2  # one for each exponent, and the first for zeros
+LOOK = 16  # steps after which the largest element is looked for again
 
 
 class StepInfo(NamedTuple):
@@ -25,7 +28,9 @@ class StepInfo(NamedTuple):
     skipped_steps: jax.Array  # int32: how many steps have been skipped so far
     grad_norm: jax.Array  # float32: of all true gradients together, before clipping; 0 at first
     applied_steps: jax.Array  # int32: how many have not
-    max_abs: jax.Array  # float32: the largest finite element of the true gradients; 0 at first
+    # float32: the largest finite element of the true gradients, 0 at first; of this step, or of the
+    # last in which it was looked for
+    max_abs: jax.Array
 
 
 class Exponents(NamedTuple):
@@ -65,7 +70,7 @@ def observed(
     scale: jax.Array | float,
     finite: jax.Array,
     norm: jax.Array,
-    max_abs: jax.Array,
+    max_abs: jax.Array | None,
     loss_scale: jax.Array,
     every: int | None,
     ordered: bool = False,
@@ -74,26 +79,31 @@ def observed(
 
     Args:
         before: what was known before it.
-        grads: its gradients, arrays or None, which are read only where the step is skipped, and
-            where exponents are due.
+        grads: its gradients, arrays or None, which are read only where the step is skipped, or the
+            largest element or exponents are due.
         scale: what they were multiplied by: `loss_scale`, or 1 if they are the true ones.
         finite: whether it was applied.
         norm: of all true gradients together.
-        max_abs: their largest finite element.
+        max_abs: their largest finite element, if it has been measured.
         loss_scale: the scale of its loss.
         every: as for `at_first`.
-        ordered: as for `gradients.measure`.
+        ordered: as for `measures.measure`.
     """
     info = before.info
     step = info.applied_steps + info.skipped_steps
     scale = jnp.asarray(scale, jnp.float32)
+    largest = max_abs
+    if largest is None:
+        look = functools.partial(measure, ["max_abs"], grads, finite, None, scale, ordered)
+        due = ~finite | ~info.finite | (info.applied_steps % LOOK == 0)
+        largest = lax.cond(due, lambda: look()["max_abs"], lambda: info.max_abs)
     new = StepInfo(
         finite=finite,
         loss_scale=jnp.float32(loss_scale),
         skipped_steps=info.skipped_steps + jnp.where(finite, 0, 1).astype(jnp.int32),
         grad_norm=norm.astype(jnp.float32),
         applied_steps=info.applied_steps + jnp.where(finite, 1, 0).astype(jnp.int32),
-        max_abs=max_abs,
+        max_abs=largest,
     )
     one = on_one_device(ordered)
     causes = lax.cond(
@@ -110,11 +120,6 @@ def observed(
         due = finite & ((exponents.step < 0) | (step - exponents.step >= every))
         exponents = lax.cond(due, counted, lambda: exponents)
     return Observed(new, causes, exponents)
-
-
-def wanted(measures: Sequence[str], telemetry: bool) -> tuple[str, ...]:
-    """What has to be measured of the gradients for a rule and for telemetry, each once."""
-    return tuple(dict.fromkeys([*measures, *(["max_abs"] if telemetry else [])]))
 
 
 def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool, int | None]:

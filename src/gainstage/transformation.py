@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage import gradients
 from gainstage.bridge import select
 from gainstage.inspection import inspect
-from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed, wanted
+from gainstage.measures import measure
+from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 
 
@@ -112,8 +113,7 @@ def loss_scaled_within(
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
         leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(grads)))
         finite, _, norm = inspect(list(leaves), 1.0, limits, norm=telemetry)
-        names = wanted(rule.measures, telemetry)
-        measured = gradients.measure(names, grads, extra.get("value"))
+        measured = measure(rule.measures, grads, finite, extra.get("value"))
 
         def step(inner: Any) -> Any:
             return tx.update(grads, inner, params, **extra)
@@ -121,12 +121,11 @@ def loss_scaled_within(
         keep = finite if only_if is None else finite & jnp.asarray(only_if, bool)
         updates, inner = select(keep, step, state.inner)
         updates = jax.tree.map(lambda u: jnp.where(keep, u, -0.0).astype(u.dtype), updates)
-        asked = {name: measured[name] for name in rule.measures}
-        scale = advance(rule, state.loss_scale, finite, **asked)
+        scale = advance(rule, state.loss_scale, finite, **measured)
         told = None
         if norm is not None:
             true, now = leaves_and_none(grads), state.loss_scale.scale
-            more = (keep, norm, measured["max_abs"], now, every)
+            more = (keep, norm, measured.get("max_abs"), now, every)
             told = observed(state.observed, true, 1.0, *more)
         return updates, LossScaledState(scale, inner, keep, told)
 

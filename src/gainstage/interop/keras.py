@@ -24,6 +24,7 @@ from gainstage.configurable import deserialize, serialize
 from gainstage.diagnostics.alarms import SHARE, Alarm
 from gainstage.inspection import inspect
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
+from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_power, as_rule, start
 from gainstage.variable import Variable
@@ -173,7 +174,7 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
         weights, inner = lax.cond(finite, take, lambda old: old, old)
-        measured = gradients.measure(self.rule.measures, true)
+        measured = measure(self.rule.measures, true, finite)
         for field, value in advance(self.rule, state, finite, **measured)._asdict().items():
             if value is not None:
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
