@@ -48,6 +48,7 @@ class Case(NamedTuple):
     baselines: Sequence[str]
     traffic: int | None = None  # the bytes that a step has to move at least
     period: int = 1  # steps after which all have done the same
+    calls: int = 1  # steps that follow each other before anybody waits for one, at least
 
     @property
     def title(self) -> str:
@@ -86,8 +87,9 @@ def first_weight(carry: Any) -> np.ndarray | None:
 class Prepared:
     """A variant that is compiled and warm."""
 
-    def __init__(self, build: Callable[[], Variant], inputs: Any, period: int, shortest: float):
-        (self.step, carry), self.period = build(), period
+    def __init__(self, build: Callable[[], Variant], inputs: Any, case: Case, shortest: float):
+        (self.step, carry), period = build(), case.period
+        self.period = period
         before = first_weight(carry)
         carry, first = sample(self.step, carry, inputs, 1)
         for _ in range(period - 1):
@@ -95,7 +97,7 @@ class Prepared:
         self.moved = None if before is None else first_weight(carry) - before
         carry, _ = sample(self.step, carry, inputs, 2 * period)
         self.carry, seconds = sample(self.step, carry, inputs, period)
-        self.calls = period * math.ceil(shortest / seconds / period) or period
+        self.calls = period * math.ceil(max(shortest / seconds, case.calls) / period)
         self.compile_s = max(first - seconds, 0.0)
 
     def disagreement(self, other: "Prepared") -> float:
@@ -121,7 +123,7 @@ def work(pipe: Connection, case: Case, skipped: set[str], rounds: int, shortest:
     for name in reversed([name for name in builders if name not in skipped]):
         pipe.send(("compiling", name))
         try:
-            variants[name] = Prepared(builders[name], inputs, case.period, shortest)
+            variants[name] = Prepared(builders[name], inputs, case, shortest)
         except Exception as error:  # a missing or broken peer is part of the result
             pipe.send(("missing", (name, f"{type(error).__name__}: {error}".splitlines()[0][:120])))
     for name, variant in list(variants.items()):

@@ -13,7 +13,7 @@ from typing import Any
 
 import harness
 import models
-from train_steps_do_not_notice_scaling import SCALE, keras_style
+from train_steps_do_not_notice_scaling import SCALE, case, keras_style
 
 import gainstage as gs
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, argv, models=("mlp transformer", "mlp"), dtypes=("float32 float16",) * 2
     )
     cases = [
-        harness.Case({"model": name, "computes in": dtype}, partial(steps, name, dtype), [PLAIN])
+        case(name, dtype, partial(steps, name, dtype), [PLAIN])
         for name, dtype in product(options.models, options.dtypes)
     ]
     harness.run(Path(__file__).stem, __doc__, cases, options)

@@ -24,6 +24,11 @@ PLAIN, BARRIER = "no scaling", "no scaling, in a conditional"
 OPTAX, KERAS = "ours, in an optax loop", "ours, LossScaleOptimizer"
 
 
+def case(name: str, dtype: str, make: Any, baselines: list[str]) -> harness.Case:
+    """Train steps of a model, five in a row: a loop that waits for each would be slower anyway."""
+    return harness.Case({"model": name, "computes in": dtype}, make, baselines, calls=5)
+
+
 def plain(model: models.Model, barrier: bool = False) -> harness.Variant:
     """Adam in optax, without scaling."""
     tx = optax.adam(RATE, eps=EPSILON)
@@ -105,9 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, argv, models=("mlp transformer", "mlp"), dtypes=("float32 float16",) * 2
     )
     cases = [
-        harness.Case(
-            {"model": name, "computes in": dtype}, partial(steps, name, dtype), [PLAIN, BARRIER]
-        )
+        case(name, dtype, partial(steps, name, dtype), [PLAIN, BARRIER])
         for name, dtype in product(options.models, options.dtypes)
     ]
     harness.run(Path(__file__).stem, __doc__, cases, options)
