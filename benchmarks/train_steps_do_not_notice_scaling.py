@@ -24,9 +24,9 @@ PLAIN, BARRIER = "no scaling", "no scaling, in a conditional"
 OPTAX, KERAS = "ours, in an optax loop", "ours, LossScaleOptimizer"
 
 
-def case(name: str, dtype: str, make: Any, baselines: list[str]) -> harness.Case:
-    """Train steps of a model, five in a row: a loop that waits for each would be slower anyway."""
-    return harness.Case({"model": name, "computes in": dtype}, make, baselines, calls=5)
+def case(name: str, dtype: str, make: Any, baselines: list[str], calls: int = 5) -> harness.Case:
+    """Train steps of a model, several in a row, as in a loop that waits for none."""
+    return harness.Case({"model": name, "computes in": dtype}, make, baselines, calls=calls)
 
 
 def plain(model: models.Model, barrier: bool = False) -> harness.Variant:

@@ -246,3 +246,15 @@ def test_a_loss_that_leaves_float16_late_is_told_before_the_run():
     early, _ = LOSSES["out of float16 predictions"]
     Alarms(gs.DynamicLossScale(), on_alarm=found.append).look_at(early, HALF)
     assert found == []
+
+
+def test_between_looks_the_largest_gradient_moves_with_the_norm():
+    """A gradient that comes close to the limit while telemetry repeats an older `max_abs` is seen
+    by its norm."""
+    rule = gs.FixedLossScale(2.0**10)
+    largest = np.append(np.full(20, 1.0), np.full(20, 40.0))
+    records = list(simulated(rule, largest))
+    assert kinds(records, rule) == ["headroom"]
+    for step, record in enumerate(records):
+        record["max_abs"] = float(largest[step // 34 * 34])
+    assert kinds(records[:34], rule) == ["headroom"]

@@ -242,6 +242,15 @@ def test_where_the_largest_gradient_was_not_looked_for_it_moves_with_the_norm():
     assert other["high"].known.all()
 
 
+def test_after_a_skip_the_largest_gradient_is_the_steps_own():
+    """Of a skipped step and the one after it `max_abs` is their own, though it stands still."""
+    from gainstage.diagnostics.largest import LargestGradient
+
+    seen = LargestGradient()
+    steps = [(2.0, 3.0, True), (2.0, math.inf, False), (2.0, 9.0, True), (2.0, 18.0, True)]
+    assert [seen.of(*step) for step in steps] == [(2, True), (2, True), (2, True), (4, False)]
+
+
 def test_one_bad_batch_is_not_held_against_the_scale():
     """A scale that overflowed once among many steps that were finite at it is taken to fit those
     that were not tried at it: hysteresis is seen to save what one outlier costs."""

@@ -45,10 +45,10 @@ class Told(NamedTuple):
 
     def after(self, true, scale):
         """That of the step after it: the largest element is looked for around skipped steps, and
-        in every 16th."""
+        in every 17th."""
         elements = np.concatenate([np.ravel(t) for t in true])
         finite = bool(np.isfinite(elements).all())
-        look = not finite or not self.finite or self.applied % 16 == 0
+        look = not finite or not self.finite or self.applied % 17 == 0
         norm = np.sqrt(np.square(elements, dtype=np.float64).sum()) if finite else None
         largest = np.abs(elements[np.isfinite(elements)]).max() if look else self.largest
         counts = self.skipped + (not finite), self.applied + finite
@@ -81,14 +81,14 @@ def test_an_optimizer_tells_what_the_step_was_like(options, rng):
 
 @pytest.mark.parametrize("rule", [None, gs.AdaptiveLossScale()], ids=["dynamic", "adaptive"])
 def test_the_largest_element_is_that_of_the_last_step_that_was_asked(rule):
-    """Of healthy steps every 16th is asked, all with a rule that asks itself."""
+    """Of healthy steps every 17th is asked, all with a rule that asks itself."""
     w = gs.Variable(np.ones(2, np.float32))
     opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=rule, telemetry=True)
     found = []
     for step in range(40):
         opt.apply([np.array([step + 1.0, -1.0], np.float32) * float(opt.loss_scale)], [w])
         found.append(float(gs.telemetry(opt).max_abs))
-    assert found == [step + 1 if rule else 1 + step // 16 * 16 for step in range(40)]
+    assert found == [step + 1 if rule else 1 + step // 17 * 17 for step in range(40)]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -294,3 +294,23 @@ def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     made[1].load_state(made[0].state())
     assert int(gs.telemetry(made[1]).skipped_steps) == 1
     assert "telemetry" not in gs.LossScaleOptimizer(gs.SGD(0.1)).get_config()
+
+
+@pytest.mark.parametrize("size", [5, 8192])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"]
+)
+@pytest.mark.parametrize("rule", [None, gs.AdaptiveLossScale()], ids=["dynamic", "adaptive"])
+def test_gradients_of_any_dtype_are_told_of(rule, dtype, size, rng):
+    """Of gradients of every floating dtype, of weights of that dtype, the largest element and the
+    norm are those of float64 numpy."""
+    with jax.enable_x64(dtype == "float64"):
+        scaled = jnp.asarray(rng.normal(size=size) * 8, dtype)
+        w = gs.Variable(jnp.ones(size, dtype))
+        opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=rule, telemetry=True)
+        scale = float(opt.loss_scale)
+        opt.apply([scaled], [w])
+        info, true = gs.telemetry(opt), np.asarray(scaled).astype(np.float64) / scale
+        assert bool(info.finite)
+        np.testing.assert_allclose(info.max_abs, np.abs(true).max(), rtol=1e-6)
+        np.testing.assert_allclose(info.grad_norm, np.linalg.norm(true), rtol=1e-5)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage.gradients import real_parts, wide
 from gainstage.joining import Reduction, bundle, by_rows, reduce_each
-from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes
+from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes, varying_like
 from gainstage.variable import placed
 
 
@@ -279,9 +279,7 @@ def _widest(arrays: Iterable[jax.Array]) -> Any:
 
 def _nothing(dtype: Any, arrays: Iterable[jax.Array]) -> Sums:
     """The sums of nothing, of the type that those of the arrays have."""
-    axes = tuple(frozenset().union(*map(varying_axes, arrays)))
-    nothing = Sums(jnp.array(True), jnp.zeros((), dtype))
-    return lax.pcast(nothing, axes, to="varying") if axes else nothing
+    return varying_like(Sums(jnp.array(True), jnp.zeros((), dtype)), arrays)
 
 
 def _with(fn: Callable[..., Sums], so_far: tuple[Sums, Sums], *arrays: jax.Array) -> Any:

@@ -74,11 +74,11 @@ class Reduction(NamedTuple):
     element: Callable[[jax.Array], jax.Array]  # one for each element, in float32 or wider
     join: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays of them; leaves out a 0
     total: Callable[[jax.Array], jax.Array]  # an array of them
-    at_once: Callable[[jax.Array], jax.Array]  # all of this
+    at_once: Callable[[jax.Array], jax.Array]  # what these come to, of an array as it is
 
 
 def reduce_each(
-    way: Reduction, arrays: Sequence[jax.Array], ordered: bool, nothing: jax.Array
+    way: Reduction, arrays: Sequence[jax.Array], ordered: bool, zero: jax.Array
 ) -> list[jax.Array]:
     """A reduction of each array to a number that is not negative.
 
@@ -86,23 +86,23 @@ def reduce_each(
         way: the reduction.
         arrays: of any dtypes and shapes.
         ordered: whether their elements have an order, on one device.
-        nothing: a 0 of the type that the sum of all has.
+        zero: a scalar, of a type that differs over devices wherever one of the arrays does.
     """
-    longest, reduced, so_far = _longest_row(arrays), [], nothing
+    longest, reduced, before = _longest_row(arrays), [], zero
 
     @jax.jit  # traced once for arrays of one shape
-    def in_rows(x: jax.Array, after: jax.Array) -> jax.Array:
-        return _reduce_by_rows(way, x, longest, after)
+    def in_rows(x: jax.Array, before: jax.Array) -> jax.Array:
+        return _reduce_by_rows(way, x, longest, before)
 
     for x in arrays:
         # XLA for CPU has fast reductions for all dtypes but this one, which it would widen first.
         in_parts = ordered and x.dtype == jnp.float16
-        reduced.append(in_rows(x, so_far) if in_parts else way.at_once(x))
-        so_far += reduced[-1]
+        reduced.append(in_rows(x, before) if in_parts else way.at_once(x))
+        before += reduced[-1]
     return reduced
 
 
-def _reduce_by_rows(way: Reduction, array: jax.Array, longest: int, after: jax.Array) -> jax.Array:
+def _reduce_by_rows(way: Reduction, array: jax.Array, longest: int, before: jax.Array) -> jax.Array:
     """A reduction; on CPU rows are joined with one another first, for XLA uses all cores there, and
     all of each, for what is no reduction.
 
@@ -110,23 +110,23 @@ def _reduce_by_rows(way: Reduction, array: jax.Array, longest: int, after: jax.A
         way: the reduction.
         array: as for `by_rows`.
         longest: the largest number of elements in a row, of `_longest_row`.
-        after: a scalar that is not negative, of something that is to be computed before.
+        before: a scalar that is not negative, of something that is to be computed before.
     """
     row = _row([array], longest)
     if row is None:
         return way.at_once(array)
 
-    def loop(array: jax.Array, after: jax.Array) -> jax.Array:
+    def loop(array: jax.Array, before: jax.Array) -> jax.Array:
         count, rows = _rows(row, array)
         # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
-        start = jnp.full(row, after == -1).astype(jax.eval_shape(way.element, array).dtype)
+        start = jnp.full(row, before == -1).astype(jax.eval_shape(way.element, array).dtype)
 
         def join(i: Any, so_far: jax.Array) -> jax.Array:
             return way.join(so_far, way.element(*rows(i)))
 
         return way.total(lax.fori_loop(0, count, join, start))
 
-    return lax.platform_dependent(array, after, cpu=loop, default=lambda x, _: way.at_once(x))
+    return lax.platform_dependent(array, before, cpu=loop, default=lambda x, _: way.at_once(x))
 
 
 def _longest_row(arrays: Sequence[jax.Array]) -> int:

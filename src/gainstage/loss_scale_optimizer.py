@@ -298,7 +298,7 @@ class LossScaleOptimizer(Optimizer):
             first = at_first(self._loss_scale(), len(variables), self.underflow_every)
             self._observed = variables_like(first, f"{self.name}/last")
         if self._tally is not None:
-            for name, value in measure(self.rule.measures, [], jnp.array(True), 0.0).items():
+            for name, value in measure(self.rule.measures, [], True, 0.0).items():
                 own = Variable(value, name=f"{self.name}/window_{name}", trainable=False)
                 self._measured[name] = own
         self._replicate([*self._own(), *self._slots], variables)

@@ -9,28 +9,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage.gradients import divided
+from gainstage.gradients import divided, widen
 from gainstage.joining import Reduction, bundle, by_rows, reduce_each
-from gainstage.sharding import on_one_device, varying, varying_axes
+from gainstage.sharding import on_one_device, varying, varying_like
 
 
 def measure(
     names: Sequence[str],
     grads: Any,
-    finite: jax.Array,
+    finite: jax.Array | bool,
     loss: Any = None,
     scale: jax.Array | None = None,
     ordered: bool = False,
 ) -> dict[str, jax.Array]:
     """What a loss-scale rule asks for in its `measures`, of true gradients and the true loss.
 
-    Where all elements are finite, only the largest has to be looked for, which is one reading as
-    cheap as there is; elements are asked one by one in the other steps.
+    The largest element is looked for in one reading, as cheap as there is; only where not all are
+    finite, elements are asked one by one.
 
     Args:
         names: any of `max_abs`, `any_nan`, `any_inf`, `loss`.
         grads: a pytree of gradients.
-        finite: whether all their elements are known to be.
+        finite: whether all their elements are known to be; a Python bool settles it.
         loss: the true loss, if it is known. Measured, it is inf where it is nan, and nan where it
             is not known.
         scale: what the gradients were multiplied by; None if they are true.
@@ -87,16 +87,14 @@ _MEASURES = {
 
 
 def _of_gradients(
-    names: Sequence[str], grads: Any, finite: jax.Array, scale: Any, ordered: bool
+    names: Sequence[str], grads: Any, finite: jax.Array | bool, scale: Any, ordered: bool
 ) -> dict[str, jax.Array]:
     if not names:
         return {}
     ordered = on_one_device(ordered)
     leaves = [leaf for leaf in jax.tree.leaves(grads) if leaf.size]
     arrays = [array for (array,) in bundle(leaves)] if ordered else leaves
-    nothing = {name: jnp.asarray(_MEASURES[name].nothing) for name in names}
-    axes = tuple(frozenset().union(*map(varying_axes, leaves)))
-    nothing = lax.pcast(nothing, axes, to="varying") if axes else nothing
+    nothing = varying_like({name: jnp.asarray(_MEASURES[name].nothing) for name in names}, leaves)
 
     def more(so_far: Any, array: jax.Array) -> Any:
         (gradient,) = divided([array], scale)
@@ -110,19 +108,25 @@ def _of_gradients(
             measured = by_rows(more, measured, array) if ordered else more(measured, array)
         return measured
 
+    if finite is False:
+        return exactly()
     quickly = dict(nothing)
     if "max_abs" in names:
         sizes = divided(reduce_each(_SIZE, arrays, ordered, nothing["max_abs"]), scale)
         each = [size.value().astype(jnp.float32) for size in sizes if size is not None]
         quickly["max_abs"] = functools.reduce(jnp.maximum, each, nothing["max_abs"])
-    return lax.cond(finite, lambda: quickly, exactly)
+    return quickly if finite is True else lax.cond(finite, lambda: quickly, exactly)
 
 
-def _at_once(x: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(x):
-        return jnp.max(jnp.abs(x))
+def _size(x: jax.Array) -> jax.Array:
+    return jnp.abs(widen(x))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.max(_size(x))
     # Not `max` of `abs`, which XLA for CPU would store.
-    return jnp.maximum(jnp.max(x), -jnp.min(x))
+    return jnp.maximum(widen(jnp.max(x)), -widen(jnp.min(x)))
 
 
-_SIZE = Reduction(lambda x: jnp.abs(x).astype(jnp.float32), jnp.maximum, jnp.max, _at_once)
+_SIZE = Reduction(_size, jnp.maximum, jnp.max, _largest)

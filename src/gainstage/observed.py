@@ -1,6 +1,5 @@
 """What telemetry keeps of a run, on the device: the last step, what overflowed, what underflows."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from gainstage.sharding import on_one_device, varying
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
 LOWEST, HIGHEST = -40, 40  # what is beyond is counted here
 BINS = HIGHEST - LOWEST + 2  # one for each exponent, and the first for zeros
-LOOK = 16  # steps after which the largest element is looked for again
+LOOK = 17  # applied steps between looks for the largest element; a prime, so that tasks take turns
 
 
 class StepInfo(NamedTuple):
@@ -94,9 +93,12 @@ def observed(
     scale = jnp.asarray(scale, jnp.float32)
     largest = max_abs
     if largest is None:
-        look = functools.partial(measure, ["max_abs"], grads, finite, None, scale, ordered)
         due = ~finite | ~info.finite | (info.applied_steps % LOOK == 0)
-        largest = lax.cond(due, lambda: look()["max_abs"], lambda: info.max_abs)
+        largest = lax.cond(
+            due,
+            lambda: measure(["max_abs"], grads, finite, scale=scale, ordered=ordered)["max_abs"],
+            lambda: info.max_abs,
+        )
     new = StepInfo(
         finite=finite,
         loss_scale=jnp.float32(loss_scale),

@@ -73,6 +73,13 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(axes)
 
 
+def varying_like(tree: Any, arrays: Iterable[Any]) -> Any:
+    """A pytree of arrays that are alike, as of a type that differs wherever one of `arrays` does:
+    such are what a loop or a branch that reads them starts from."""
+    axes = tuple(frozenset().union(*map(varying_axes, arrays)))
+    return lax.pcast(tree, axes, to="varying") if axes else tree
+
+
 def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Inside of `jax.shard_map`: an array as a collective over these axes takes it, that is, not
     of a type that differs along some of them and is known to be alike along others."""

@@ -29,9 +29,9 @@ def telemetry(opt_or_state: Any) -> StepInfo:
     and `applied_steps` so far, and `grad_norm` and `max_abs` of the true gradients.
 
     Return it from a compiled step beside the loss: nothing waits for it until somebody reads it.
-    The largest element is looked for in every 16th step and around skipped ones, and stays as it
-    was in between, unless the rule measures it in every step. The writers of
-    `gainstage.diagnostics` and `gainstage.interop.tensorboard` take it as it is.
+    The largest element is looked for in every 17th applied step, in skipped ones and the first
+    after, and stays as it was in between, unless the rule measures it in every step. The writers
+    of `gainstage.diagnostics` and `gainstage.interop.tensorboard` take all of it as it is.
 
     Args:
         opt_or_state: a `LossScaleOptimizer(..., telemetry=True)`, or a pytree with exactly one

@@ -10,6 +10,7 @@ import numpy as np
 
 from gainstage.adaptive import AdaptiveLossScale
 from gainstage.diagnostics.boundary import largest_scale
+from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run
 from gainstage.diagnostics.writers import Record, Writer
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, as_power
@@ -132,7 +133,8 @@ class _Watch:
         self._ceiling = _highest(rule)
         self._quiet: dict[str, int] = {}  # kind: steps since its condition last held
         self._skips: deque[bool] = deque(maxlen=WINDOW)
-        self._largest: deque[float] = deque(maxlen=WINDOW)  # largest gradient times scale
+        self._seen = LargestGradient()
+        self._largest: deque[float] = deque(maxlen=WINDOW)  # of each step, times the scale
         # Loss, norm and scale of the steps of a row of skips.
         self._row: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self._started = False  # whether a step has been finite
@@ -162,7 +164,8 @@ class _Watch:
         self._told = bool(bad_data)
         self._raised = 0 if scale > self._before else self._raised + 1
         self._before = scale
-        used = float(record.get("max_abs", math.nan)) * scale
+        max_abs = float(record.get("max_abs", math.nan))
+        used = self._seen.of(max_abs, norm, finite)[0] * scale
         if finite:
             self._largest.append(used)
         elif not bad_data and len(self._row) < ROW and math.isfinite(self._row[-1][0]):

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from gainstage.adaptive import AdaptiveLossScale
+from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run, why_skipped
 from gainstage.rules import (
     LARGEST,
@@ -79,8 +80,8 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
 
     Args:
         run: what was recorded, with `finite` and `loss_scale` of nearly every step. With `max_abs`
-            too, a higher scale is known to overflow where it takes that beyond float16; in a step
-            that has it from an earlier one, it is taken to move with the norm.
+            too, a higher scale is known to overflow where it takes that beyond float16; not in a
+            step that has it from an earlier one: there it is only taken to move with the norm.
         rules: by any name; `default_rules(run)` if None. Rules that measure what the run does not
             tell are left out.
 
@@ -194,30 +195,23 @@ def _evidence(run: Run) -> _Evidence:
 
 def _size(run: Run) -> np.ndarray:
     """How large the true gradients were: of skipped steps, as of the applied ones around."""
-    size = _largest(run) if run.has("max_abs").any() else run.get("grad_norm")
+    size = _largest(run)[0] if run.has("max_abs").any() else run.get("grad_norm")
     places, told = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
     return np.interp(places, places[told], size[told]) if told.any() else np.ones(len(size))
 
 
-def _looked_for(run: Run) -> np.ndarray:
-    """In which steps `max_abs` is their own: else it stands still, though the norm moves."""
-    size, norm = run.get("max_abs"), run.get("grad_norm")
-    with np.errstate(all="ignore"):
-        return np.append(True, (np.diff(size) != 0) | ~(np.abs(np.diff(norm)) > 0))
-
-
-def _largest(run: Run) -> np.ndarray:
-    """`max_abs` of each step: where it was not looked for, it is taken to move with the norm."""
-    size, norm, own = run.get("max_abs"), run.get("grad_norm"), _looked_for(run)
-    last = np.maximum.accumulate(np.where(own, np.arange(len(size)), 0))
-    with np.errstate(all="ignore"):
-        moved = np.where(own, 1.0, norm / norm[last])
-        return np.where(np.isfinite(moved), size * moved, size)
+def _largest(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """The largest gradient of each step, and in which it is known to be the step's own."""
+    seen, columns = LargestGradient(), (run.get("max_abs"), run.get("grad_norm"), ~run.skipped)
+    steps = zip(*(column.tolist() for column in columns), strict=True)
+    sizes, own = zip(*(seen.of(*step) for step in steps), strict=True)
+    return np.array(sizes), np.array(own)
 
 
 def _beyond_float16(run: Run) -> np.ndarray:
     """The lowest scale that takes the largest gradient of an applied step beyond float16."""
-    largest = np.where(run.skipped | ~_looked_for(run), np.nan, run.get("max_abs"))
+    sizes, own = _largest(run)
+    largest = np.where(run.skipped | ~own, np.nan, sizes)
     with np.errstate(all="ignore"):
         if (largest * run.get("loss_scale") > FLOAT16 * 1.001).any():
             largest = np.full_like(largest, np.nan)  # this run's gradients are of a wider dtype
@@ -241,7 +235,7 @@ def _measured(run: Run) -> dict[str, np.ndarray]:
     with np.errstate(over="ignore"):
         found = {"loss": run.get("loss").astype(np.float32)}
         if run.has("max_abs").all():
-            found["max_abs"] = _largest(run).astype(np.float32)
+            found["max_abs"] = _largest(run)[0].astype(np.float32)
     if run.has("grad_norm").all():
         found["any_nan"] = np.isnan(run.get("grad_norm"))
     return found

@@ -109,7 +109,7 @@ def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.
         >>> print(distributed.headroom(grads).round(1))
         12.0
     """
-    measured = measure(["max_abs", "any_inf"], widen(grads), jnp.array(False))
+    measured = measure(["max_abs", "any_inf"], widen(grads), False)
     largest = jnp.where(measured["any_inf"], jnp.inf, measured["max_abs"])
     limit = math.log2(float(jnp.finfo(dtype).max)) - math.log2(summed_over)
     return limit - jnp.log2(largest)
