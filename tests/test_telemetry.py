@@ -296,21 +296,20 @@ def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     assert "telemetry" not in gs.LossScaleOptimizer(gs.SGD(0.1)).get_config()
 
 
-@pytest.mark.parametrize("size", [5, 8192])
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"]
 )
 @pytest.mark.parametrize("rule", [None, gs.AdaptiveLossScale()], ids=["dynamic", "adaptive"])
-def test_gradients_of_any_dtype_are_told_of(rule, dtype, size, rng):
-    """Of gradients of every floating dtype, of weights of that dtype, the largest element and the
-    norm are those of float64 numpy."""
+def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
+    """Of gradients of every floating dtype, small ones and large ones, of weights of that dtype,
+    the largest element and the norm are those of float64 numpy."""
     with jax.enable_x64(dtype == "float64"):
-        scaled = jnp.asarray(rng.normal(size=size) * 8, dtype)
-        w = gs.Variable(jnp.ones(size, dtype))
+        scaled = [jnp.asarray(rng.normal(size=size) * 8, dtype) for size in (5, 8192)]
+        weights = [gs.Variable(jnp.ones_like(g)) for g in scaled]
         opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=rule, telemetry=True)
         scale = float(opt.loss_scale)
-        opt.apply([scaled], [w])
-        info, true = gs.telemetry(opt), np.asarray(scaled).astype(np.float64) / scale
+        opt.apply(scaled, weights)
+        info, true = gs.telemetry(opt), np.concatenate(scaled).astype(np.float64) / scale
         assert bool(info.finite)
         np.testing.assert_allclose(info.max_abs, np.abs(true).max(), rtol=1e-6)
         np.testing.assert_allclose(info.grad_norm, np.linalg.norm(true), rtol=1e-5)
