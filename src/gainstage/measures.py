@@ -63,7 +63,7 @@ def measure(
 def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
     """What has been measured of several microbatches, and of one more: of the losses the last, but
     the first that is not finite."""
-    joined = {name: measure.join for name, measure in _MEASURES.items()}
+    joined = {name: known.join for name, known in _MEASURES.items()}
     joined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
     return {name: joined[name](before[name], value) for name, value in more.items()}
 

@@ -32,6 +32,7 @@ from gainstage.rules import (
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 
 FLOAT16 = 65504.0  # its largest number
+OWN = "max_abs is its own"  # of a step, and not of an earlier one
 NEAR = 50  # steps before and behind that are asked about a step which does not tell itself
 
 
@@ -160,7 +161,8 @@ def advice(replayed: Replay) -> list[str]:
 
 
 def _told(run: Run) -> Run:
-    """The run without the steps of which finiteness or scale is not known."""
+    """The run without the steps of which finiteness or scale is not known, with the largest
+    gradient of each of the others."""
     scale = run.get("loss_scale")
     there = np.isfinite(run.get("finite")) & (scale >= SMALLEST) & (scale <= LARGEST)
     steps = int(run.steps[-1]) - int(run.steps[0]) + 1
@@ -170,7 +172,12 @@ def _told(run: Run) -> Run:
         )
     numbers = {name: values[there] for name, values in run.numbers.items()}
     gaps = {name: gap[there] for name, gap in run.gaps.items()}
-    return run._replace(steps=run.steps[there], numbers=numbers, gaps=gaps)
+    run = run._replace(steps=run.steps[there], numbers=numbers, gaps=gaps)
+    if "max_abs" in numbers:
+        seen, columns = LargestGradient(), (run.get("max_abs"), run.get("grad_norm"), ~run.skipped)
+        each = [seen.of(*step) for step in zip(*(c.tolist() for c in columns), strict=True)]
+        numbers["max_abs"], numbers[OWN] = np.array(each, float).T
+    return run
 
 
 def _evidence(run: Run) -> _Evidence:
@@ -195,23 +202,14 @@ def _evidence(run: Run) -> _Evidence:
 
 def _size(run: Run) -> np.ndarray:
     """How large the true gradients were: of skipped steps, as of the applied ones around."""
-    size = _largest(run)[0] if run.has("max_abs").any() else run.get("grad_norm")
+    size = run.get("max_abs" if run.has("max_abs").any() else "grad_norm")
     places, told = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
     return np.interp(places, places[told], size[told]) if told.any() else np.ones(len(size))
 
 
-def _largest(run: Run) -> tuple[np.ndarray, np.ndarray]:
-    """The largest gradient of each step, and in which it is known to be the step's own."""
-    seen, columns = LargestGradient(), (run.get("max_abs"), run.get("grad_norm"), ~run.skipped)
-    steps = zip(*(column.tolist() for column in columns), strict=True)
-    sizes, own = zip(*(seen.of(*step) for step in steps), strict=True)
-    return np.array(sizes), np.array(own)
-
-
 def _beyond_float16(run: Run) -> np.ndarray:
     """The lowest scale that takes the largest gradient of an applied step beyond float16."""
-    sizes, own = _largest(run)
-    largest = np.where(run.skipped | ~own, np.nan, sizes)
+    largest = np.where(run.skipped | (run.get(OWN) != 1), np.nan, run.get("max_abs"))
     with np.errstate(all="ignore"):
         if (largest * run.get("loss_scale") > FLOAT16 * 1.001).any():
             largest = np.full_like(largest, np.nan)  # this run's gradients are of a wider dtype
@@ -235,7 +233,7 @@ def _measured(run: Run) -> dict[str, np.ndarray]:
     with np.errstate(over="ignore"):
         found = {"loss": run.get("loss").astype(np.float32)}
         if run.has("max_abs").all():
-            found["max_abs"] = _largest(run)[0].astype(np.float32)
+            found["max_abs"] = run.get("max_abs").astype(np.float32)
     if run.has("grad_norm").all():
         found["any_nan"] = np.isnan(run.get("grad_norm"))
     return found
