@@ -6,7 +6,9 @@ carries; `carry[0]` are the weights, or None, and `carry[-1]` is ready when the 
 A *case* is measured in a process of its own: every variant is compiled, last one first; then they
 run one after the other, in one order and then in the reverse, for so many rounds. A ratio is the
 median over the rounds of what a variant took over what the baseline took in the same round. One
-that does not compile in time, or raises, is reported as missing.
+that does not compile in time, or raises, is reported as missing. Where it is not the computing that
+takes the time, but what Python and JAX do for every array, that time depends on all else that the
+process holds; then each variant shares a process with the baseline alone.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -49,11 +52,23 @@ class Case(NamedTuple):
     traffic: int | None = None  # the bytes that a step has to move at least
     period: int = 1  # steps after which all have done the same
     calls: int = 1  # steps that follow each other before anybody waits for one, at least
+    pairs: Sequence[str] = ()  # variants that each share a process with the baseline alone
 
     @property
     def title(self) -> str:
         """The labels in one line."""
         return ", ".join(self.labels.values())
+
+    @property
+    def processes(self) -> list["Case"]:
+        """What of it is measured in one process each."""
+        makes = [partial(_only, (self.baselines[0], name), self.make) for name in self.pairs]
+        return [self._replace(make=make) for make in makes] or [self]
+
+
+def _only(names: Sequence[str], make: Callable[[], tuple[Builders, Any]]) -> tuple[Builders, Any]:
+    builders, inputs = make()
+    return {name: builders[name] for name in names}, inputs
 
 
 # ── in the process of a case ─────────────────────────────────────────────────────────────────
@@ -242,7 +257,7 @@ def quartiles(values: list[float]) -> dict[str, float]:
 def combine(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     """The medians over the repeats, and the smallest and largest ratio among them."""
     result = {}
-    for name in repeats[0]:
+    for name in dict.fromkeys(name for repeat in repeats for name in repeat):
         numbers = [repeat[name] for repeat in repeats if name in repeat]
         result[name] = jax.tree.map(lambda *each: statistics.median(each), *numbers)
         for baseline, ratio in result[name]["ratios"].items():
@@ -261,15 +276,16 @@ def run(
     """Measures all cases of a claim, prints them, and adds them to the results of the device."""
     columns = (TextColumn("{task.description:70.70}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(claim, total=len(cases) * options.repeats)
+        total = options.repeats * sum(len(case.processes) for case in cases)
+        task = progress.add_task(claim, total=total)
         for case in cases:
 
             def say(text: str, title: str = case.title) -> None:
                 progress.update(task, description=f"{title}: {text}")
 
             summaries, missing = [], {}
-            for _ in range(options.repeats):
-                measured = measure(case, options, missing, say)
+            for process in case.processes * options.repeats:
+                measured = measure(process, options, missing, say)
                 summaries.append(summary(measured, case))
                 progress.advance(task)
             store(claim, doc, case, combine(summaries), measured, options)

@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         __doc__, argv, sets=("tiny1000 tiny5000", "tiny20"), optimizers=("sgd adam", "sgd adam")
     )
     cells = product(options.sets, options.optimizers)
-    cases = [peers.case(VARIANTS, peers.OPTAX, *cell) for cell in cells]
+    one, *others = VARIANTS
+    cases = [peers.case(VARIANTS, one, *cell)._replace(pairs=others) for cell in cells]
     harness.run(Path(__file__).stem, __doc__, cases, options)
 
 

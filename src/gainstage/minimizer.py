@@ -306,7 +306,8 @@ def _kind(grads: list[Any], variables: Any) -> Any:
     if variables is not None and not isinstance(variables, (list, tuple)):
         return None
     order = None if variables is None else list(variables)
-    return order, [gradient.aval for gradient in grads], {gradient.sharding for gradient in grads}
+    # Lists of what mostly is the same object are compared quickly; a set of it would be hashed.
+    return order, [gradient.aval for gradient in grads], [gradient.sharding for gradient in grads]
 
 
 def check_floating(variables: Sequence[Variable]) -> None:
