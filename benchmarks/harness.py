@@ -85,13 +85,17 @@ def bandwidth() -> Variant:
     return step, (None, jnp.ones(25_000_000))
 
 
-def sample(step: Callable[..., Any], carry: Any, inputs: Any, calls: int) -> tuple[Any, float]:
-    """The seconds that a step takes, one call after the other."""
+def sample(step: Callable[..., Any], held: list[Any], inputs: Any, calls: int) -> float:
+    """The seconds that a step takes, one call after the other.
+
+    What is carried is in `held`, a list of one, and nowhere else: so each step bears what it takes
+    to free the arrays that it has replaced.
+    """
     start = time.perf_counter()
     for _ in range(calls):
-        carry = step(carry, inputs)
-    jax.block_until_ready(carry[-1])
-    return carry, (time.perf_counter() - start) / calls
+        held[:] = [step(held[0], inputs)]
+    jax.block_until_ready(held[0][-1])
+    return (time.perf_counter() - start) / calls
 
 
 def first_weight(carry: Any) -> np.ndarray | None:
@@ -103,15 +107,15 @@ class Prepared:
     """A variant that is compiled and warm."""
 
     def __init__(self, build: Callable[[], Variant], inputs: Any, case: Case, shortest: float):
-        (self.step, carry), period = build(), case.period
+        (self.step, *self.held), period = build(), case.period
         self.period = period
-        before = first_weight(carry)
-        carry, first = sample(self.step, carry, inputs, 1)
-        for _ in range(period - 1):
-            carry = self.step(carry, inputs)
-        self.moved = None if before is None else first_weight(carry) - before
-        carry, _ = sample(self.step, carry, inputs, 2 * period)
-        self.carry, seconds = sample(self.step, carry, inputs, period)
+        before = first_weight(self.held[0])
+        first = sample(self.step, self.held, inputs, 1)
+        if period > 1:
+            sample(self.step, self.held, inputs, period - 1)
+        self.moved = None if before is None else first_weight(self.held[0]) - before
+        sample(self.step, self.held, inputs, 2 * period)
+        seconds = sample(self.step, self.held, inputs, period)
         self.calls = period * math.ceil(max(shortest / seconds, case.calls) / period)
         self.compile_s = max(first - seconds, 0.0)
 
@@ -123,9 +127,8 @@ class Prepared:
 
     def sample(self, inputs: Any) -> float:
         """The seconds that a step takes, after one that bears what the last variant has left."""
-        carry, _ = sample(self.step, self.carry, inputs, self.period)
-        self.carry, seconds = sample(self.step, carry, inputs, self.calls)
-        return seconds
+        sample(self.step, self.held, inputs, self.period)
+        return sample(self.step, self.held, inputs, self.calls)
 
 
 def work(pipe: Connection, case: Case, skipped: set[str], rounds: int, shortest: float) -> None:
