@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
-from harness import RESULTS, between_marks
+from harness import RESULTS, between_marks, file_to_write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -164,7 +164,7 @@ def highest(trainer: Trainer, seed: int) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints the table, and writes `results/rules/float16.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=RESULTS / "rules" / "float16.json")
+    parser.add_argument("--output", type=file_to_write, default=RESULTS / "rules" / "float16.json")
     parser.add_argument("--page", type=Path, default=DOCS / "choosing-a-rule.md")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import RESULTS, between_marks, environment
+from harness import RESULTS, between_marks, environment, file_to_write
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -563,7 +563,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="Adam on float16 variables alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
-    parser.add_argument("--output", type=Path, default=RESULTS / "faults" / "cpu.json")
+    parser.add_argument("--output", type=file_to_write, default=RESULTS / "faults" / "cpu.json")
     parser.add_argument("--page", type=Path, default=DOCS / "faults.md", help="to write them into")
     parser.add_argument("--only-page", action="store_true", help="make the page of old results")
     parser.add_argument("--job", help=argparse.SUPPRESS)

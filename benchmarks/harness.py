@@ -389,6 +389,13 @@ def parse(
     return options
 
 
+def file_to_write(word: str) -> Path:
+    """A word of a command line that names a file to write."""
+    if Path(word).is_dir():
+        raise argparse.ArgumentTypeError(f"Expected a file; got the folder {word}.")
+    return Path(word)
+
+
 def between_marks(page: str, results: str) -> str:
     """A page of the documentation with these results between its two marks."""
     before, rest = page.split("<!-- results -->\n")

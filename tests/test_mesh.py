@@ -242,7 +242,7 @@ def test_divided_state_adds_to_the_layout_of_the_variable():
 
     def spec(shape, *entries):
         layout = NamedSharding(mesh, PartitionSpec(*entries))
-        return tuple(sharding.divided(layout, shape, ("data",)).spec)
+        return tuple(sharding.divided_over(layout, shape, ("data",)).spec)
 
     assert spec((64, 32), None, "model") == ("data", "model")
     assert spec((16, 128), "model", None) == ("model", "data")

@@ -7,6 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
+# XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
+# these bounds either a loss scale or its reciprocal would be 0 in float32.
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
 
 def real(
     name: str,
@@ -41,6 +45,11 @@ def real(
     if not (math.isfinite(number) and above < number < below and low <= number <= high):
         raise ValueError(f"Expected {expected} for {name}; got {value!r}.")
     return number
+
+
+def loss_scale(name: str, value: Any, high: float = LARGEST) -> float:
+    """`value` as a float, if it is a number that a loss can be multiplied and divided by."""
+    return real(name, value, low=SMALLEST, high=high)
 
 
 def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 _LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
 # What a constructor raises by itself on arguments that a damaged file may hold.
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_NOT_KEPT = object()  # an argument that the object did not keep as an attribute
 
 
 def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +65,12 @@ class Configurable:
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, JSON-serializable but for callables."""
         names = [name for name in type(self).__signature__.parameters if name not in _LEFT_OUT]
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        arguments = {name: self._argument(name) for name in names}
+        return {name: value for name, value in arguments.items() if value is not _NOT_KEPT}
+
+    def _argument(self, name: str) -> Any:
+        """The constructor's argument as it is now."""
+        return getattr(self, name, _NOT_KEPT)
 
     @classmethod
     @explained

@@ -9,22 +9,14 @@ import numpy as np
 
 from gainstage import checks
 from gainstage.bridge import read
+from gainstage.checks import LARGEST, SMALLEST
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
 from gainstage.measures import measure, measured_of_both
 from gainstage.observed import Observed, at_first, check_telemetry, observed
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
-from gainstage.rules import (
-    LARGEST,
-    SMALLEST,
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    advance,
-    as_rule,
-    start,
-)
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, advance, as_rule, start
 from gainstage.variable import Variable, variables_like
 from gainstage.windows import is_asked
 
@@ -112,7 +104,7 @@ class LossScaleOptimizer(Optimizer):
     ) -> LossScale:
         given = self._given & {"initial_scale", "dynamic_growth_steps", "dynamic"}
         dynamic = checks.flag("dynamic", dynamic)
-        checks.real("initial_scale", initial_scale, low=SMALLEST, high=LARGEST)
+        checks.loss_scale("initial_scale", initial_scale)
         checks.integer("dynamic_growth_steps", growth_steps, low=1)
         if rule is not None:
             if given:
@@ -331,7 +323,7 @@ class LossScaleOptimizer(Optimizer):
     def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
         value = super()._checked_weight(variable, weight)
         if variable is self.dynamic_scale:
-            checks.real(f"the value of {variable.name!r}", value, low=SMALLEST, high=LARGEST)
+            checks.loss_scale(f"the value of {variable.name!r}", value)
         return value
 
     def get_config(self) -> dict[str, Any]:

@@ -189,11 +189,11 @@ class Minimizer(Stateful):
         self._raise_if_failed()
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
-        kind = _kind(grads, trainable_variables)
-        if kind is None or kind != self._taken:
+        signature = _signature(grads, trainable_variables)
+        if signature is None or signature != self._taken:
             given, grads = grads, self._checked(grads, trainable_variables)
-            as_given = kind is not None and kind[0] in (None, list(self._index))
-            self._taken = kind if as_given and all(map(operator.is_, given, grads)) else None
+            as_given = signature is not None and signature[0] in (None, list(self._index))
+            self._taken = signature if as_given and all(map(operator.is_, given, grads)) else None
         loss = self._loss if loss is None else loss
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         only_if = None if only_if is None else jnp.asarray(only_if, bool)
@@ -298,7 +298,7 @@ class Minimizer(Stateful):
         return self._index[variable]
 
 
-def _kind(grads: list[Any], variables: Any) -> Any:
+def _signature(grads: list[Any], variables: Any) -> Any:
     """All that is checked about a step's arguments, at little cost; None if they are not arrays."""
     classes = set(map(type, grads))
     if any(issubclass(cls, Tracer) or not issubclass(cls, jax.Array) for cls in classes):

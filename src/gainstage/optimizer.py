@@ -16,7 +16,7 @@ from gainstage.learning_rate import LearningRate
 from gainstage.minimizer import check_floating
 from gainstage.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRateSchedule
-from gainstage.sharding import check_axes, divided
+from gainstage.sharding import check_axes, divided_over
 from gainstage.step import Step
 from gainstage.variable import Variable, is_tracing
 
@@ -224,7 +224,7 @@ class Optimizer(Step):
         layout = reference._layout
         if not self.shard_state_over or not isinstance(layout, NamedSharding):
             return layout
-        return divided(layout, reference.shape, self.shard_state_over)
+        return divided_over(layout, reference.shape, self.shard_state_over)
 
     def _state_of(self, variable: Variable) -> list[Variable]:
         """The state that belongs to one variable alone."""
@@ -377,10 +377,11 @@ class Optimizer(Step):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, JSON-serializable but for callables; the learning rate
         is the current one. How a step runs (`jit_compile`, `mesh`) is left out."""
-        config = {**super().get_config(), "learning_rate": self._rate.get_config()}
-        unset = [name for name in ("group_small", "master_weights") if not config[name]]
-        unset += ["on_bad_microbatch"] if config["on_bad_microbatch"] == "extend" else []
-        return {name: value for name, value in config.items() if name not in unset}
+        usual = {"group_small": False, "master_weights": False, "on_bad_microbatch": "extend"}
+        return {k: v for k, v in super().get_config().items() if k not in usual or v != usual[k]}
+
+    def _argument(self, name: str) -> Any:
+        return self._rate.get_config() if name == "learning_rate" else super()._argument(name)
 
     @classmethod
     def from_config(

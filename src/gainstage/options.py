@@ -72,7 +72,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "use_ema": checks.flag,
     "ema_momentum": lambda name, value: checks.real(name, value, low=0, high=1),
     "ema_overwrite_frequency": lambda name, value: checks.integer(name, value, low=1),
-    "loss_scale_factor": lambda name, value: checks.real(name, value, low=2.0**-126, high=2.0**126),
+    "loss_scale_factor": checks.loss_scale,
     "gradient_accumulation_steps": _accumulation_steps,
     "on_bad_microbatch": _policy,
 }

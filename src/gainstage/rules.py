@@ -15,12 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.checks import LARGEST, SMALLEST
 from gainstage.configurable import Fields
 from gainstage.variable import strong
-
-# XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
-# these bounds either the scale or its reciprocal would be 0 in float32.
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 
 class ScaleState(NamedTuple):
@@ -114,7 +111,7 @@ class FixedLossScale(LossScale):
     loss_scale_value: float
 
     def __post_init__(self) -> None:
-        set_field(self, "loss_scale_value", checks.real, low=SMALLEST, high=LARGEST)
+        set_field(self, "loss_scale_value", checks.loss_scale)
 
     def init(self) -> ScaleState:
         return ScaleState(jnp.float32(self.loss_scale_value))
@@ -260,9 +257,9 @@ def as_power(scale: float) -> str:
 
 def set_scales(rule: Any) -> None:
     """Checks the bounds of a rule that is being made, and its first scale against them."""
-    set_field(rule, "max_scale", checks.real, low=SMALLEST, high=LARGEST)
-    set_field(rule, "min_scale", checks.real, low=SMALLEST, high=rule.max_scale)
-    set_field(rule, "initial_loss_scale", checks.real, low=SMALLEST, high=rule.max_scale)
+    set_field(rule, "max_scale", checks.loss_scale)
+    set_field(rule, "min_scale", checks.loss_scale, high=rule.max_scale)
+    set_field(rule, "initial_loss_scale", checks.loss_scale, high=rule.max_scale)
 
 
 def set_field(rule: LossScale, name: str, check: Any, **bounds: float) -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-SMALL = 1024  # elements: what has fewer stays as it is
+UNDIVIDED = 1024  # elements: what has fewer stays as it is
 
 
 def mesh_of(variables: Sequence[Any]) -> Mesh | None:
@@ -100,7 +100,9 @@ def on_one_device(known: bool) -> bool:
     return (known or jax.device_count() == 1) and not jax.sharding.get_abstract_mesh().manual_axes
 
 
-def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) -> NamedSharding:
+def divided_over(
+    layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]
+) -> NamedSharding:
     """The layout of the state for a variable of that layout, divided over more axes of the mesh.
 
     Among the dimensions that can be divided the one with the most elements on a device is, the
@@ -111,7 +113,7 @@ def divided(layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]) 
     """
     sizes = dict(layout.mesh.shape)
     parts, used = math.prod(sizes[axis] for axis in over), axes_of(layout.spec)
-    if math.prod(shape) < SMALL or used & set(over):
+    if math.prod(shape) < UNDIVIDED or used & set(over):
         return layout
     entries = [_axes(entry) for entry in layout.spec] + [()] * (len(shape) - len(layout.spec))
     shards = [math.prod(sizes[axis] for axis in entry) for entry in entries]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from gainstage.rules import LARGEST
+from gainstage.checks import LARGEST
 
 
 def largest_scale(fun: Callable[..., Any], *args: Any) -> float:

@@ -17,17 +17,10 @@ import numpy as np
 from jax import lax
 
 from gainstage.adaptive import AdaptiveLossScale
+from gainstage.checks import LARGEST, SMALLEST
 from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run, why_skipped
-from gainstage.rules import (
-    LARGEST,
-    SMALLEST,
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    advance,
-    start,
-)
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, advance, start
 
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 

@@ -12,8 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.checks import SMALLEST
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.rules import SMALLEST, DynamicLossScale, ScaleState
+from gainstage.rules import DynamicLossScale, ScaleState
 from gainstage.stateful import check_names
 from gainstage.variable import Variable
 
