@@ -125,10 +125,10 @@ class Prepared:
             return 0.0
         return float(np.abs(self.moved - other.moved).mean() / np.abs(other.moved).mean())
 
-    def sample(self, inputs: Any) -> float:
+    def sample(self, inputs: Any, calls: int) -> float:
         """The seconds that a step takes, after one that bears what the last variant has left."""
         sample(self.step, self.held, inputs, self.period)
-        return sample(self.step, self.held, inputs, self.calls)
+        return sample(self.step, self.held, inputs, calls)
 
 
 def work(pipe: Connection, case: Case, skipped: set[str], rounds: int, shortest: float) -> None:
@@ -151,11 +151,12 @@ def work(pipe: Connection, case: Case, skipped: set[str], rounds: int, shortest:
             del variants[name]
     pipe.send(("compiled", {name: variant.compile_s for name, variant in variants.items()}))
     names = [name for name in builders if name in variants]
+    calls = max((variant.calls for variant in variants.values()), default=0)
     gc.collect()
     gc.freeze()  # nobody's steps pay for walking what all compilations have left
     for turn in range(rounds):
         order = names if turn % 2 == 0 else names[::-1]
-        pipe.send(("round", {name: variants[name].sample(inputs) for name in order}))
+        pipe.send(("round", {name: variants[name].sample(inputs, calls) for name in order}))
     pipe.send(("done", None))
 
 
@@ -262,6 +263,8 @@ def combine(repeats: list[dict[str, Any]]) -> dict[str, Any]:
     result = {}
     for name in dict.fromkeys(name for repeat in repeats for name in repeat):
         numbers = [repeat[name] for repeat in repeats if name in repeat]
+        common = set.intersection(*(set(n["ratios"]) for n in numbers))
+        numbers = [n | {"ratios": {b: n["ratios"][b] for b in common}} for n in numbers]
         result[name] = jax.tree.map(lambda *each: statistics.median(each), *numbers)
         for baseline, ratio in result[name]["ratios"].items():
             medians = [n["ratios"][baseline]["median"] for n in numbers]
@@ -306,7 +309,7 @@ def store(
     cell = {
         "labels": case.labels,
         "baselines": [b for b in case.baselines if b in variants],
-        "rounds": options.rounds,
+        "rounds": len(measured.rounds),
         "repeats": options.repeats,
         "variants": variants,
         "missing": measured.missing,
@@ -341,10 +344,10 @@ def table(title: str, cell: dict[str, Any]) -> Table:
         result.add_column(heading, justify="right")
     for name, numbers in variants.items():
         row = [f"{numbers['ms']:.3g}", f"{numbers['ms_min']:.3g} - {numbers['ms_max']:.3g}"]
-        ratios = [numbers["ratios"][b] for b in cell["baselines"]]
-        row += [f"{r['median']:.3f} ({r['q1']:.2f} - {r['q3']:.2f})" for r in ratios]
+        ratios = [numbers["ratios"].get(b) for b in cell["baselines"]]
+        row += [r and f"{r['median']:.3f} ({r['q1']:.2f} - {r['q3']:.2f})" for r in ratios]
         if cell["repeats"] > 1:
-            row.append(", ".join(f"{r['low']:.2f} - {r['high']:.2f}" for r in ratios))
+            row.append(", ".join(f"{r['low']:.2f} - {r['high']:.2f}" for r in ratios if r))
         row += [f"{numbers['of_bandwidth']:.2f}"] if limit else []
         result.add_row(name, *row, f"{numbers['compile_s']:.1f}")
     return result

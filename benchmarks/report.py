@@ -1,4 +1,4 @@
-"""The page and the picture of the benchmarks, made of nothing but what `results/` holds."""
+"""The picture of the benchmarks and the tables of their page, made of what `results/` holds."""
 
 import argparse
 import json
@@ -7,34 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import LIMIT, RESULTS
+from harness import LIMIT, RESULTS, between_marks
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 DOCS = Path(__file__).parents[1] / "docs"
 INTRODUCTION = """# Benchmarks
 
-`python benchmarks/run_all.py` measures all of this and writes this page. Variants take turns in
-one process, with donated state. A ratio is the median, over rounds, of the time that a variant
-took over that of the baseline in the same round. In parentheses stand the smallest and the
-largest ratio of the repeats or, where there was one run, the quartiles of its rounds. Where a
-case names no model, only the optimizer's step is measured, on given gradients.
-
 ![Every ratio to the first baseline](benchmarks.png)
 
-What scaling costs is one more reading of the gradients: whether they are finite has to be known
-before the first weight is changed. A step by itself has nothing to hide that behind, and is bound
-by memory, so it costs about what it reads: a sixth to a third more for SGD with momentum in
-float32, a tenth to a fourth for Adam. Float16 gradients cost a little more on a CPU, which computes
-on them only after widening them. With clipping the norm is the check, and costs nothing more.
-In a whole train step the backward pass has just written the gradients, so that they are read from
-the cache, and little is left of it.
-
-The steps in an optax loop stand apart: `gs.value_and_grad` hands over true gradients, which have to
-be stored, and fresh memory is slow on a CPU. That too is gone in a train step, which stores them
-anyway.
-
-Of thousands of tiny tensors the time goes into handing them over, which `group_small` halves.
+<!-- results -->
+<!-- end of results -->
 """
 COLORS = ["#00798c", "#d1495b", "#edae49", "#66a182"]
 
@@ -51,8 +34,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write(results: Path, docs: Path) -> None:
     """Makes the page and the picture in `docs` of all files in `results`."""
     devices = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    if not devices:
+        print(f"Nothing was measured: {results} has no results.")
+        return
     docs.mkdir(parents=True, exist_ok=True)
-    (docs / "benchmarks.md").write_text(page(devices))
+    file = docs / "benchmarks.md"
+    text = file.read_text() if file.exists() else INTRODUCTION
+    file.write_text(between_marks(text, page(devices)))
     picture(devices).savefig(docs / "benchmarks.png")
 
 
@@ -61,7 +49,7 @@ def write(results: Path, docs: Path) -> None:
 
 def page(devices: dict[str, Any]) -> str:
     """All claims on all devices, in Markdown."""
-    parts = [INTRODUCTION]
+    parts = []
     for device, claims in devices.items():
         parts.append(f"## On {device}\n")
         parts += [section(name, claim) for name, claim in claims.items()]
@@ -177,7 +165,8 @@ def draw(axes: Any, devices: dict[str, Any], names: list[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if len(devices) > 1:
         handles, labels = axes.get_legend_handles_labels()
-        axes.legend(*zip(*dict(zip(labels, handles, strict=True)).items(), strict=True)[::-1])
+        one_each = dict(zip(labels, handles, strict=True))
+        axes.legend(one_each.values(), one_each.keys())
 
 
 if __name__ == "__main__":

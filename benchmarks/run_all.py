@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,13 +41,20 @@ def main(argv: Sequence[str] | None = None, here: bool = False) -> None:
     words = [f"--{name}={getattr(options, name)}" for name in ("repeats", "budget", "output")]
     words += ["--quick"] if options.quick else []
     words += [f"--rounds={options.rounds}"] if options.rounds else []
+    failed = []
     for name in options.claims or CLAIMS:
         torch = [
             f"--torch-python={options.torch_python}",
             f"--torch-threads={options.torch_threads}",
         ]
-        importlib.import_module(name).main(words + torch * (name == "beside_torch"))
+        try:
+            importlib.import_module(name).main(words + torch * (name == "beside_torch"))
+        except Exception:  # the others, and the page, are worth hours
+            traceback.print_exc()
+            failed.append(name)
     report.write(Path(options.output), Path(options.docs))
+    if failed:
+        sys.exit(f"Not measured to the end: {', '.join(failed)}.")
 
 
 def claim(word: str) -> str:
