@@ -1,4 +1,4 @@
-"""Moving averages and accumulation, with loss scaling, cost what they cost in optax without.
+"""Moving averages and accumulation cost what they cost in optax; scaling adds its one reading.
 
 The baselines are `optax.incremental_update` of the weights and `optax.MultiSteps`.
 """

@@ -1,4 +1,4 @@
-"""Loss scaling adds to an optimizer step in optax little more than one read of the gradients.
+"""Loss scaling adds to an optimizer step little more than one read of the gradients.
 
 The step alone, gradients given: nothing is there that could hide the check.
 """

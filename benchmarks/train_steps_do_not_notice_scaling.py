@@ -1,8 +1,8 @@
 """A whole train step takes as long with loss scaling as without.
 
-Scaling puts the update behind a conditional, and that alone changes what XLA fuses with what. So
-there are two baselines: a step without scaling, and one whose update stands in a conditional that
-is always true, though XLA cannot know.
+Scaling has to know of all gradients before the first update, and that alone changes what XLA fuses
+with what. So there are two baselines: a step without scaling, and one whose update stands in a
+conditional that is always true, though XLA cannot know.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,78 @@
+"""What the benchmarks measure, and what becomes of it."""
+
+import json
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("rich")
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import harness
+import report
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
+
+
+def test_the_page_of_several_devices(tmp_path):
+    """Every claim of every device has its tables, and one picture shows them all."""
+    shutil.copy(RESULTS, tmp_path / "one.json")
+    shutil.copy(RESULTS, tmp_path / "other.json")
+    report.write(tmp_path, tmp_path)
+    page, claims = (tmp_path / "benchmarks.md").read_text(), json.loads(RESULTS.read_text())
+    assert [page.count(claim["claim"]) for claim in claims.values()] == [2] * len(claims)
+    assert (tmp_path / "benchmarks.png").stat().st_size > 10_000
+
+
+def test_the_page_of_the_documentation_is_that_of_the_results(tmp_path):
+    """Its tables are in the results, and what is said around them is left alone."""
+    page = ROOT / "docs" / "benchmarks.md"
+    (tmp_path / "results").mkdir()
+    shutil.copy(RESULTS, tmp_path / "results")
+    shutil.copy(page, tmp_path)
+    report.write(tmp_path / "results", tmp_path)
+    assert (tmp_path / "benchmarks.md").read_text() == page.read_text()
+
+
+def test_nothing_measured_writes_nothing(tmp_path, capsys):
+    """Without results there is no page of them, and no error."""
+    report.write(tmp_path, tmp_path)
+    assert "Nothing was measured" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_bears_what_it_frees():
+    """When a step begins nobody holds what those before it carried."""
+    carried = []
+
+    def step(carry, inputs):
+        assert not any(ref() for ref in carried)
+        carried.append(weakref.ref(carry))
+        return Carried([jnp.ones(())])
+
+    harness.sample(step, [Carried([jnp.ones(())])], None, 3)
+    assert len(carried) == 3
+
+
+class Carried(list):
+    """A list that can be referred to weakly."""
+
+
+def test_repeats_in_which_a_baseline_is_missing():
+    """A ratio is given only where all repeats have it, and the rest is kept."""
+
+    def repeat(ms, **ratios):
+        ratios = {name: {"median": value, "q1": 1, "q3": 2} for name, value in ratios.items()}
+        return {"ours": {"ms": ms, "ratios": ratios}}
+
+    both = harness.combine([repeat(1, a=2, b=3), repeat(3, a=4, b=5), repeat(2, a=3, b=1)])
+    assert both["ours"]["ratios"]["a"] == {"median": 3, "q1": 1, "q3": 2, "low": 2, "high": 4}
+    one = harness.combine([repeat(1, a=2, b=3), repeat(3, a=4)])
+    assert list(one["ours"]["ratios"]) == ["a"]
+    assert one["ours"]["ms"] == 2
