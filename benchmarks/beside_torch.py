@@ -1,4 +1,4 @@
-"""A scaled step takes no longer than PyTorch's fused optimizers with their `GradScaler`.
+"""A scaled SGD step takes as long as PyTorch's fused one with `GradScaler`; one of Adam, longer.
 
 Two frameworks disturb each other in one process, so they take turns, each turn in a process of its
 own; a turn's time is the median over its rounds, and a pair of turns makes a ratio. PyTorch may be
