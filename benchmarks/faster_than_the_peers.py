@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = harness.arguments(
         __doc__,
         argv,
-        sets=("one resnet50", "tiny20"),
+        sets=("one resnet50 gpt2 tiny1000", "tiny20"),
         optimizers=("sgd adam", "sgd adam"),
         dtypes=("float32 float16", "float32 float16"),
     )

@@ -263,9 +263,10 @@ def ours_grouped(params: Params, kind: str) -> Variant:
     return ours(params, kind, group_small=True)
 
 
-def pass_through(params: Params, kind: str) -> Variant:
-    """A program with the arguments and results of a step, which computes nothing."""
-    state = transformation(kind).init(params)
+def pass_through(params: Params, kind: str, group_small: bool = False) -> Variant:
+    """A program with the arguments and results of our step, which computes nothing."""
+    optimizer, _ = our_optimizer(params, kind, group_small=group_small)
+    state = [jnp.copy(v.value()) for v in optimizer.variables]
     step, (weights, state, done) = pure(
         lambda weights, state, grads: (weights, state), params, state
     )
@@ -279,8 +280,8 @@ def pass_through(params: Params, kind: str) -> Variant:
 # ── what the scripts measure ─────────────────────────────────────────────────────────────────
 
 OPTAX, OURS, OURS_IN_OPTAX = "optax", "ours", "ours, in an optax loop"
-KERAS_EAGER, PASS_THROUGH = "Keras, eager, no scaling", "nothing (the floor)"
-OURS_GROUPED = "ours, group_small"
+KERAS_EAGER, OURS_GROUPED = "Keras, eager, no scaling", "ours, group_small"
+FLOOR, FLOOR_GROUPED = "nothing (the floor)", "nothing, group_small"
 VARIANTS: dict[str, Callable[..., Variant]] = {
     OPTAX: plain_optax,
     OURS: ours,
@@ -294,7 +295,8 @@ VARIANTS: dict[str, Callable[..., Variant]] = {
     "jmp": with_jmp,
     "mpx": with_mpx,
     OURS_GROUPED: ours_grouped,
-    PASS_THROUGH: pass_through,
+    FLOOR: pass_through,
+    FLOOR_GROUPED: partial(pass_through, group_small=True),
     KERAS_EAGER: keras_eager,
     "Keras LossScaleOptimizer, eager": partial(keras_eager, scaled=True),
 }
@@ -326,4 +328,7 @@ def case(
     make = partial(steps, tuple(names), tensors, kind, dtype, **options)
     large = not tensors.startswith("tiny") and "accumulate" not in options
     traffic = per_element * parameters.size(tensors) if large else None
-    return Case(labels, make, [baseline], traffic, ACCUMULATE if "accumulate" in options else 1)
+    period = ACCUMULATE if "accumulate" in options else 1
+    crowded = tensors.startswith("tiny") and len(parameters.shapes(tensors)) > 100
+    pairs = [name for name in names if name != baseline and crowded]
+    return Case(labels, make, [baseline], traffic, period, pairs=pairs)

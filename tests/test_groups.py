@@ -111,6 +111,18 @@ def test_the_table_says_where_a_slot_is():
     assert make("sgd")[1].groups == []
 
 
+@pytest.mark.parametrize(("count", "sizes"), [(33, [32]), (66, [32, 32, 2])])
+def test_a_group_is_never_large(count, sizes):
+    """At most 32 share a buffer, so that XLA compiles equal groups once; none has one alone."""
+    variables = [gs.Variable(np.ones(2, np.float32), name=f"v{i}") for i in range(count)]
+    opt = gs.SGD(0.5, 0.9, group_small=True)
+    opt.build(variables)
+    assert [len(group) for group in opt.groups] == sizes
+    opt.apply([np.full(2, i, np.float32) for i in range(count)], variables)
+    for i, variable in enumerate(variables):
+        np.testing.assert_allclose(variable.numpy(), 1 - 0.5 * i)
+
+
 def test_a_grouped_optimizer_is_saved_with_its_table():
     """A stored dictionary, a pickle and a copy continue alike; other groups are refused."""
     variables, opt = make("adam", group_small=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gainstage.bridge import lent, read
 from gainstage.gradients import Gradients
-from gainstage.joining import SMALL, join, offsets, part
+from gainstage.joining import SMALL, batches, join, offsets, part
 from gainstage.variable import Variable
 
 
@@ -60,10 +60,11 @@ def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
 
 
 def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> list[Group]:
-    """Groups of small variables, on one device, with slots of one dtype; at least two a group."""
+    """Groups of a few small variables, on one device, with slots of one dtype; at least two."""
     small: dict[Any, list[Variable]] = {}
     for variable in variables:
         if variable.size <= SMALL and variable._layout is None:
             small.setdefault(dtype_of(variable.dtype), []).append(variable)
-    several = [members for members in small.values() if len(members) > 1]
+    together = [few for members in small.values() for few in batches(members)]
+    several = [members for members in together if len(members) > 1]
     return [Group(f"group_{i}", members) for i, members in enumerate(several)]
