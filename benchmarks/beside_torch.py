@@ -57,12 +57,13 @@ def torch_turn(
         return (time.perf_counter() - start) / calls
 
     steps = {PLAIN: optimizer().step, SCALED: scaled_step}
-    warm = {name: [sample(step, 1) for _ in range(3)][-1] for name, step in steps.items()}
-    calls = {name: math.ceil(shortest / seconds) or 1 for name, seconds in warm.items()}
+    warm = [[sample(step, 1) for _ in range(3)][-1] for step in steps.values()]
+    calls = math.ceil(shortest / min(warm)) or 1
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name in list(steps) if turn % 2 == 0 else list(steps)[::-1]:
-            samples[name].append(sample(steps[name], calls[name]))
+            sample(steps[name], 1)  # bears what the last variant has left
+            samples[name].append(sample(steps[name], calls))
     seconds = {name: statistics.median(values) for name, values in samples.items()}
     environment = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     return {"environment": environment, "seconds": seconds}

@@ -20,7 +20,7 @@ INTRODUCTION = """# Benchmarks
 <!-- end of results -->
 """
 METHOD = """A ratio is the median, over rounds, of the time that a variant took over that of the
-baseline in the same round. In parentheses stand the smallest and the largest ratio of the repeats
+baseline in the same round. In parentheses stand the smallest and the largest ratio of the runs
 or, where there was one run, the quartiles of its rounds. Gradients are given, and only the
 optimizer's step is measured, where a case names no model.
 """
@@ -66,7 +66,7 @@ def section(name: str, claim: dict[str, Any]) -> str:
     """A claim with its tables: one for each baseline, and one of the times."""
     cases = list(claim["cases"].values())
     versions = [f"{key} {value}" for key, value in claim["environment"].items() if value]
-    runs = {f"{case['rounds']} rounds, {case['repeats']} repeats" for case in cases}
+    runs = {f"{case['rounds']} rounds, {runs_of(case)}" for case in cases}
     names = list(dict.fromkeys(name for case in cases for name in variants(case)))
     parts = [f"### {claim['claim']}", f"`benchmarks/{name}.py`; {'; '.join(sorted(runs))}"]
     for baseline in dict.fromkeys(b for case in cases for b in case["baselines"]):
@@ -80,6 +80,11 @@ def section(name: str, claim: dict[str, Any]) -> str:
     rows = [[times(case, name) for name in names] for case in cases]
     parts.append(f"{title}:\n\n{table(cases, names, rows)}")
     return "\n\n".join([*parts, ", ".join(versions) + ".", ""])
+
+
+def runs_of(case: dict[str, Any]) -> str:
+    """How often a case was measured."""
+    return "1 run" if case["repeats"] == 1 else f"{case['repeats']} runs"
 
 
 def table(cases: list[Any], names: list[str], rows: list[list[str]]) -> str:
