@@ -51,7 +51,7 @@ Train = Callable[[str, int], tuple[list[float], float]]
 
 
 def main(train: Train, seeds: int = 3) -> None:
-    """Trains in float32 and, with loss scaling, in float16, and prints how well.
+    """Trains in float32 and in float16, both with loss scaling, and prints how well.
 
     Args:
         train: `(dtype to compute in, seed) -> (losses, accuracy)`.

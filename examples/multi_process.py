@@ -1,5 +1,6 @@
 """Trains a network in float16 on the devices of several processes, all on this machine.
 
+    pip install ".[orbax]"
     python examples/multi_process.py --processes 2 --devices 4 --checkpoints run
 
 Every process holds a part of each batch, and of the optimizer's state; all take the same steps.
@@ -81,7 +82,9 @@ def main():
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--devices", type=int, default=4, help="of each process")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--checkpoints", help="a folder; by default a new one")
+    parser.add_argument(
+        "--checkpoints", help="a folder; with --process by default `checkpoints`, else a new one"
+    )
     parser.add_argument("--coordinator", help="host:port of process 0")
     parser.add_argument("--process", type=int, help="which one this is, from 0")
     options = parser.parse_args()

@@ -150,6 +150,15 @@ def test_invalid_loss_scales(scale):
         experimental.LossScaleOptimizer(gs.SGD(), experimental.DynamicLossScale(multiplier=4))
 
 
+@pytest.mark.parametrize("lost", [{"hysteresis": 2}, {"max_scale": 2.0**20}, {"min_scale": 0.5}])
+def test_settings_that_would_be_lost_are_refused(lost):
+    """A rule's first scale and period are kept; one with other settings is a ValueError."""
+    opt = experimental.LossScaleOptimizer(gs.SGD(), gs.DynamicLossScale(8.0, 5))
+    assert (opt.initial_scale, opt.dynamic_growth_steps) == (8.0, 5)
+    with pytest.raises(ValueError, match="nothing else but a first scale and a period"):
+        experimental.LossScaleOptimizer(gs.SGD(), gs.DynamicLossScale(8.0, 5, **lost))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

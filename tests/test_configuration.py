@@ -158,6 +158,14 @@ def test_an_optax_chain_is_copied():
         pickle.dumps(opt)
 
 
+def test_the_options_of_an_optax_chain():
+    """`Optax` describes the options that it takes, and refuses those that would do nothing."""
+    assert gs.Optax(optax.adam(0.1), master_weights=True).get_config()["master_weights"] is True
+    for option in ({"group_small": True}, {"shard_state_over": "data"}):
+        with pytest.raises(TypeError, match=f"Expected no {next(iter(option))} for Optax; got"):
+            gs.Optax(optax.adam(0.1), **option)
+
+
 def test_state_by_name():
     """`state` and `load_state` carry all variables by names that stay, or change nothing."""
 

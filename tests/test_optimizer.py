@@ -589,7 +589,7 @@ def test_state_of_subclasses():
     firsts, seconds = opt.add_optimizer_variables(variables, ["a", "b"], "ones")
     assert firsts[0].numpy().tolist() == [1, 1]
     assert [v.name for v in seconds] == ["SGD/w_b", "SGD/b_b"]
-    assert opt.add_variable_from_reference(variables[0], "a") is firsts[0]
+    assert opt.add_variable_from_reference(variables[0], "a") is not firsts[0]
     assert opt.add_variable((2,), lambda shape, dtype: jnp.full(shape, 7, dtype))[0] == 7
     with pytest.raises(ValueError, match="initializer"):
         opt.add_variable((2,), "random")

@@ -1,5 +1,7 @@
 """Habits and mistakes of a first-time user: each works, or is told what to do."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,3 +267,162 @@ def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
         opt.apply([[gradient, 0.0]], [w])
     np.testing.assert_allclose(w.numpy(), [0.5, 1.0], rtol=1e-6)
     assert int(opt.iterations) == 2
+
+
+class TwoAverages(gs.SGD):
+    """A rule whose slots have no names of their own, and one that SGD has too."""
+
+    def build(self, var_list):
+        super().build(var_list)
+        self.firsts = [self.add_variable_from_reference(v) for v in var_list]
+        self.seconds = [self.add_variable_from_reference(v) for v in var_list]
+        self.own = self.add_optimizer_variables(var_list, "momentum", "ones")
+
+
+@pytest.mark.parametrize("group_small", [False, True])
+def test_slots_of_one_name_are_several(group_small):
+    """Each request makes a slot, as in Keras; a second `build` gets those of the first."""
+    variables = pair()[0], gs.Variable([3.0, 4.0], name="b")
+    opt = TwoAverages(0.5, momentum=0.5, group_small=group_small)
+    for _ in range(2):
+        opt.build(variables)
+        slots = [opt.momentums[0], opt.firsts[0], opt.seconds[0], opt.own[0]]
+        assert len(set(slots)) == 4
+        assert len(opt.variables) == 2 + 4 * (1 if group_small else 2)
+    assert [float(slots[0][0]) for slots in (opt.own, opt.momentums)] == [1, 0]
+
+
+@pytest.mark.parametrize("of", [iter, lambda vs: {"w": vs[0]}, lambda vs: vs[0]])
+def test_build_wants_a_list(of):
+    """What cannot be gone through twice as a list of variables is refused, and nothing is built."""
+    w, opt = gs.Variable([1.0, 2.0]), gs.Adam(0.5)
+    with pytest.raises(TypeError, match="Expected a list of variables for var_list; got"):
+        opt.build(of([w]))
+    assert not opt.built
+    opt.build([w])
+    opt.apply([jnp.ones(2)])
+
+
+def test_a_shallow_copy_survives_a_step():
+    """`copy.copy` of a variable keeps its value, though a step reuses the original's memory."""
+    w = gs.Variable([1.0, 2.0])
+    best = copy.copy(w)
+    gs.SGD(0.5).minimize(lambda: (w.value() ** 2).sum(), [w])
+    assert (best.numpy().tolist(), w.numpy().tolist()) == ([1, 2], [0, 0])
+
+
+def test_variables_compare_with_numbers():
+    """`opt.iterations == 1` asks for the value; two variables are equal if they are one."""
+    w, opt = gs.Variable([1.0, 2.0]), gs.SGD(0.5)
+    opt.apply([jnp.ones(2)], [w])  # to 0.5 and 1.5
+    assert opt.iterations == 1
+    assert (w == np.array([0.5, 1.5])).tolist() == [True, True]
+    assert (w != np.array([0.5, 7.0])).tolist() == [False, True]
+    assert w != gs.Variable(w)
+    assert w in [gs.Variable(w), None, w]
+    assert w not in [gs.Variable(w), None]
+
+
+@pytest.mark.parametrize("keep", ["assign", "apply"])
+def test_memory_of_numpy_stays_the_callers(keep):
+    """A buffer that is filled anew changes neither a variable nor a step that was handed it."""
+    memory = np.zeros(2**12 + 16, np.float32)
+    start = (-memory.ctypes.data // 4) % 16  # where JAX could go on using it
+    buffer = memory[start : start + 2**12]
+    w = gs.Variable(np.ones(2**12, np.float32))
+    buffer[:] = 3.0
+    if keep == "assign":
+        w.assign(buffer)
+        kept = w.value()
+    else:
+        kept = gs.SGD()._checked([buffer], [w])[0]
+    buffer[:] = 0.0
+    assert kept[0] == 3
+
+
+def test_a_pure_function_has_its_own_signature():
+    """`functional` takes values first: donating and static arguments count from there."""
+    w = gs.Variable([1.0, 2.0])
+    double = jax.jit(gs.functional(lambda: w.assign(w * 2), [w]), donate_argnums=0)
+    assert double([jnp.ones(2)])[1][0].tolist() == [2, 2]
+    add = gs.functional(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
+    _, (new,) = jax.jit(add, static_argnames="twice")([w.value()], 1.0, twice=True)
+    assert new.tolist() == [3, 4]
+
+
+def test_a_local_scale_bears_complex_numbers():
+    """Gradients of what is complex are the same with a scale of its own; one that float32 cannot
+    hold is refused."""
+    for fun, x in [
+        (lambda z: jnp.abs(z) ** 2, jnp.complex64(1 + 2j)),
+        (lambda x: jnp.abs(x * (1 + 1j)) ** 2, jnp.float32(3)),
+    ]:
+        local = gs.locally_scaled(fun, 2.0**10)
+        np.testing.assert_allclose(jax.grad(local)(x), jax.grad(fun)(x), rtol=1e-6)
+    for scale in (1e39, 1e-40):
+        with pytest.raises(ValueError, match="scale"):
+            gs.locally_scaled(jnp.sin, scale)
+
+
+def test_exponents_of_missing_gradients_in_x64():
+    """`underflow_every` counts nothing for a variable without gradient, in x64 too."""
+    with jax.enable_x64(True):
+        w, b = gs.Variable(1.0, jnp.float32), gs.Variable(2.0, jnp.float64)
+        opt = gs.LossScaleOptimizer(gs.SGD(0.5), telemetry=True, underflow_every=1)
+        with pytest.warns(UserWarning, match="No gradient for"):
+            opt.apply([jnp.float32(2.0**15), None], [w, b])
+        assert (float(w), float(b)) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf, 0.0, -1.0])
+def test_a_spoiled_scale_heals(spoiled):
+    """Whatever was put into the scale, it is finite and positive after the next step."""
+    w, opt = pair()
+    opt.apply([jnp.ones(2)], [w])
+    opt.dynamic_scale.assign(spoiled)
+    opt.apply([jnp.full(2, np.inf)], [w])
+    assert 0 < float(opt.loss_scale) <= 2.0**126
+    rule = gs.DynamicLossScale()
+    tx = gs.loss_scaled(optax.sgd(0.5), rule)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    scale = state.loss_scale._replace(scale=jnp.float32(spoiled))
+    state = tx.update(jnp.full(2, jnp.inf), state._replace(loss_scale=scale), params)[1]
+    assert 0 < float(state.loss_scale.scale) <= 2.0**126
+
+
+def test_a_state_keeps_its_types_whatever_a_rule_returns():
+    """A rule that returns weakly typed or wider numbers does not change the type of the state."""
+
+    class Careless(gs.DynamicLossScale):
+        def update(self, state, finite, **measured):
+            return state._replace(scale=jnp.where(finite, 2.0, 1.0), good_steps=3.0)
+
+    tx = gs.loss_scaled(optax.sgd(0.5), Careless())
+    params = jnp.ones(2)
+    with jax.enable_x64(True):
+        state = tx.init(params)
+        new = tx.update(jnp.ones(2), state, params)[1]
+        types = [jax.tree.map(jnp.result_type, s.loss_scale) for s in (state, new)]
+    assert types[0] == types[1]
+    assert not any(jnp.asarray(x).weak_type for x in new.loss_scale if x is not None)
+
+
+def test_a_wrapper_that_fails_leaves_the_inner_optimizer_free():
+    """A wrong mesh is refused before anything has changed: another wrapper may be made."""
+    meshes = [jax.make_mesh((8,), ("data",)), jax.make_mesh((4,), ("data",))]
+    layout = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec("data"))
+    inner, w = gs.SGD(0.5), gs.Variable(jax.device_put(np.ones(8, np.float32), layout))
+    inner.build([w])
+    with pytest.raises(ValueError, match="Expected variables on the mesh"):
+        gs.LossScaleOptimizer(inner, mesh=meshes[1])
+    with pytest.raises(ValueError, match=r"Expected a jax.sharding.Mesh for mesh; got 3"):
+        gs.LossScaleOptimizer(inner, mesh=3)
+    gs.LossScaleOptimizer(inner).apply([jnp.full(8, 2.0**15)], [w])
+    assert w.numpy().tolist() == [0.5] * 8
+
+
+def test_boundaries_between_steps():
+    """A boundary at 2.5 separates step 2 from step 3, as in Keras."""
+    schedule = gs.schedules.PiecewiseConstantDecay([2.5], [1.0, 0.25])
+    assert [float(schedule(jnp.int32(step))) for step in range(5)] == [1, 1, 1, 0.25, 0.25]

@@ -43,11 +43,10 @@ def read(state: Any) -> Any:
     return jax.tree.map(lambda variable: variable._value, state)
 
 
-def write(state: Any, values: Any) -> None:
-    """Puts `values`, which nobody else holds, into the variables of `state`."""
-    values = jax.tree.leaves(values)
+def write(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    """Puts `values`, which nobody else holds, into the variables."""
     traced = any(issubclass(kind, Tracer) for kind in set(map(type, values)))
-    for variable, value in zip(jax.tree.leaves(state), values, strict=True):
+    for variable, value in zip(variables, values, strict=True):
         if value is variable._value:
             continue
         if traced:
@@ -121,6 +120,7 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
             result = fn(*args, **kwargs)
             return result, structure.unflatten(read(variables))
 
+    del pure.__wrapped__  # whose signature is another
     return pure
 
 

@@ -21,13 +21,14 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
 
     Args:
         fun: a function of arrays, or pytrees of them.
-        scale: a number or scalar array > 0; a power of two changes no digit.
+        scale: a number > 0 and at most 2**126, or such a scalar array; a power of two changes no
+            digit.
 
     Returns:
         A function of the arguments of `fun`, by position.
 
     Raises:
-        TypeError, ValueError: `scale` is no number > 0.
+        TypeError, ValueError: `scale` is no such number.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -45,7 +46,7 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
     """
 
     if not isinstance(scale, jax.Array):
-        scale = checks.real("scale", scale, above=0.0)
+        scale = checks.loss_scale("scale", scale)
 
     def scaled(*args: Any) -> Any:
         factor = jnp.asarray(scale, jnp.float32)
@@ -69,8 +70,8 @@ def _times(tree: Any, factor: jax.Array) -> Any:
     """The same arrays, whose gradients are multiplied by a factor."""
 
     def one(x: Any) -> Any:
-        floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-        return _passed(jnp.asarray(x), factor) if floating else x
+        inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        return _passed(jnp.asarray(x), factor) if inexact else x
 
     return jax.tree.map(one, tree)
 
@@ -85,7 +86,8 @@ def _forward(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(factor: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    product = gradient.astype(wide(gradient.dtype)) * factor
+    is_complex = jnp.iscomplexobj(gradient)
+    product = (gradient if is_complex else gradient.astype(wide(gradient.dtype))) * factor
     return product.astype(gradient.dtype), jnp.zeros_like(factor)
 
 

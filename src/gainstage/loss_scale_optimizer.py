@@ -44,7 +44,8 @@ class LossScaleOptimizer(Optimizer):
         underflow_every: after so many steps `telemetry` also counts how large the elements of each
             gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
             the state; None for never.
-        **options: those of every `Optimizer`. `loss_scale_factor` multiplies the scale.
+        **options: those of every `Optimizer` that say how a step is taken, not where its state
+            lies. `loss_scale_factor` multiplies the scale.
 
     Raises:
         TypeError: `inner_optimizer` is no optimizer, or is a `LossScaleOptimizer`.
@@ -82,8 +83,8 @@ class LossScaleOptimizer(Optimizer):
         _check_inner(inner_optimizer, self._given)
         rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
-        self._start(name, inner_optimizer.jit_compile if jit_compile is None else jit_compile)
-        self.mesh = mesh or inner_optimizer.mesh
+        jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
+        self._start(name, jit_compile, inner_optimizer.mesh if mesh is None else mesh)
         self._inner, self._rule = inner_optimizer, rule
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
         state = start(rule)
@@ -95,9 +96,9 @@ class LossScaleOptimizer(Optimizer):
         for option, value in options.items():
             if value is not None:
                 vars(self)[option] = check_option(option, value, vars(self))
-        inner_optimizer._wrapper = self
         if inner_optimizer.built:
             self._build_around(list(self._index))
+        inner_optimizer._wrapper = self
 
     def _chosen_rule(
         self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None

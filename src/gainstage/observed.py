@@ -116,7 +116,8 @@ def observed(
         more = jnp.float32(loss_scale / scale)
 
         def counted() -> Exponents:
-            rows = [jnp.zeros(BINS) if g is None else _exponents(g, more, one) for g in grads]
+            none = jnp.zeros(BINS, jnp.float32)
+            rows = [none if g is None else _exponents(g, more, one) for g in grads]
             return Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
 
         due = finite & ((exponents.step < 0) | (step - exponents.step >= every))

@@ -1,6 +1,7 @@
 """The optimizer: its options and state, to which a subclass adds the rule for one variable."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -108,28 +109,14 @@ class Optimizer(Step):
         shard_state_over: str | Sequence[str] | None = None,
         on_bad_microbatch: str = "extend",
     ):
-        self._start(name, jit_compile)
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
-        self.mesh = mesh
+        given = locals()
+        self._start(name, jit_compile, mesh)
         self.group_small = checks.flag("group_small", group_small)
         self.master_weights = checks.flag("master_weights", master_weights)
         over = (shard_state_over,) if isinstance(shard_state_over, str) else shard_state_over or ()
         self.shard_state_over = tuple(over)
-        options = {
-            "weight_decay": weight_decay,
-            "clipnorm": clipnorm,
-            "clipvalue": clipvalue,
-            "global_clipnorm": global_clipnorm,
-            "use_ema": use_ema,
-            "ema_momentum": ema_momentum,
-            "ema_overwrite_frequency": ema_overwrite_frequency,
-            "loss_scale_factor": loss_scale_factor,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "on_bad_microbatch": on_bad_microbatch,
-        }
-        for option, value in options.items():
-            vars(self)[option] = check_option(option, value, vars(self))
+        for option in OPTIONS:
+            vars(self)[option] = check_option(option, given[option], vars(self))
         self._iterations = Variable(0, jnp.int32, f"{self.name}/iteration", trainable=False)
         self._rate = LearningRate(learning_rate, self.name)
         self._averages: list[Variable] = []
@@ -140,7 +127,7 @@ class Optimizer(Step):
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
 
-    def _start(self, name: str | None, jit_compile: bool) -> None:
+    def _start(self, name: str | None, jit_compile: bool, mesh: Mesh | None) -> None:
         """Sets what a wrapper has too; its other state is that of its inner optimizer."""
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
@@ -148,9 +135,13 @@ class Optimizer(Step):
         snake = cls if cls.isupper() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls).lower()
         self.name = name or snake
         self.jit_compile = checks.flag("jit_compile", jit_compile)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
+        self.mesh = mesh
         self._wrapper: Optimizer | None = None
         self._slots: list[Variable] = []
-        self._slot_of: dict[tuple[Variable, str], Variable] = {}
+        self._slot_of: dict[tuple[Variable, str, int], Variable] = {}
+        self._asked: Counter[tuple[Variable, str]] = Counter()
         self._group_of: dict[Variable, Group] = {}
         self._program = self._taken = self._loss = None
 
@@ -231,7 +222,7 @@ class Optimizer(Step):
         place = self._get_variable_index(variable)
         copies = [kind[place] for kind in (self._averages, self._accumulators) if kind]
         masters = [self._masters[variable]] if variable in self._masters else []
-        slots = [slot for (owner, _), slot in self._slot_of.items() if owner is variable]
+        slots = [slot for (owner, *_), slot in self._slot_of.items() if owner is variable]
         return [*copies, *masters, *(slots if variable not in self._group_of else [])]
 
     def _starts(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
@@ -287,6 +278,9 @@ class Optimizer(Step):
                 inside of a traced function.
         """
         variables = variables_in(var_list)
+        if isinstance(var_list, Variable) or list(var_list) != variables:
+            raise TypeError(f"Expected a list of variables for var_list; got {var_list!r}.")
+        self._asked.clear()
         if self.built and variables != list(self._index):
             raise ValueError(
                 f"Expected the variables that {self.name!r} was built with, "

@@ -76,7 +76,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "gradient_accumulation_steps": _accumulation_steps,
     "on_bad_microbatch": _policy,
 }
-OPTIONS = frozenset(_CHECKS)
+OPTIONS = _CHECKS.keys()
 
 
 def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:

@@ -130,8 +130,11 @@ class DynamicLossScale(LossScale):
             good_steps += 1
             if good_steps >= increment_period:
                 scale, good_steps = min(scale * multiplier, max_scale), 0
+            bad_steps = 0
         else:
-            scale, good_steps = max(scale * backoff_factor, min_scale), 0
+            good_steps, bad_steps = 0, bad_steps + 1
+            if bad_steps >= hysteresis:
+                scale, bad_steps = max(scale * backoff_factor, min_scale), 0
 
     Args:
         initial_loss_scale: the first scale, > 0 and at most `max_scale`. Below `min_scale` it
@@ -140,7 +143,7 @@ class DynamicLossScale(LossScale):
         multiplier: what the scale is then multiplied by, > 0. Below 1, growth lowers the scale
             and overflow raises it.
         backoff_factor: what it is multiplied by to be lowered, between 0 and 1; None for
-            1 / `multiplier`.
+            1 / `multiplier`, so that a `multiplier` of 1 keeps the scale for ever.
         min_scale, max_scale: the bounds, within 2**-126 and 2**126.
         hysteresis: the scale is lowered on this many non-finite steps in a row, an integer >= 1;
             a finite step or a decrease resets the count.
@@ -232,8 +235,11 @@ def start(rule: LossScale) -> Any:
 def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
     """The state after a step, with a scale that arithmetic can bear whatever the rule says."""
     new = rule.update(state, finite, **measured)
-    scale = jnp.where(new.scale > 0, new.scale, state.scale)  # no nan, no 0, nothing below
-    return new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
+    # No nan, no 0, nothing below; in a stored state there may be such, too.
+    before = jnp.where(state.scale > 0, state.scale, rule.init().scale)
+    scale = jnp.where(new.scale > 0, new.scale, before)
+    new = new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
+    return jax.tree.map(lambda x, old: jnp.asarray(x, jnp.result_type(old)), new, state)
 
 
 def as_rule(name: str, value: Any) -> LossScale:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -258,7 +259,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __call__(self, step: jax.Array) -> jax.Array:
         constants = [optax.constant_schedule(value) for value in self.values]
-        later = [boundary + 1 for boundary in self.boundaries]
+        later = [math.floor(boundary) + 1 for boundary in self.boundaries]
         return jnp.asarray(optax.join_schedules(constants, later)(step), jnp.float32)
 
     def get_config(self) -> dict[str, Any]:

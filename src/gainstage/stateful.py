@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from gainstage.configurable import Configurable
 from gainstage.groups import Group
 from gainstage.joining import join
 from gainstage.sharding import mesh_of
-from gainstage.variable import Variable
+from gainstage.variable import Variable, owned
 
 Initializer = str | Callable[..., Any]
 
@@ -31,7 +32,8 @@ class Stateful(Configurable, abc.ABC):
     name: str
     mesh: Mesh | None
     _slots: list[Variable]
-    _slot_of: dict[tuple[Variable, str], Variable]
+    _slot_of: dict[tuple[Variable, str, int], Variable]  # the last: which of those alike
+    _asked: Counter[tuple[Variable, str]]  # how many slots each build has asked for so far
     _group_of: dict[Variable, Group]
 
     @property
@@ -84,16 +86,17 @@ class Stateful(Configurable, abc.ABC):
         name: str | None = None,
         initializer: Initializer = "zeros",
     ) -> Variable:
-        """A slot: a variable of the shape and sharding of another, of its dtype or float32 for
-        half precision. Asked again for the same name and reference, as by a second `build`, it
-        returns the same slot."""
-        key = (reference_variable, name or "var")
+        """A new slot: a variable of the shape and sharding of another, of its dtype or float32 for
+        half precision. A second `build` gets those of the first."""
+        alike = (reference_variable, name or "var")
+        key = (*alike, self._asked[alike])
+        self._asked[alike] += 1
         if key not in self._slot_of:
             group = self._group_of.get(reference_variable)
             if group is None:
-                self._slot_of[key] = slot = self._slot_like(*key, initializer)
+                self._slot_of[key] = slot = self._slot_like(*alike, initializer)
             else:
-                slot = self._slot_of_group(group, key[1], initializer)
+                slot = self._slot_of_group(group, *key[1:], initializer)
             self._slots.append(slot)
             self._forget_program()
         return self._slot_of[key]
@@ -128,13 +131,16 @@ class Stateful(Configurable, abc.ABC):
         """Where the state for a variable lies: with it; None off a mesh."""
         return reference._layout
 
-    def _slot_of_group(self, group: Group, name: str, initializer: Initializer) -> Variable:
+    def _slot_of_group(
+        self, group: Group, name: str, number: int, initializer: Initializer
+    ) -> Variable:
         parts = [self._slot_like(variable, name, initializer) for variable in group.members]
         planned = any(part._is_planned for part in parts)
         value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
         slot = Variable(value, name=f"{self.name}/{group.name}_{name}", trainable=False)
-        slot._start = functools.partial(_joined_starts, parts)
-        self._slot_of |= {(variable, name): slot for variable in group.members}
+        if planned:
+            slot._start = functools.partial(_joined_starts, parts)
+        self._slot_of |= {(variable, name, number): slot for variable in group.members}
         group.slots.append(slot)
         return slot
 
@@ -295,8 +301,7 @@ def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
         same = np.isfinite(array) == np.isfinite(given) if floating else array == given
         if not np.all(same):
             raise ValueError(f"too large for {dtype}")
-    # On a CPU JAX would go on using the memory of a numpy array.
-    return jnp.array(array, dtype, copy=isinstance(array, np.ndarray))
+    return jnp.asarray(owned(array), dtype)
 
 
 def _kind(dtype: Any) -> int:

@@ -16,14 +16,14 @@ from gainstage.transformation import loss_scaled_within
 from gainstage.variable import Variable
 
 
-def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
+def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
     """An optimizer as an optax transformation, with its options.
 
     A `LossScaleOptimizer` becomes a `loss_scaled` one, with the same rule: take the gradients from
     `value_and_grad`. The other way round, `Optax` makes an optimizer of a transformation.
 
     Args:
-        optimizer: not built; it is not changed, and may be used again.
+        opt: an optimizer, not built; it is not changed, and may be used again.
 
     Returns:
         A transformation. Its `update` needs `params`, and returns the differences between the new
@@ -45,16 +45,16 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
         >>> print(updates["w"], list(state))
         [-0.5 -0.5] ['SGD/iteration', 'SGD/learning_rate', 'SGD/w_momentum']
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"Expected an optimizer of gainstage; got {optimizer!r}.")
-    if optimizer.built:
-        raise ValueError(f"Expected {optimizer.name!r} not to be built before to_optax.")
-    if optimizer._option("loss_scale_factor") is not None:
+    if not isinstance(opt, Optimizer):
+        raise TypeError(f"Expected an optimizer of gainstage; got {opt!r}.")
+    if opt.built:
+        raise ValueError(f"Expected {opt.name!r} not to be built before to_optax.")
+    if opt._option("loss_scale_factor") is not None:
         raise ValueError(
-            f"Expected {optimizer.name!r} without loss_scale_factor for to_optax; wrap it in "
+            f"Expected {opt.name!r} without loss_scale_factor for to_optax; wrap it in "
             f"LossScaleOptimizer(..., rule=FixedLossScale(factor))."
         )
-    inner = optimizer.inner_optimizer if isinstance(optimizer, LossScaleOptimizer) else optimizer
+    inner = opt.inner_optimizer if isinstance(opt, LossScaleOptimizer) else opt
     if inner._undecayed:
         raise ValueError(
             "Expected exclude_from_weight_decay with var_names for to_optax; got variables."
@@ -67,14 +67,14 @@ def to_optax(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
             f"no step; got {inner._option('on_bad_microbatch')!r}."
         )
     inner = copy.deepcopy(inner)  # with a wrapper of its own, whose options are in force
-    if not isinstance(optimizer, LossScaleOptimizer):
+    if not isinstance(opt, LossScaleOptimizer):
         return _unscaled(inner)
     if inner.master_weights:
         raise ValueError(
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
-    more = (optimizer.rule, optimizer.telemetry, optimizer.underflow_every)
+    more = (opt.rule, opt.telemetry, opt.underflow_every)
     return loss_scaled_within(inner._limits(), _unscaled(inner), *more)
 
 

@@ -86,7 +86,8 @@ class Variable:
         self._layout = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
 
     def value(self) -> jax.Array:
-        """The array in the box. It stays readable whatever happens to the variable later."""
+        """The array in the box. It stays readable whatever happens to the variable later: a step
+        that would reuse its memory copies it first."""
         if not self._traces:
             if is_tracing():
                 raise ValueError(
@@ -150,7 +151,7 @@ class Variable:
     def _fitted(self, value: Any) -> jax.Array:
         value = _unboxed(value)
         if not isinstance(value, jax.Array) or value.dtype != self.dtype or value.weak_type:
-            value = jnp.asarray(value, self.dtype)
+            value = jnp.asarray(owned(value), self.dtype)
         if value.shape != self.shape:
             raise ValueError(
                 f"Expected a value of shape {self.shape} for variable {self.name!r}; "
@@ -222,7 +223,16 @@ class Variable:
             f"value={self._value})"
         )
 
+    def __eq__(self, other: object) -> Any:
+        # Two boxes are equal if they are one, as keys of a dictionary have to be.
+        return self.value() == other if isinstance(other, _NUMBERS) else NotImplemented
+
+    def __ne__(self, other: object) -> Any:
+        return self.value() != other if isinstance(other, _NUMBERS) else NotImplemented
+
+    __hash__ = object.__hash__
     __iadd__ = __isub__ = __imul__ = __itruediv__ = _refused
+    __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _refused
     __neg__ = _operator("__neg__")
     __pos__ = _operator("__pos__")
     __abs__ = _operator("__abs__")
@@ -249,7 +259,8 @@ class Variable:
     __getitem__ = _operator("__getitem__")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_traces": [], "_shared": True}
+        self._shared = True  # with a shallow copy, which holds the same array
+        return {**vars(self), "_traces": []}
 
 
 def is_tracing() -> bool:
@@ -258,12 +269,18 @@ def is_tracing() -> bool:
 
 
 _EAGER = get_opaque_trace_state()
+_NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
 def strong(value: Any) -> jax.Array:
     """`value` as an array without a weak type, which would cost a compilation of its own."""
-    value = jnp.asarray(value)
+    value = jnp.asarray(owned(value))
     return jnp.asarray(value, value.dtype)
+
+
+def owned(value: Any) -> Any:
+    """`value`, an array of numpy copied: JAX may go on using its memory, which the caller fills."""
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _unboxed(value: Any) -> Any:

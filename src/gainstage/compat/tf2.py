@@ -1,5 +1,6 @@
 """`tf.keras.mixed_precision.LossScaleOptimizer` of TensorFlow 2.4 to 2.15."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
@@ -184,7 +185,7 @@ def scale_arguments(loss_scale: Any) -> dict[str, Any]:
         loss_scale: a number, "dynamic", a live or a pure loss scale, or the configuration of one.
 
     Raises:
-        ValueError: anything else, or a multiplier other than 2.
+        ValueError: anything else, or a dynamic scale with settings that would be lost.
     """
     if isinstance(loss_scale, Mapping):
         loss_scale = deserialize(loss_scale, live.LossScale)
@@ -194,8 +195,13 @@ def scale_arguments(loss_scale: Any) -> dict[str, Any]:
     if isinstance(rule, rules.FixedLossScale):
         rule = rule.loss_scale_value
     if isinstance(rule, rules.DynamicLossScale):
-        if rule.multiplier != 2:
-            raise ValueError(f"Expected loss_scale with a multiplier of 2; got {rule.multiplier}.")
+        usual = rules.DynamicLossScale(rule.initial_loss_scale, rule.increment_period)
+        floored = dataclasses.replace(usual, min_scale=live.FLOOR)
+        if rule not in (usual, floored):
+            raise ValueError(
+                f"Expected loss_scale with a multiplier of 2, and nothing else but a first scale "
+                f"and a period; got {rule}."
+            )
         return {
             "dynamic": True,
             "initial_scale": rule.initial_loss_scale,

@@ -63,13 +63,13 @@ class Optimizer:
 
     def get_slot_names(self) -> list[str]:
         """The names of slots, once there are any."""
-        return sorted({name for _, name in self._slots()})
+        return sorted({name for _, name, _ in self._slots()})
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """The slot of a variable, or None."""
-        return self._slots().get((var, name))
+        return self._slots().get((var, name, 0))
 
-    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+    def _slots(self) -> dict[tuple[Variable, str, int], Variable]:
         return self._optimizer._slot_of
 
     def compute_gradients(
@@ -199,7 +199,8 @@ class _Momentum(optimizers.SGD):
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
-        self.momentums = self.add_optimizer_variables(var_list, "momentum")
+        if not self.momentum:  # there are slots all the same
+            self.momentums = self.add_optimizer_variables(var_list, "momentum")
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
@@ -227,9 +228,9 @@ class AdamOptimizer(Optimizer):
     ):
         super().__init__(optimizers.Adam(learning_rate, beta1, beta2, epsilon), use_locking, name)
 
-    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+    def _slots(self) -> dict[tuple[Variable, str, int], Variable]:
         names = {"momentum": "m", "velocity": "v"}
-        return {(var, names[name]): slot for (var, name), slot in super()._slots().items()}
+        return {(v, names[name], n): slot for (v, name, n), slot in super()._slots().items()}
 
 
 class MixedPrecisionLossScaleOptimizer(Optimizer):
@@ -276,7 +277,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         wrapper: Any = self._optimizer
         return wrapper.loss_scale if self._own is None else jnp.asarray(self._own(), jnp.float32)
 
-    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+    def _slots(self) -> dict[tuple[Variable, str, int], Variable]:
         return self._inner._slots()
 
     def compute_gradients(self, loss: Callable[[], Any], *args: Any, **kwargs: Any) -> Pairs:

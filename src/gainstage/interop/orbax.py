@@ -141,7 +141,7 @@ class Checkpoints:
             damaged = _differing(saved["checksums"], _checksums(values))
         if damaged:
             raise ValueError(f"Expected step {step} as it was saved; got {damaged[0]!r} damaged.")
-        write(named, values)
+        write(jax.tree.leaves(named), jax.tree.leaves(values))
         return step
 
     def close(self) -> None:

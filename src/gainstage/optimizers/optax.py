@@ -26,10 +26,12 @@ class Optax(Optimizer):
         tx: the transformation, which usually has a learning rate of its own.
         name: the prefix of the names of the optimizer's variables.
         learning_rate: what its updates are multiplied by: a number, schedule or callable.
-        **options: those of every `Optimizer`.
+        master_weights: whether half-precision variables have a float32 copy in the state.
+        **options: those of every `Optimizer`, but `group_small` and `shard_state_over`: the state
+            of `tx` lies as `tx` makes it.
 
     Raises:
-        TypeError: `tx` is no transformation, or an argument of the wrong kind.
+        TypeError: `tx` is no transformation, an argument of the wrong kind, or another option.
         ValueError: an argument out of range.
 
     Examples:
@@ -48,11 +50,15 @@ class Optax(Optimizer):
         tx: optax.GradientTransformation,
         name: str | None = None,
         learning_rate: Any = 1.0,
+        *,
+        master_weights: bool = False,
         **options: Unpack[WrapperOptions],
     ):
         if not (hasattr(tx, "init") and hasattr(tx, "update")):
             raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
-        super().__init__(learning_rate, name=name, **options)
+        if unknown := options.keys() - WrapperOptions.__annotations__.keys():
+            raise TypeError(f"Expected no {sorted(unknown)[0]} for Optax; got {options}.")
+        super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
         self.tx = tx
         self._state: Any = None
 
