@@ -144,6 +144,14 @@ class AdaptiveLossScale(LossScale):
     def _after_bad(
         self, state: AdaptiveState, retries: jax.Array, hopeless: jax.Array, in_vain: jax.Array
     ) -> AdaptiveState:
+        """The state after a bad step, by what holds first:
+
+        - `hopeless`: the scale stays, and the step is not counted.
+        - `retries`: scale and ceiling go where no step has been yet.
+        - `in_vain`: both go back to where they were at the first bad step of the row.
+        - none: the scale is halved or, while no gradient is known, divided by 2**12; its ceiling
+          goes to half of what overflowed.
+        """
         lowers = (retries | ~in_vain) & ~hopeless
         known, began = state.largest > 0, state.bad_steps == 0
         # What was tried in vain is taken back, but for the first probe.

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from gainstage import checks
-from gainstage.sharding import typed_layout, varying_axes
+from gainstage.sharding import typed_layout, varying_like
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
@@ -165,13 +165,8 @@ def dot(
     dtypes = (_range(dtype)[0], _range(grad)[0], x.dtype, w.dtype, jnp.result_type(x, w))
     # Inside of `jax.shard_map` what is alike on all devices is made to differ, as what comes back
     # to it does: JAX then adds that up.
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves((x, w, state))))
-
-    def spread(array: jax.Array) -> jax.Array:
-        alike = tuple(axes - varying_axes(array))
-        return lax.pcast(array, alike, to="varying") if alike else array
-
-    return _dot(dtypes, *jax.tree.map(spread, (x, w, state)))
+    arguments = (x, w, state)
+    return _dot(dtypes, *varying_like(arguments, jax.tree.leaves(arguments)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

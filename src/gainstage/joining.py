@@ -78,7 +78,7 @@ class Reduction(NamedTuple):
     """A reduction of arrays to one number each."""
 
     element: Callable[[jax.Array], jax.Array]  # one for each element, in float32 or wider
-    join: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays of them; leaves out a 0
+    combine: Callable[[jax.Array, jax.Array], jax.Array]  # two arrays of them; leaves out a 0
     total: Callable[[jax.Array], jax.Array]  # an array of them
     at_once: Callable[[jax.Array], jax.Array]  # what these come to, of an array as it is
 
@@ -127,10 +127,10 @@ def _reduce_by_rows(way: Reduction, array: jax.Array, longest: int, before: jax.
         # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
         start = jnp.full(row, before == -1).astype(jax.eval_shape(way.element, array).dtype)
 
-        def join(i: Any, so_far: jax.Array) -> jax.Array:
-            return way.join(so_far, way.element(*rows(i)))
+        def add_row(i: Any, so_far: jax.Array) -> jax.Array:
+            return way.combine(so_far, way.element(*rows(i)))
 
-        return way.total(lax.fori_loop(0, count, join, start))
+        return way.total(lax.fori_loop(0, count, add_row, start))
 
     return lax.platform_dependent(array, before, cpu=loop, default=lambda x, _: way.at_once(x))
 

@@ -84,7 +84,7 @@ class LossScaleOptimizer(Optimizer):
         rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
-        self._start(name, jit_compile, inner_optimizer.mesh if mesh is None else mesh)
+        self._set_common(name, jit_compile, inner_optimizer.mesh if mesh is None else mesh)
         self._inner, self._rule = inner_optimizer, rule
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
         state = start(rule)

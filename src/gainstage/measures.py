@@ -63,15 +63,15 @@ def measure(
 def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
     """What has been measured of several microbatches, and of one more: of the losses the last, but
     the first that is not finite."""
-    joined = {name: known.join for name, known in _MEASURES.items()}
-    joined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
-    return {name: joined[name](before[name], value) for name, value in more.items()}
+    combined = {name: known.combine for name, known in _MEASURES.items()}
+    combined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
+    return {name: combined[name](before[name], value) for name, value in more.items()}
 
 
 class _Measure(NamedTuple):
     nothing: Any  # what it is of no gradients
     of: Callable[[jax.Array], jax.Array]  # an array of true gradients, not all of them finite
-    join: Callable[[jax.Array, jax.Array], jax.Array]
+    combine: Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def _largest_finite(x: jax.Array) -> jax.Array:
@@ -100,7 +100,7 @@ def _of_gradients(
         (gradient,) = divided([array], scale)
         assert gradient is not None
         true = gradient.value()
-        return {n: _MEASURES[n].join(so_far[n], _MEASURES[n].of(true)) for n in names}
+        return {n: _MEASURES[n].combine(so_far[n], _MEASURES[n].of(true)) for n in names}
 
     def exactly() -> dict[str, jax.Array]:
         measured = nothing

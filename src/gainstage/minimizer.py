@@ -29,7 +29,7 @@ class Minimizer(Stateful):
     jit_compile: bool
     _program: jit | None
     _loss: jax.Array | None  # of the step that is being taken, where `minimize` takes it
-    _taken: Any  # the kind of the last gradients, if a step took them as they came
+    _last_kind: Any  # the kind of the last gradients, if a step took them as they came
 
     @abc.abstractmethod
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -190,15 +190,16 @@ class Minimizer(Stateful):
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
         signature = _signature(grads, trainable_variables)
-        if signature is None or signature != self._taken:
+        if signature is None or signature != self._last_kind:
             given, grads = grads, self._checked(grads, trainable_variables)
-            as_given = signature is not None and signature[0] in (None, list(self._index))
-            self._taken = signature if as_given and all(map(operator.is_, given, grads)) else None
+            ordered = signature is not None and signature[0] in (None, list(self._index))
+            as_given = ordered and all(map(operator.is_, given, grads))
+            self._last_kind = signature if as_given else None
         loss = self._loss if loss is None else loss
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         only_if = None if only_if is None else jnp.asarray(only_if, bool)
         if any([variable._traces for variable in self.variables]):
-            self._taken = None  # nothing was asked about where arrays lie
+            self._last_kind = None  # nothing was asked about where arrays lie
             self._apply(grads, None, loss, only_if)  # already inside of a traced function
             return
         state = (self.variables, list(self._index))

@@ -110,7 +110,7 @@ class Optimizer(Step):
         on_bad_microbatch: str = "extend",
     ):
         given = locals()
-        self._start(name, jit_compile, mesh)
+        self._set_common(name, jit_compile, mesh)
         self.group_small = checks.flag("group_small", group_small)
         self.master_weights = checks.flag("master_weights", master_weights)
         over = (shard_state_over,) if isinstance(shard_state_over, str) else shard_state_over or ()
@@ -127,7 +127,7 @@ class Optimizer(Step):
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
 
-    def _start(self, name: str | None, jit_compile: bool, mesh: Mesh | None) -> None:
+    def _set_common(self, name: str | None, jit_compile: bool, mesh: Mesh | None) -> None:
         """Sets what a wrapper has too; its other state is that of its inner optimizer."""
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
@@ -143,7 +143,7 @@ class Optimizer(Step):
         self._slot_of: dict[tuple[Variable, str, int], Variable] = {}
         self._asked: Counter[tuple[Variable, str]] = Counter()
         self._group_of: dict[Variable, Group] = {}
-        self._program = self._taken = self._loss = None
+        self._program = self._last_kind = self._loss = None
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
@@ -225,9 +225,9 @@ class Optimizer(Step):
         slots = [slot for (owner, *_), slot in self._slot_of.items() if owner is variable]
         return [*copies, *masters, *(slots if variable not in self._group_of else [])]
 
-    def _starts(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
+    def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         """The first values of all state, given those of the trainable variables."""
-        own = {v: v._start() if v._start is not None else v._value for v in self.variables}
+        own = {v: v._first_value() if v._first_value else v._value for v in self.variables}
         return own | {m: values[v].astype(m.dtype) for v, m in self._masters.items()}
 
     def _clips(self) -> dict[str, float]:
@@ -262,7 +262,7 @@ class Optimizer(Step):
             wrapper._forget_program()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_program": None, "_taken": None}
+        return {**vars(self), "_program": None, "_last_kind": None}
 
     # ── for subclasses ───────────────────────────────────────────────────────────────────────
 

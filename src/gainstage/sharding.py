@@ -74,10 +74,15 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def varying_like(tree: Any, arrays: Iterable[Any]) -> Any:
-    """A pytree of arrays that are alike, as of a type that differs wherever one of `arrays` does:
-    such are what a loop or a branch that reads them starts from."""
-    axes = tuple(frozenset().union(*map(varying_axes, arrays)))
-    return lax.pcast(tree, axes, to="varying") if axes else tree
+    """A pytree of arrays as of a type that differs wherever one of `arrays` does: such are what a
+    loop or a branch that reads them starts from."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+
+    def one(x: Any) -> Any:
+        alike = tuple(axes - varying_axes(x))
+        return lax.pcast(x, alike, to="varying") if alike else x
+
+    return jax.tree.map(one, tree)
 
 
 def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:

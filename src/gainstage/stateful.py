@@ -122,7 +122,7 @@ class Stateful(Configurable, abc.ABC):
         value = planned if reference._is_planned else start()
         slot = Variable(value, name=f"{self.name}/{reference.name}_{name}", trainable=False)
         if slot._is_planned:
-            slot._start = start
+            slot._first_value = start
         elif layout is not None:
             slot._place(layout)
         return slot
@@ -139,7 +139,7 @@ class Stateful(Configurable, abc.ABC):
         value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
         slot = Variable(value, name=f"{self.name}/{group.name}_{name}", trainable=False)
         if planned:
-            slot._start = functools.partial(_joined_starts, parts)
+            slot._first_value = functools.partial(_joined_first_values, parts)
         self._slot_of |= {(variable, name, number): slot for variable in group.members}
         group.slots.append(slot)
         return slot
@@ -261,8 +261,8 @@ class Stateful(Configurable, abc.ABC):
             raise ValueError(f"Expected the groups {self.groups} in what was saved; got {table}.")
 
 
-def _joined_starts(parts: Sequence[Variable]) -> jax.Array:
-    return join(part._start() for part in parts if part._start is not None)
+def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
+    return join(part._first_value() if part._first_value else part._value for part in parts)
 
 
 def unique_names(variables: Sequence[Variable]) -> list[str]:

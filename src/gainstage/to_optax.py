@@ -97,7 +97,7 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     def init(params: Any) -> dict[str, jax.Array]:
         mine, variables = built_for(params)
         leaves = map(jnp.asarray, jax.tree.leaves(params))
-        starts = mine._starts(dict(zip(variables, leaves, strict=True)))
+        starts = mine._first_values(dict(zip(variables, leaves, strict=True)))
         names = unique_names(mine.variables)
         return {name: starts[v] for name, v in zip(names, mine.variables, strict=True)}
 

@@ -36,7 +36,8 @@ class Variable:
     step runs, a half-precision variable is lent its value in float32.
 
     Operators, indexing, `float()`, `int()` and `np.asarray()` work on the box itself; functions of
-    `jax.numpy` take what is in it, `variable.value()`.
+    `jax.numpy` take what is in it, `variable.value()`. `==` compares that with a number or array;
+    two variables are equal if they are one.
 
     Args:
         value: the initial value, anything `jnp.array` takes, of any shape. It is copied; an array
@@ -61,7 +62,7 @@ class Variable:
     Source: `tf.Variable` and `keras.Variable`, as the optimizers' documents use them.
     """
 
-    _start: Callable[[], jax.Array] | None = None  # of a planned slot: what makes its first value
+    _first_value: Callable[[], jax.Array] | None = None  # what makes it, of a planned slot
     __array_priority__ = 100  # numpy leaves `array * variable` to us
 
     def __init__(
@@ -224,7 +225,6 @@ class Variable:
         )
 
     def __eq__(self, other: object) -> Any:
-        # Two boxes are equal if they are one, as keys of a dictionary have to be.
         return self.value() == other if isinstance(other, _NUMBERS) else NotImplemented
 
     def __ne__(self, other: object) -> Any:

@@ -230,7 +230,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         planned = [_planned(variable) for variable in variables]
         self._ours.build(planned)
         values = [variable.value for variable in variables]
-        starts = self._ours._starts(dict(zip(planned, values, strict=True)))
+        starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
         for slot in self._ours.variables:
             variable = keras.Variable(
                 jnp.copy(starts[slot]),  # Keras donates what its variables hold

@@ -83,10 +83,10 @@ class Optax(Optimizer):
     def _init(self, values: Any) -> Any:
         return self.tx.init(widen(values))
 
-    def _starts(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
+    def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         state = self._init([values[variable] for variable in self._index])
         slots = jax.tree.leaves(self._state)
-        return super()._starts(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
+        return super()._first_values(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
 
     def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
         values = [variable.value() for variable in self._index]
