@@ -1,4 +1,7 @@
-"""A scaled step is faster than with the other libraries that scale losses, or check, in JAX."""
+"""With large tensors a scaled step is faster than with other JAX libraries that scale, or check.
+
+With a thousand tiny ones those that compile in a minute are about as fast.
+"""
 
 from collections.abc import Sequence
 from itertools import product
