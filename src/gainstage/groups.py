@@ -9,8 +9,10 @@ import numpy as np
 
 from gainstage.bridge import lent, read
 from gainstage.gradients import Gradients
-from gainstage.joining import SMALL, batches, join, offsets, part
+from gainstage.joining import SMALL, join, offsets, part
 from gainstage.variable import Variable
+
+MOST = 32  # variables in a group: XLA compiles equal parts of equal groups once
 
 
 class Group:
@@ -60,11 +62,11 @@ def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
 
 
 def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> list[Group]:
-    """Groups of a few small variables, on one device, with slots of one dtype; at least two."""
+    """Groups of small variables, two or more, on one device, with slots of one dtype."""
     small: dict[Any, list[Variable]] = {}
     for variable in variables:
         if variable.size <= SMALL and variable._layout is None:
             small.setdefault(dtype_of(variable.dtype), []).append(variable)
-    together = [few for members in small.values() for few in batches(members)]
-    several = [members for members in together if len(members) > 1]
+    parts = [alike[i : i + MOST] for alike in small.values() for i in range(0, len(alike), MOST)]
+    several = [members for members in parts if len(members) > 1]
     return [Group(f"group_{i}", members) for i, members in enumerate(several)]

@@ -10,7 +10,6 @@ from jax import lax
 from jax.core import Tracer
 
 SMALL = 4096  # elements: what has at most so many is joined with others
-FEW = 32  # arrays: so many are joined. XLA compiles equal joins, and equal parts of them, once
 ROW = 2**15  # elements: so many float32 fit into a core's cache
 LONG = 2**18  # elements: so many are worth the work of several cores
 
@@ -26,11 +25,6 @@ def part(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
         lax.slice(flat, (start,), (start + math.prod(shape),)).reshape(shape)
         for start, shape in zip(offsets(shapes), shapes, strict=True)
     ]
-
-
-def batches(items: Sequence[Any]) -> list[Sequence[Any]]:
-    """The items in order, a few at a time."""
-    return [items[start : start + FEW] for start in range(0, len(items), FEW)]
 
 
 def offsets(shapes: Sequence[tuple[int, ...]]) -> list[int]:
