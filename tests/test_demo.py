@@ -19,7 +19,7 @@ from gainstage.demo.task import load_digits
 from gainstage.demo.training import FLOAT32, MODES, SCALED, UNSCALED, Trainer
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[3, pytest.param(5, marks=pytest.mark.slow)])
 def runs(request):
     """A full training from each of so many seeds in each mode, and its numbers."""
     data = load_digits()

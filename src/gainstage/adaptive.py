@@ -146,11 +146,14 @@ class AdaptiveLossScale(LossScale):
     ) -> AdaptiveState:
         """The state after a bad step, by what holds first:
 
-        - `hopeless`: the scale stays, and the step is not counted.
-        - `retries`: scale and ceiling go where no step has been yet.
-        - `in_vain`: both go back to where they were at the first bad step of the row.
+        - `retries`, and not `hopeless`: scale and ceiling go where no step has been yet.
+        - `in_vain`: both go back to where they were at the first bad step of the row; the scale,
+          while no gradient is known, to where the first probe went.
+        - `hopeless`: they stay.
         - none: the scale is halved or, while no gradient is known, divided by 2**12; its ceiling
           goes to half of what overflowed.
+
+        What is hopeless is not counted.
         """
         lowers = (retries | ~in_vain) & ~hopeless
         known, began = state.largest > 0, state.bad_steps == 0

@@ -121,10 +121,10 @@ def _reduce_by_rows(way: Reduction, array: jax.Array, longest: int, before: jax.
         # It is all 0, but XLA does not know: so the loops take turns, and share their memory.
         start = jnp.full(row, before == -1).astype(jax.eval_shape(way.element, array).dtype)
 
-        def add_row(i: Any, so_far: jax.Array) -> jax.Array:
+        def combine_row(i: Any, so_far: jax.Array) -> jax.Array:
             return way.combine(so_far, way.element(*rows(i)))
 
-        return way.total(lax.fori_loop(0, count, add_row, start))
+        return way.total(lax.fori_loop(0, count, combine_row, start))
 
     return lax.platform_dependent(array, before, cpu=loop, default=lambda x, _: way.at_once(x))
 

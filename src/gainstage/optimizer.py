@@ -57,9 +57,9 @@ class Optimizer(Step):
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
         mesh: the `jax.sharding.Mesh` on which scalars are replicated, by default the variables'.
-        group_small: whether the slots of variables of at most 4096 elements share buffers, 32 each,
-            which makes steps on hundreds of them faster. Only for rules that are `elementwise`,
-            and variables on one device. `groups` is the table of what lies where.
+        group_small: whether the slots of variables of at most 4096 elements share buffers, up to
+            32 each, which makes steps on hundreds of them faster. Only for rules that are
+            `elementwise`, and variables on one device. `groups` is the table of what lies where.
         master_weights: whether half-precision variables have a float32 copy in the state, which
             takes the updates; the variable is what it rounds to. A variable that was assigned
             from outside starts a new copy.

@@ -63,14 +63,15 @@ class Optimizer:
 
     def get_slot_names(self) -> list[str]:
         """The names of slots, once there are any."""
-        return sorted({name for _, name, _ in self._slots()})
+        return sorted({name for _, name in self._slots()})
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
         """The slot of a variable, or None."""
-        return self._slots().get((var, name, 0))
+        return self._slots().get((var, name))
 
-    def _slots(self) -> dict[tuple[Variable, str, int], Variable]:
-        return self._optimizer._slot_of
+    def _slots(self) -> dict[tuple[Variable, str], Variable]:
+        slots = self._optimizer._slot_of
+        return {(var, name): slot for (var, name, number), slot in slots.items() if number == 0}
 
     def compute_gradients(
         self,
@@ -228,9 +229,9 @@ class AdamOptimizer(Optimizer):
     ):
         super().__init__(optimizers.Adam(learning_rate, beta1, beta2, epsilon), use_locking, name)
 
-    def _slots(self) -> dict[tuple[Variable, str, int], Variable]:
+    def _slots(self) -> dict[tuple[Variable, str], Variable]:
         names = {"momentum": "m", "velocity": "v"}
-        return {(v, names[name], n): slot for (v, name, n), slot in super()._slots().items()}
+        return {(var, names[name]): slot for (var, name), slot in super()._slots().items()}
 
 
 class MixedPrecisionLossScaleOptimizer(Optimizer):
@@ -277,7 +278,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         wrapper: Any = self._optimizer
         return wrapper.loss_scale if self._own is None else jnp.asarray(self._own(), jnp.float32)
 
-    def _slots(self) -> dict[tuple[Variable, str, int], Variable]:
+    def _slots(self) -> dict[tuple[Variable, str], Variable]:
         return self._inner._slots()
 
     def compute_gradients(self, loss: Callable[[], Any], *args: Any, **kwargs: Any) -> Pairs:
