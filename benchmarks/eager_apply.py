@@ -16,6 +16,7 @@ VARIANTS = (
     "Keras LossScaleOptimizer, eager",
     "ours, eager",
     "ours, eager, no scaling",
+    "ours, eager, group_small",
     peers.OPTAX,
 )
 

@@ -223,9 +223,9 @@ def ours(params: Params, kind: str, **options: Any) -> Variant:
     return lambda _, grads: (variables, program(grads)), (variables, None)
 
 
-def ours_eager(params: Params, kind: str, scaled: bool = True) -> Variant:
+def ours_eager(params: Params, kind: str, **options: Any) -> Variant:
     """`apply` by itself."""
-    optimizer, variables = our_optimizer(params, kind, scaled=scaled)
+    optimizer, variables = our_optimizer(params, kind, **options)
 
     def call(carry: Any, grads: Any) -> Any:
         optimizer.apply(grads, variables)
@@ -289,6 +289,7 @@ VARIANTS: dict[str, Callable[..., Variant]] = {
     "ours, stateless_apply": ours_stateless,
     "ours, eager": ours_eager,
     "ours, eager, no scaling": partial(ours_eager, scaled=False),
+    "ours, eager, group_small": partial(ours_eager, group_small=True),
     "optax.apply_if_finite": apply_if_finite,
     "Keras LossScaleOptimizer": keras_compiled,
     "flax DynamicScale": with_flax,
