@@ -326,7 +326,9 @@ def store(
         "cases": {**cases, case.title: cell},
     }
     place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(json.dumps(results, indent=1) + "\n")
+    written = place.with_suffix(".new")
+    written.write_text(json.dumps(results, indent=1) + "\n")
+    written.replace(place)  # a kill loses nothing of before
 
 
 def table(title: str, cell: dict[str, Any]) -> Table:

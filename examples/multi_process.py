@@ -31,7 +31,9 @@ WIDTHS, BATCH = [64, 256, 256, 1], 256
 
 def train(options):
     """What every process does."""
-    jax.config.update("jax_num_cpu_devices", options.devices)
+    if options.devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", options.devices)
     distributed.initialize(options.coordinator, options.processes, options.process)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -80,7 +82,9 @@ def main():
     """Starts the processes, or is one of them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=4, help="of each process")
+    parser.add_argument(
+        "--devices", type=int, default=4, help="CPU devices of each process; 0 for those it has"
+    )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
         "--checkpoints", help="a folder; with --process by default `checkpoints`, else a new one"

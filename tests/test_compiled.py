@@ -175,6 +175,24 @@ def test_handed_out_arrays_survive_donation():
     assert (var.numpy() == 10).all()
 
 
+def test_numbers_that_are_read_cost_the_next_step_no_copy():
+    """A checkpoint in numpy holds copies already: the step after it updates all in place."""
+    variables, optimizer = model()
+    state = [*variables, *optimizer.variables]
+    step = gs.jit(lambda g: optimizer.apply(g, variables), state, donate=True)
+    step(gradients())
+    saved = {}
+    optimizer.save_own_variables(saved)
+    weights = [np.asarray(v) for v in variables]
+    assert int(optimizer.iterations) == 1
+    assert f"{optimizer.iterations:d}" == "1"
+    before = {key: value.copy() for key, value in saved.items()}, [w.copy() for w in weights]
+    pointers = [v._value.unsafe_buffer_pointer() for v in state]
+    step(gradients())
+    assert [v._value.unsafe_buffer_pointer() for v in state] == pointers
+    jax.tree.map(np.testing.assert_array_equal, (saved, weights), before)
+
+
 def test_stateless_apply_recipe_aliases_weights_and_slots():
     """The documented recipe for donating through `stateless_apply` updates all in place."""
     variables, optimizer = model()

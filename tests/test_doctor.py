@@ -30,6 +30,19 @@ def test_what_fails_is_told(capsys, monkeypatch):
     assert "please report it" in captured.err
 
 
+@pytest.mark.parametrize(("text", "said"), [("", ""), ("\nNot equal\nat all", "Not equal")])
+def test_errors_with_little_or_much_to_say_are_told(text, said, capsys, monkeypatch):
+    """The first line with something in it is shown, if there is one."""
+
+    def broken():
+        """numbers are numbers:"""
+        raise NotImplementedError(text)
+
+    monkeypatch.setattr(doctor, "CHECKS", [broken])
+    assert main(["doctor"]) == 1
+    assert f"NO: NotImplementedError: {said}\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_products(dtype):
     """XLA for CPU widens half precision, and says so in its program; float32 it computes as is."""

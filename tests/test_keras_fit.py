@@ -262,3 +262,53 @@ def test_wrong_optimizers():
     with pytest.raises(ValueError, match="to be built"):
         KerasOptimizer(gs.SGD()).apply([jnp.ones(3)])
     assert jax.devices()
+
+
+def test_a_mean_whose_norm_is_not_finite_is_not_taken():
+    """With accumulation and clipping the update of such a window is dropped."""
+    w = keras.Variable([1.0, 1.0])
+    inner = gs.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
+    opt = LossScaleOptimizer(inner, 1.0)
+    for _ in range(2):
+        opt.apply([jnp.float32([1e20, 1e20])], [w])
+    assert np.asarray(w.value).tolist() == [1.0, 1.0]
+
+
+def test_exclusion_from_decay_reaches_the_inner_optimizer():
+    """What the wrapper is told not to decay does not."""
+    bias, kernel = (keras.Variable(np.ones(2, "float32"), name=n) for n in ("bias", "kernel"))
+    opt = LossScaleOptimizer(gs.SGD(0.5, weight_decay=0.5), 1.0)
+    opt.exclude_from_weight_decay(var_names=["bias"])
+    opt.apply([jnp.zeros(2)] * 2, [bias, kernel])
+    assert np.asarray(bias.value).tolist() == [1.0, 1.0]
+    assert np.asarray(kernel.value).tolist() == [0.75, 0.75]
+
+
+def test_rates_that_a_compiled_step_could_not_follow():
+    """A callable of no argument is refused, a schedule in the place of a number once there is a
+    variable for it; one schedule may follow another."""
+    with pytest.raises(ValueError, match="callable of the step, for learning_rate"):
+        KerasOptimizer(gs.SGD(lambda: 0.5))
+    w = keras.Variable(np.zeros(2, "float32"))
+    opt = KerasOptimizer(gs.SGD(0.5))
+    opt.apply([jnp.ones(2)], [w])
+    with pytest.raises(TypeError, match="Expected a number for learning_rate"):
+        opt.learning_rate = lambda step: 0.0
+    opt.learning_rate = 0.25
+    opt.apply([jnp.ones(2)], [w])
+    assert np.asarray(w.value).tolist() == [-0.75, -0.75]
+    opt = LossScaleOptimizer(gs.SGD(lambda step: 0.5), 1.0)
+    opt.apply([jnp.ones(2)], [w])
+    opt.inner_optimizer.learning_rate = lambda step: 0.0
+    opt.apply([jnp.ones(2)], [w])
+    assert np.asarray(w.value).tolist() == [-1.25, -1.25]
+
+
+def test_what_quantized_layers_measure_is_no_gradient():
+    """A rule that measures gradients leaves out what is kept in the place of one."""
+    w, amax = keras.Variable([1.0]), keras.Variable([1.0])
+    amax.overwrite_with_gradient = True
+    opt = LossScaleOptimizer(gs.SGD(0.0), rule=gs.AdaptiveLossScale(1024.0))
+    opt.apply([jnp.float32([1.0]), jnp.float32([448.0])], [w, amax])
+    assert float(opt.dynamic_scale.value) == 2.0**24
+    assert np.asarray(amax.value).tolist() == [448.0]

@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "tensors, advice, and what other rules would have done.",
         epilog="examples: gainstage report run.jsonl    gainstage report run.jsonl --output a.png",
     )
-    report.add_argument("run", type=Path, metavar="RUN.jsonl", help="the file of the run")
+    report.add_argument("run", type=_recording, metavar="RUN.jsonl", help="the file of the run")
     report.add_argument(
         "--output",
         type=_page,
@@ -125,21 +125,28 @@ def _natural(word: str) -> int:
 def _picture(word: str, kinds: Sequence[str] = (".png", ".pdf", ".svg")) -> Path:
     """A file that can be written, found out before the work rather than after it."""
     path = Path(word)
-    try:
-        with path.open("ab"):
-            pass
-        if not path.stat().st_size:
-            path.unlink()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"Expected a file that can be written; got {word} ({error.strerror})."
-        ) from error
     if path.suffix.lower() not in kinds:
         *others, last = kinds
         raise argparse.ArgumentTypeError(
             f"Expected a {', '.join(others)} or {last} file; got {word}."
         )
+    try:
+        try:
+            path.open("xb").close()
+            path.unlink()
+        except FileExistsError:  # stays as it is until there is something to put there
+            path.open("ab").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(
+            f"Expected a file that can be written; got {word} ({error.strerror})."
+        ) from error
     return path
+
+
+def _recording(word: str) -> Path:
+    if not Path(word).name:
+        raise argparse.ArgumentTypeError(f"Expected the file of a run; got {word or 'no name'}.")
+    return Path(word)
 
 
 def _page(word: str) -> Path:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, get_opaque_trace_state
 
-from gainstage.variable import Variable
+from gainstage.variable import Variable, is_inside
 
 
 def variables_in(state: Any) -> list[Variable]:
@@ -45,15 +45,14 @@ def read(state: Any) -> Any:
 
 def write(variables: Sequence[Variable], values: Sequence[Any]) -> None:
     """Puts `values`, which nobody else holds, into the variables."""
-    traced = any(issubclass(kind, Tracer) for kind in set(map(type, values)))
+    if any(issubclass(kind, Tracer) for kind in set(map(type, values))):
+        for variable, value in zip(variables, values, strict=True):
+            if value is not variable._value:
+                variable._check_that_it_stays(value)  # all of them, before any is stored
     for variable, value in zip(variables, values, strict=True):
-        if value is variable._value:
-            continue
-        if traced:
-            variable._set(value)
-        else:
+        if value is not variable._value:
             variable._value = value  # thousands of times a step
-        variable._shared = False
+            variable._shared = False
 
 
 @contextlib.contextmanager
@@ -72,6 +71,7 @@ def lent(
     for variable, value, layout in zip(variables, values, layouts, strict=True):
         variable._traces.append(trace)
         variable._value, variable._layout = value, layout
+        variable._shared = not isinstance(value, Tracer)  # whoever lends it holds it
     try:
         yield
     finally:
@@ -168,6 +168,9 @@ class jit:  # noqa: N801 - reads as the function it stands for
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         values = [variable._value for variable in self._state]
         held = [i for i, variable in enumerate(self._state) if variable._shared]
+        if self._donate and is_inside():
+            # Under `jax.grad` it may turn out that nothing can be stored.
+            held = [i for i, value in enumerate(values) if not isinstance(value, Tracer)]
         if self._donate and held:
             for i, copy in zip(held, _copies([values[i] for i in held]), strict=True):
                 values[i] = copy

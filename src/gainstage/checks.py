@@ -47,6 +47,12 @@ def real(
     return number
 
 
+def shortest(value: Any) -> float:
+    """A float32 as one would write it: 0.1, not 0.10000000149011612."""
+    exact = float(value)
+    return exact if exact.is_integer() else float(str(np.float32(value)))
+
+
 def loss_scale(name: str, value: Any, high: float = LARGEST) -> float:
     """`value` as a float, if it is a number that a loss can be multiplied and divided by."""
     return real(name, value, low=SMALLEST, high=high)

@@ -42,7 +42,8 @@ def main() -> int:
             check()
             result = "yes"
         except Exception as error:  # whatever it is, the user is told
-            result, failed = f"NO: {type(error).__name__}: {str(error).splitlines()[0]}", 1
+            reason = f"{error}".strip().partition("\n")[0]
+            result, failed = f"NO: {type(error).__name__}: {reason}", 1
         print(f"  {check.__doc__} {result}")
     if failed:
         print("\nThis should not be: please report it, with all of the above.", file=sys.stderr)
@@ -65,7 +66,9 @@ def product(dtype: str) -> str:
         return "is not supported"
     names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
     short = names.get(dtype, dtype.replace("float8_", "f8"))
-    main = text[text.index("ENTRY") :]
+    _, _, main = text.partition("ENTRY")
+    if not main:
+        return "is supported"
     before = re.findall(r"= (\w+)\[[\d,]*\]\S* (?:convert|fusion)\(", main)
     wider = next((found for found in before if found != short), None)
     return f"is computed in {wider}" if wider else "is computed as such"

@@ -56,9 +56,9 @@ def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
     first = grads[0]
     if first is not None and len(kinds) == 1:
         return first._replace(array=join(g.array for g in grads if g is not None)).value()
-    return join(
-        jnp.zeros_like(x) if g is None else g.value() for g, x in zip(grads, like, strict=True)
-    )
+    pairs = zip(grads, like, strict=True)
+    values = [jnp.zeros_like(x) if g is None else g.value() for g, x in pairs]
+    return join(value.astype(jnp.result_type(*values)) for value in values)
 
 
 def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> list[Group]:

@@ -37,7 +37,8 @@ class LearningRate:
                 raise ValueError(
                     f"Expected a number that float32 holds for learning_rate; got {number!r}."
                 )
-            self.variable = Variable(number, jnp.float32, name=f"{owner}/learning_rate")
+            name = f"{owner}/learning_rate"
+            self.variable = Variable(number, jnp.float32, name, trainable=False)
         else:
             self._takes_step = _takes_step(source)
 
@@ -65,7 +66,7 @@ class LearningRate:
     def get_config(self) -> Any:
         """A number, a schedule's description, or the callable itself."""
         if self.variable is not None:
-            return float(str(np.float32(self.variable)))  # 0.1, not 0.10000000149011612
+            return checks.shortest(self.variable)
         if isinstance(self.source, LearningRateSchedule):
             return serialize(self.source)
         return self.source

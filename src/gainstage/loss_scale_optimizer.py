@@ -5,7 +5,6 @@ from typing import Any, Self, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gainstage import checks
 from gainstage.bridge import read
@@ -91,7 +90,7 @@ class LossScaleOptimizer(Optimizer):
         self._scale_state = variables_like(state, self.name, _DOCUMENTED)
         self._observed: Observed | None = None
         self._measured: dict[str, Variable] = {}  # of the window so far
-        self._initial_scale = float(str(np.float32(read(self.dynamic_scale))))
+        self._initial_scale = checks.shortest(read(self.dynamic_scale))
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
             if value is not None:
@@ -332,10 +331,12 @@ class LossScaleOptimizer(Optimizer):
         options = {name: value for name, value in vars(self).items() if name in OPTIONS}
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
+        if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's usual is
+            options["weight_decay"] = 0.0
         config = {"name": self.name, "inner_optimizer": inner, **options}
         told = {"telemetry": self.telemetry, "underflow_every": self.underflow_every}
         config |= {name: value for name, value in told.items() if value}
-        if isinstance(self.rule, FixedLossScale):
+        if type(self.rule) is FixedLossScale:
             return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
         if isinstance(self.rule, DynamicLossScale):
             scale, growth_steps = self.rule.initial_loss_scale, self.rule.increment_period

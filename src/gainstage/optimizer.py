@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gainstage import checks, gradients
@@ -87,6 +88,8 @@ class Optimizer(Step):
 
     Source: `keras.optimizers.Optimizer` (Keras 3).
     """
+
+    _rate_names = frozenset(["learning_rate"])  # what it may be called
 
     def __init__(
         self,
@@ -233,7 +236,9 @@ class Optimizer(Step):
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
         limits = {name: self._option(name) for name in CLIPS}
-        return {name: limit for name, limit in limits.items() if limit is not None}
+        # Beyond what float32 holds they would be 0 or inf there.
+        low, high = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+        return {name: min(max(n, low), high) for name, n in limits.items() if n is not None}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in AT_CONSTRUCTION and name in vars(self):
@@ -241,6 +246,11 @@ class Optimizer(Step):
         if name in OPTIONS:
             others = {option: self._option(option) for option in OPTIONS - {name}}
             value = check_option(name, value, others)
+            if self._wrapper and value is not None and name in vars(self._wrapper):
+                raise ValueError(
+                    f"Expected {name} to be set on {self._wrapper.name!r}, where it is "
+                    f"{getattr(self._wrapper, name)!r}; got {value!r} on {self.name!r}."
+                )
             if name in BEFORE_BUILD and self.built and value != self._option(name):
                 raise ValueError(f"Expected {name} to be set before the optimizer is built.")
             counts = vars(self).get("_window_tally") is not None and self._wrapper is None
@@ -251,7 +261,7 @@ class Optimizer(Step):
                 )
             (self._given.discard if value is None else self._given.add)(name)
         super().__setattr__(name, value)
-        if not name.startswith("_") and name != "learning_rate":
+        if not name.startswith("_") and name not in self._rate_names:
             self._forget_program()  # Python values are constants of the compiled step
 
     def _forget_program(self) -> None:
@@ -311,7 +321,11 @@ class Optimizer(Step):
                     master.assign(variable)
         self._places = {variable: place for place, variable in enumerate(variables)}
         if isinstance(self._wrapper, Optimizer):
-            self._wrapper._build_around(variables)
+            try:
+                self._wrapper._build_around(variables)
+            except Exception:
+                self._places = {}
+                raise
         if self.group_small and self._is_elementwise():
             for group in groups_of(variables, gradients.wide):
                 self._group_of |= dict.fromkeys(group.members, group)
@@ -352,7 +366,8 @@ class Optimizer(Step):
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
         if isinstance(var_names, str):
             raise TypeError(f"Expected a list of strings for var_names; got {var_names!r}.")
-        names, variables = list(var_names or ()), variables_in(var_list or ())
+        names = list(var_names or ())
+        variables = [] if var_list is None else variables_in(var_list)
         try:
             self._undecayed_names = re.compile("|".join(names)) if names else None
         except re.error as error:

@@ -229,7 +229,8 @@ def start(rule: LossScale) -> Any:
     state = rule.init()
     if not hasattr(state, "_fields") or not hasattr(state, "scale"):
         raise TypeError(f"Expected a NamedTuple with `scale` from {rule!r}.init(); got {state!r}.")
-    return jax.tree.map(strong, state._replace(scale=jnp.float32(state.scale)))
+    state = state._replace(scale=jnp.float32(state.scale))
+    return jax.tree.map(lambda x: jnp.copy(strong(x)), state)  # each may be donated
 
 
 def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:

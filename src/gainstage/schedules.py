@@ -60,7 +60,7 @@ class ExponentialDecay(LearningRateSchedule):
         _check(self, "initial_learning_rate")
         _check(self, "decay_steps", above=0)
         _check(self, "decay_rate", above=0)
-        checks.flag("staircase", self.staircase)
+        _check_flag(self, "staircase")
 
     def __call__(self, step: jax.Array) -> jax.Array:
         decay = optax.exponential_decay(
@@ -106,7 +106,7 @@ class InverseTimeDecay(LearningRateSchedule):
         _check(self, "initial_learning_rate")
         _check(self, "decay_steps", above=0)
         _check(self, "decay_rate")
-        checks.flag("staircase", self.staircase)
+        _check_flag(self, "staircase")
 
     def __call__(self, step: jax.Array) -> jax.Array:
         periods = jnp.asarray(step, jnp.float32) / self.decay_steps
@@ -152,7 +152,7 @@ class PolynomialDecay(LearningRateSchedule):
         _check(self, "decay_steps", above=0)
         _check(self, "end_learning_rate")
         _check(self, "power")
-        checks.flag("cycle", self.cycle)
+        _check_flag(self, "cycle")
 
     def __call__(self, step: jax.Array) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
@@ -202,7 +202,8 @@ class CosineDecay(LearningRateSchedule):
         _check(self, "initial_learning_rate")
         _check(self, "decay_steps", above=0)
         _check(self, "alpha")
-        checks.integer("warmup_steps", self.warmup_steps, low=0)
+        steps = checks.integer("warmup_steps", self.warmup_steps, low=0)
+        object.__setattr__(self, "warmup_steps", steps)
         if self.warmup_target is not None:
             _check(self, "warmup_target")
 
@@ -259,7 +260,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __call__(self, step: jax.Array) -> jax.Array:
         constants = [optax.constant_schedule(value) for value in self.values]
-        later = [math.floor(boundary) + 1 for boundary in self.boundaries]
+        # JAX takes no integers beyond 32 bits, and there is no step beyond either.
+        later = [math.floor(max(min(b, 2**31 - 2), -(2**31))) + 1 for b in self.boundaries]
         return jnp.asarray(optax.join_schedules(constants, later)(step), jnp.float32)
 
     def get_config(self) -> dict[str, Any]:
@@ -273,6 +275,13 @@ def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
 
 
 def _number(name: str, value: Any, **bounds: float) -> Any:
-    """`value`, if it is a number within the bounds; JAX takes no integers beyond 32 bits."""
+    """`value` in Python, if it is a number within the bounds: an integer if it is one that JAX
+    takes, of 32 bits."""
     number = checks.real(name, value, **bounds)
-    return number if abs(number) >= 2**31 else value
+    value = value.item() if isinstance(value, (np.generic, np.ndarray, jax.Array)) else value
+    return int(number) if isinstance(value, int) and abs(number) < 2**31 else number
+
+
+def _check_flag(schedule: LearningRateSchedule, name: str) -> None:
+    """Checks a field of a schedule that is being made."""
+    object.__setattr__(schedule, name, checks.flag(name, getattr(schedule, name)))

@@ -125,6 +125,8 @@ class Stateful(Configurable, abc.ABC):
             slot._first_value = start
         elif layout is not None:
             slot._place(layout)
+        else:
+            slot._value = reference._here(slot._value)
         return slot
 
     def _state_layout(self, reference: Variable) -> jax.sharding.Sharding | None:
@@ -153,9 +155,11 @@ class Stateful(Configurable, abc.ABC):
                 f"{variables[0].name!r} on {mesh}."
             )
         mesh = self.mesh or mesh
-        if mesh is not None:
-            for scalar in scalars:
+        for scalar in scalars:
+            if mesh is not None:
                 scalar._place(NamedSharding(mesh, PartitionSpec()))
+            else:
+                scalar._value = variables[0]._here(scalar._value)
 
     def assign(self, variable: Any, value: Any) -> None:
         """Sets a variable: ours, Keras's, or anything else that has `assign`."""

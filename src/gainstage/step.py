@@ -29,6 +29,7 @@ class Step(Windows):
     _averages: list[Variable]
     _accumulators: list[Variable]
     _masters: dict[Variable, Variable]
+    _guarded = False  # whether somebody else skips steps that are not finite
 
     @abc.abstractmethod
     def update_step(
@@ -176,6 +177,9 @@ class Step(Windows):
             for _, accumulator in present:
                 accumulator.assign(jnp.zeros_like(accumulator.value()))
             count, enough = self._close_window()
+            if enough is not None and self._option("on_bad_microbatch") == "drop_window":
+                for accumulator in self._accumulators:
+                    accumulator.assign(jnp.where(enough, accumulator.value(), 0))
             pairs = zip(grads, sums, strict=True)
             means = [None if g is None else s / count for g, s in pairs]
             norms = norms_of(means, self._clips(), self._layouts())
@@ -184,7 +188,9 @@ class Step(Windows):
                 self._update_weights(gradients.divided(means), norms, rate)
 
             conditions = [] if enough is None else [enough]
-            if norms and self._skips():  # finite means may have a norm that is not
+            if norms and (
+                self._skips() or self._guarded
+            ):  # finite means may have a norm that is not
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
             if conditions:
                 keep = jnp.array(conditions).all()

@@ -79,8 +79,8 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
 
 
 def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
-    def built_for(params: Any) -> tuple[Optimizer, list[Variable]]:
-        """The optimizer, with all state planned."""
+    def built_for(params: Any, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
+        """The optimizer, with all state planned, and with no groups unless they are wanted."""
         named, _ = jax.tree_util.tree_flatten_with_path(params)
         with jax.ensure_compile_time_eval():
             variables = [
@@ -91,6 +91,7 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
                 for path, p in named
             ]
             mine = copy.deepcopy(optimizer)
+            vars(mine)["group_small"] &= grouped
             mine.build(variables)
         return mine, variables
 
@@ -104,7 +105,8 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("Expected params for the update of to_optax; got None.")
-        mine, _ = built_for(params)
+        # Traced parameters do not say that they lie on a mesh, where nothing is grouped.
+        mine, _ = built_for(params, grouped=any("/group_0_" in name for name in state))
         names = unique_names(mine.variables)
         leaves, structure = jax.tree.flatten(params)
         grads = structure.flatten_up_to(updates)

@@ -89,6 +89,17 @@ class Variable:
     def value(self) -> jax.Array:
         """The array in the box. It stays readable whatever happens to the variable later: a step
         that would reuse its memory copies it first."""
+        value = self._read()
+        if not isinstance(value, Tracer):
+            self._shared = True
+        return value
+
+    def numpy(self) -> np.ndarray:
+        """A copy of the value in numpy."""
+        return np.array(self._read())
+
+    def _read(self) -> jax.Array:
+        """The array in the box, for one who does not keep it."""
         if not self._traces:
             if is_tracing():
                 raise ValueError(
@@ -99,12 +110,7 @@ class Variable:
                 )
             if self._is_planned:
                 raise ValueError(f"Expected {self.name!r} to have a value; it is only planned.")
-            self._shared = True
         return self._value
-
-    def numpy(self) -> np.ndarray:
-        """A copy of the value in numpy."""
-        return np.array(self.value())
 
     def assign(self, value: Any) -> None:
         """Puts `value`, cast to the variable's dtype, into the box.
@@ -112,8 +118,7 @@ class Variable:
         Raises:
             ValueError: another shape, or a traced value that would outlive its trace.
         """
-        value = placed(self._fitted(value), self._layout)
-        self._set(value)
+        self._set(self._here(placed(self._fitted(value), self._layout)))
         self._shared = True  # the caller may hold the same array
 
     def assign_add(self, value: Any) -> None:
@@ -160,7 +165,20 @@ class Variable:
             )
         return value
 
+    def _here(self, value: jax.Array) -> jax.Array:
+        """`value` on the device of this variable, if that has been chosen by the user."""
+        mine = self._value
+        if self._layout is not None or self._is_planned:
+            return value
+        if isinstance(mine, Tracer) or isinstance(value, Tracer) or not mine.committed:
+            return value
+        return jax.device_put(value, mine.sharding)
+
     def _set(self, value: jax.Array) -> None:
+        self._check_that_it_stays(value)
+        self._value = value
+
+    def _check_that_it_stays(self, value: jax.Array) -> None:
         if isinstance(value, Tracer) and not self._may_hold_tracers():
             raise ValueError(
                 f"Expected variable {self.name!r} to be in the state of the function being traced; "
@@ -169,7 +187,6 @@ class Variable:
                 f"the `state` of `gainstage.jit` or `gainstage.functional`, and do not assign in a "
                 f"loss or loop inside of it, but after."
             )
-        self._value = value
 
     def _place(self, layout: jax.sharding.Sharding) -> None:
         """Moves the value to `layout`, for good."""
@@ -195,28 +212,28 @@ class Variable:
         return self.value()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(self.value(), dtype=dtype)
+        return np.array(self._read(), dtype=dtype)
 
     def __float__(self) -> float:
-        return float(self.value())
+        return float(self._read())
 
     def __int__(self) -> int:
-        return int(self.value())
+        return int(self._read())
 
     def __index__(self) -> int:
-        return self.value().__index__()
+        return self._read().__index__()
 
     def __bool__(self) -> bool:
-        return bool(self.value())
+        return bool(self._read())
 
     def __len__(self) -> int:
-        return len(self.value())
+        return len(self._read())
 
     def __iter__(self) -> Iterator[jax.Array]:
         return iter(self.value())
 
     def __format__(self, spec: str) -> str:
-        return format(self.value(), spec) if spec else repr(self)
+        return format(self._read(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
         return (
@@ -265,7 +282,12 @@ class Variable:
 
 def is_tracing() -> bool:
     """Whether new arrays belong to a program that is being traced."""
-    return get_opaque_trace_state() != _EAGER and isinstance(jnp.zeros(()), Tracer)
+    return is_inside() and isinstance(jnp.zeros(()), Tracer)
+
+
+def is_inside() -> bool:
+    """Whether this runs inside of a transformation of JAX, be it one that runs at once."""
+    return get_opaque_trace_state() != _EAGER
 
 
 _EAGER = get_opaque_trace_state()

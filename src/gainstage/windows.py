@@ -46,7 +46,7 @@ class Windows(Minimizer):
     def _raise_if_failed(self) -> None:
         if self._tally is None or not self._fails() or self._tally._traces:
             return
-        if self._tally.value():
+        if bool(self._tally):
             raise FloatingPointError(
                 f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
                 f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."

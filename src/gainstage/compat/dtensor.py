@@ -100,6 +100,7 @@ class _MeshOptimizer(Optimizer):
                 if key in options:
                     raise ValueError(f"Expected {key} in {argument} or by itself; got it twice.")
                 options[key] = setting
+        self._given |= options.keys()
         super().__init__(*args, jit_compile=jit_compile, name=name, mesh=mesh, **options)
         # An option is reported once, under its own name.
         self.gradients_clip_option = self.ema_option = None
@@ -252,7 +253,7 @@ def _settings(argument: str, cls: type, value: Any) -> dict[str, Any]:
     """The options that an option object, a mapping or None stands for."""
     if value is None:
         return {}
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value.keys() <= vars(cls)["__dataclass_fields__"].keys():
         value = cls(**value)
     if not isinstance(value, cls):
         raise TypeError(f"Expected a {cls.__name__} for {argument}; got {value!r}.")

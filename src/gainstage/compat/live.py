@@ -118,7 +118,8 @@ class DynamicLossScale(LossScale):
             min_scale=FLOOR,
         )
         names = {"scale": "current_loss_scale"}
-        self._state = jax.tree.map(Variable, rules.start(self.rule))
+        state = rules.start(self.rule)
+        self._state = jax.tree.map(lambda x: Variable(x, trainable=False), state)
         for field in ("scale", "good_steps"):
             getattr(self._state, field).name = names.get(field, field)
 

@@ -2,15 +2,18 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from gainstage import checks, rules
 from gainstage.compat import live
 from gainstage.configurable import deserialize, serialize
 from gainstage.optimizer import Optimizer
+from gainstage.options import OPTIONS
+from gainstage.variable import Variable
 
 
 class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
@@ -69,6 +72,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self._given.clear()  # what was given is in the rule
         super().__init__(inner_optimizer, rule=rule)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
+
+    _rate_names = frozenset(["learning_rate", "lr"])
 
     @property
     def lr(self) -> Any:
@@ -139,6 +144,14 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             self._forgotten.clear()
         return super().apply_gradients(pairs)
 
+    def _build_around(self, variables: Sequence[Variable]) -> None:
+        super()._build_around(variables)
+        # A first step may be skipped, and counts: averages start with the first weights, as there.
+        for variable, average in zip(variables, self.inner_optimizer._averages, strict=False):
+            if not average._is_planned:
+                started = (average.value() != 0).any()
+                average.assign(jnp.where(started, average.value(), variable.value()))
+
     def _apply(
         self,
         grads: list[Any],
@@ -153,9 +166,12 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             count.assign(before + 1)  # a skipped step counts
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """The constructor's arguments; options that were set here are those of the inner optimizer
+        there."""
+        inner = serialize(self.inner_optimizer)
+        options = {name: value for name, value in vars(self).items() if name in OPTIONS}
         return {
-            "inner_optimizer": serialize(self.inner_optimizer),
+            "inner_optimizer": {**inner, "config": {**inner["config"], **options}},
             "dynamic": self.dynamic,
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
@@ -172,10 +188,26 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             config |= scale_arguments(config.pop("loss_scale"))
         inner = config.pop("optimizer", None) or config.pop("inner_optimizer")
         optimizer = cls.__new__(cls)
-        LossScaleOptimizer.__init__(
-            optimizer, deserialize(inner, Optimizer, custom_objects), **config
-        )
+        inner = deserialize(without_legacy(inner), Optimizer, custom_objects)
+        LossScaleOptimizer.__init__(optimizer, inner, **config)
         return optimizer
+
+
+def without_legacy(config: Any) -> Any:
+    """The configuration of an optimizer without what TensorFlow alone knows.
+
+    Raises:
+        ValueError: a `decay` of its own, which only those optimizers had.
+    """
+    if not isinstance(config, Mapping) or not isinstance(config.get("config"), Mapping):
+        return config
+    known = {k: v for k, v in config["config"].items() if k not in ("is_legacy_optimizer", "decay")}
+    if config["config"].get("decay"):
+        raise ValueError(
+            f"Expected an optimizer without decay; got {config['config']['decay']!r}. Give it "
+            f"learning_rate=InverseTimeDecay(learning_rate, 1, decay)."
+        )
+    return {**config, "config": known}
 
 
 def scale_arguments(loss_scale: Any) -> dict[str, Any]:

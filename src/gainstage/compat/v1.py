@@ -116,6 +116,7 @@ class Optimizer:
 
         Raises:
             RuntimeError: inside of `jax.shard_map`, a gradient that differs between devices.
+            TypeError: a `global_step` that is no variable.
             ValueError: no variable, or no gradient at all.
         """
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
@@ -128,10 +129,15 @@ class Optimizer:
                     f"{variable.name!r} varies over a mesh axis. Reduce it with jax.lax.psum, or "
                     f"use the form for a mesh: gainstage.compat.dtensor."
                 )
+        if global_step is not None and not isinstance(global_step, Variable):
+            raise TypeError(f"Expected a gainstage.Variable for global_step; got {global_step!r}.")
         before = self._steps()
-        self._optimizer.apply_gradients(pairs)
+        self._take(pairs)
         if global_step is not None:
             global_step.assign(global_step + (self._steps() - before))
+
+    def _take(self, pairs: Pairs) -> None:
+        self._optimizer.apply_gradients(pairs)
 
     def _steps(self) -> jax.Array:
         optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
@@ -261,15 +267,16 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             raise ValueError(f"Expected a v1 optimizer that is not wrapped for opt; got {opt!r}.")
         self._inner = opt
         # A user's own scale decides by itself: for the core the scale then is 1.
-        self._own = None if hasattr(loss_scale, "rule") else loss_scale
-        if not isinstance(self._own, LossScale):
-            self._own = None
+        ours = type(loss_scale) in (FixedLossScale, DynamicLossScale)
+        self._own = None if ours or not isinstance(loss_scale, LossScale) else loss_scale
         rule = rules.FixedLossScale(1.0) if self._own is not None else _rule(loss_scale)
         name = opt.get_name() if name is None else name
         use_locking = opt._use_locking if use_locking is None else use_locking
         if not isinstance(name, str) or not name:
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         wrapper = UnscaledLossScaleOptimizer(opt._optimizer, rule=rule)
+        if type(loss_scale) is DynamicLossScale:
+            wrapper._scale_state = loss_scale._state  # it is one scale, wherever it is asked for
         super().__init__(wrapper, use_locking, name)
 
     @property
@@ -289,20 +296,15 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         scaled = super().compute_gradients(lambda: loss() * scale, *args, **kwargs)
         return [(None if g is None else g / scale, v) for g, v in scaled]
 
-    def apply_gradients(
-        self,
-        grads_and_vars: Iterable[tuple[Any, Variable]],
-        global_step: Variable | None = None,
-        name: str | None = None,
-    ) -> None:
-        """As `Optimizer.apply_gradients`, on unscaled gradients, if they are finite."""
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
-        if self._own is not None and any(g is not None for g, _ in pairs):
-            _, should_apply = self._own.update([g for g, _ in pairs])
+    def _take(self, pairs: Pairs) -> None:
+        if self._own is not None:
+            grads = [gradient for gradient, _ in pairs]
+            self._optimizer._checked(grads, [variable for _, variable in pairs])
+            _, should_apply = self._own.update(grads)
             # What the user's scale refuses is made a step that is not finite.
             keep = should_apply
             pairs = [(g if g is None else jnp.where(keep, g, jnp.nan), v) for g, v in pairs]
-        super().apply_gradients(pairs, global_step, name)
+        super()._take(pairs)
 
 
 def _rule(loss_scale: Any) -> rules.LossScale:

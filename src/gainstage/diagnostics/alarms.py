@@ -22,7 +22,7 @@ SHARE = 0.1  # of steps skipped
 _BOUNDARY = (
     "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
-    'predicted.astype("float32"), or keep the scale below with max_scale={largest:g}.'
+    'predicted.astype("float32"), or keep the scale below with {setting}={below}.'
 )
 LOW = 16  # bits between the largest gradient and the limit
 MEMORY = 2000  # steps for which an overflow is held to tell where the limit is
@@ -40,6 +40,9 @@ class Alarm(UserWarning):
     def __init__(self, kind: str, step: int, message: str):
         super().__init__(f"Step {step}: {message}")
         self.kind, self.step, self.message = kind, step, message
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.kind, self.step, self.message)
 
 
 class Alarms(Writer):
@@ -99,7 +102,11 @@ class Alarms(Writer):
         """
         largest, highest = largest_scale(fun, *args), _highest(self._rule)
         if largest < highest:
-            self._tell(Alarm("boundary", 0, _BOUNDARY.format(largest=largest)))
+            fixed = isinstance(self._rule, FixedLossScale)
+            setting = "loss_scale_value" if fixed else "max_scale"
+            below = as_power(2.0 ** math.floor(math.log2(largest))) if largest > 0 else "0"
+            message = _BOUNDARY.format(largest=largest, setting=setting, below=below)
+            self._tell(Alarm("boundary", 0, message))
 
     def put(self, records: list[Record]) -> None:
         found = [alarm for record in records for alarm in self._watch.see(record)]
@@ -140,6 +147,7 @@ class _Watch:
         self._started = False  # whether a step has been finite
         self._told = False  # whether the row is known to be bad data
         self._raised = 0  # steps since the scale last rose
+        self._moved = False  # whether it ever has been another one
         self._overflowed = (math.inf, 0)  # the lowest scale that did of late, and when
         self._before = math.nan
 
@@ -162,6 +170,7 @@ class _Watch:
         elif self._started:
             self._skips.append(not finite)
         self._told = bool(bad_data)
+        self._moved |= scale != self._before and not math.isnan(self._before)
         self._raised = 0 if scale > self._before else self._raised + 1
         self._before = scale
         max_abs = float(record.get("max_abs", math.nan))
@@ -221,6 +230,13 @@ class _Watch:
                 f"{len(self._row)} steps in a row were skipped, and the scale of "
                 f"{as_power(scale)} cannot fall. Take a lower loss_scale_value."
             )
+        held = [then for _, _, then in self._row][-2 * ROW :]
+        if self._rule is None and len(held) == 2 * ROW and len(set(held)) == 1:
+            return (
+                f"{len(self._row)} steps in a row were skipped, and the scale stayed at "
+                f"{as_power(scale)}. If their loss is finite, it is too high, or gradients are "
+                f"beyond what the dtype holds: let it fall lower, or lower the learning rate."
+            )
         if finite or len(self._row) < 2 or not scale <= self._floor:
             return ""
         return (
@@ -233,10 +249,16 @@ class _Watch:
         skipped = sum(self._skips)
         if len(self._skips) < WINDOW or skipped <= SHARE * WINDOW:
             return ""
+        fixed = isinstance(self._rule, FixedLossScale)
+        mend = (
+            "too high: take a lower loss_scale_value"
+            if fixed
+            else "raised too often: take a longer increment_period"
+        )
         return (
             f"{skipped} of the last {WINDOW} steps were skipped; the scale is {as_power(scale)}. "
-            f"If the loss of those steps is finite, the scale is raised too often: take a longer "
-            f"increment_period. If not, look at their data."
+            f"If the loss of those steps is finite, the scale is {mend}. If not, look at "
+            f"their data."
         )
 
     def _no_headroom(self, scale: float, finite: bool) -> str:
@@ -255,13 +277,15 @@ class _Watch:
         learned = lowest <= 4 * scale and step - when <= MEMORY
         if len(known) < WINDOW or any(self._skips) or learned or self._raised < WINDOW:
             return ""
-        if isinstance(self._rule, FixedLossScale) and self._rule.loss_scale_value == 1:
+        stays = isinstance(self._rule, FixedLossScale) or (self._rule is None and not self._moved)
+        if stays and scale == 1:
             return ""  # it does not scale, on purpose
         if max(known) == 0:
+            adaptive = isinstance(self._rule, AdaptiveLossScale)
             return (
                 f"all gradients of the last {WINDOW} steps are 0. If that should not be, they are "
-                f"flushed: take rule=gs.AdaptiveLossScale(), or a higher scale than "
-                f"{as_power(scale)}."
+                f"flushed: take {'' if adaptive else 'rule=gs.AdaptiveLossScale(), or '}a higher "
+                f"scale than {as_power(scale)}."
             )
         bits = int(math.log2(self._limit / max(known)))
         if bits < LOW:
@@ -273,6 +297,8 @@ class _Watch:
             setting = setting.replace("initial_loss_scale", "max_scale")
         elif isinstance(self._rule, FixedLossScale):
             why, setting = "it is fixed", setting.replace("initial_loss_scale", "loss_scale_value")
+        elif stays:
+            why, setting = "it has never been another", setting.replace("initial_loss_scale=", "")
         elif isinstance(self._rule, AdaptiveLossScale):
             why, setting, other = "an overflow has taught it so", "a shorter increment_period", ""
         else:

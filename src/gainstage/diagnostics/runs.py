@@ -90,7 +90,8 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, float] | None, Tensors
             step = record.pop("step")
             if isinstance(step, bool) or not 0 <= step < 2**63 or step != int(step):
                 raise ValueError(step)
-            tensors = _tensors(record.pop("tensors")) if "tensors" in record else None
+            told = isinstance(record.get("tensors"), dict)
+            tensors = _tensors(record.pop("tensors")) if told else None
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
         except (*WRONG, KeyError, AttributeError, OverflowError) as error:
@@ -155,7 +156,8 @@ def why_skipped(run: Run) -> dict[str, np.ndarray]:
     nan = np.zeros_like(skipped)
     for start, stop in _rows(skipped & run.has("grad_norm") & np.isnan(run.get("grad_norm"))):
         opens = applied.size > 0 and start < applied[0]
-        nan[start:stop] = not opens and scale[start] / STAYS >= scale[stop - 1]
+        lowest = np.fmin.reduce(scale[start:stop])  # some rules come back from there
+        nan[start:stop] = not opens and scale[start] / STAYS >= lowest
     nan &= ~loss
     return {"overflow": skipped & ~loss & ~nan, "NaN": nan, "bad loss": loss}
 

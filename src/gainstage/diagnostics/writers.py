@@ -63,18 +63,23 @@ class Writer(abc.ABC):
         Raises:
             ValueError: a number whose memory has been given to a later step.
         """
-        waiting, self._waiting = self._waiting, []
-        if not waiting or jax.process_index():
-            return
-        for name, number in (pair for record in waiting for pair in record.items()):
-            if isinstance(number, jax.Array) and number.is_deleted():
-                raise ValueError(
-                    f"Expected numbers that live until they are read; got {name}, which was "
-                    f"donated to a later step. Let the compiled step return it."
-                )
-        read = jax.device_get(waiting)
-        pairs = zip(waiting, read, strict=True)
-        self.put([{name: _plain(numbers[name]) for name in record} for record, numbers in pairs])
+        waiting = [] if jax.process_index() else self._waiting
+        dead = [
+            name
+            for record in waiting
+            for name, number in record.items()
+            if isinstance(number, jax.Array) and number.is_deleted()
+        ]
+        read = [] if dead else jax.device_get(waiting)  # an interrupt of the waiting loses nothing
+        self._waiting = []
+        if dead:
+            raise ValueError(
+                f"Expected numbers that live until they are read; got {dead[0]}, which was "
+                f"donated to a later step. Let the compiled step return it."
+            )
+        if read:
+            pairs = zip(waiting, read, strict=True)
+            self.put([{n: _plain(numbers[n]) for n in record} for record, numbers in pairs])
 
     def close(self) -> None:
         """Puts away what is waiting, and ends."""
@@ -176,19 +181,24 @@ def _scalar(name: str, number: Any) -> Any:
 
 def _end_last_line(path: Path) -> None:
     """Ends the last line, or drops what of it a killed process has left."""
+    start = b'{"step": '
     with path.open("rb+") as file:
-        text = file.read()
-        start = text.rfind(b"\n") + 1
-        rest = text[start:]
-        if not rest:
-            return
-        if not rest.startswith(b"{"):
-            raise ValueError(f"Expected a file of JSON objects at {path}; got {rest[:60]!r}.")
-        try:
-            json.loads(rest)
+        *whole, rest = file.read().split(b"\n")
+        ours = start.startswith(rest[: len(start)]) or _is_record(rest)
+        if not ours or (whole and not _is_record(whole[-1])):
+            line = rest if not ours else whole[-1]
+            raise ValueError(f"Expected the JSON lines of a run at {path}; got {line[:60]!r}.")
+        if _is_record(rest):
             file.write(b"\n")
-        except (ValueError, RecursionError):
-            file.truncate(start)
+        else:
+            file.truncate(file.tell() - len(rest))
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return "step" in dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _plain(number: Any) -> Any:

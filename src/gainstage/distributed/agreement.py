@@ -66,7 +66,7 @@ def _facts(optimizer: Optimizer) -> dict[str, Any]:
     }
     for variables in (trainable, state):
         for name, variable in zip(unique_names(variables), variables, strict=True):
-            about = [list(variable.shape), str(variable.dtype), str(variable.sharding)]
+            about = [list(variable.shape), str(variable.dtype), str(variable._layout)]
             facts[f"shape, dtype and layout of {name!r}"] = about
             if not variable.shape and not variable._is_planned:
                 facts[f"value of {name!r}"] = repr(variable.numpy().item())
@@ -153,6 +153,8 @@ def hashes(array: jax.Array, number: int = 0) -> jax.Array:
     """
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
     words = lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
     places = jnp.uint32(number * 2654435761 % 2**32)

@@ -92,7 +92,7 @@ def _introduce(watchdog: Watchdog, coordinator_address: str | None) -> None:
     """Connects all processes to process 0, whose address and token go round by JAX."""
     if jax.process_index() == 0:
         host = coordinator_address.rpartition(":")[0] if coordinator_address else None
-        listener = socket.create_server((_ipv4(host or socket.gethostname()), 0))
+        listener = socket.create_server((_reachable(host or socket.gethostname()), 0))
         ip, port = listener.getsockname()
         token = secrets.token_bytes(TOKEN)
         letter = [*ipaddress.IPv4Address(ip).packed, *port.to_bytes(2), *token]
@@ -122,6 +122,19 @@ def _give_up(address: str | None, count: int | None, timeout: float) -> None:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or (host.startswith("127.") and host.count(".") == 3)
+
+
+def _reachable(host: str) -> str:
+    """The address at which other machines find this one, whose name this is."""
+    address = _ipv4(host)
+    if not address.startswith("127.") or _is_loopback(host):
+        return address
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # Debian calls itself 127.0.1.1
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks for the way out
+        except OSError:
+            return address
+        return probe.getsockname()[0]
 
 
 def _ipv4(host: str) -> str:

@@ -12,6 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from gainstage import gradients
 from gainstage.configurable import deserialize, serialize
 from gainstage.diagnostics.alarms import SHARE, Alarm
 from gainstage.inspection import inspect
+from gainstage.learning_rate import LearningRate
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
@@ -51,6 +53,7 @@ class _Stateless:
     """`apply` by way of `stateless_apply`, and so one compiled program where it is called alone."""
 
     _compiled: Any = None
+    _constants: Any = None  # of what is compiled
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         """Takes a step; gradients may be None, variables some of those it was built with."""
@@ -69,7 +72,9 @@ class _Stateless:
             ordered[self._get_variable_index(variable)] = gradient
         step = self.stateless_apply
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
-            self._compiled = step = self._compiled or jax.jit(step)
+            if self._compiled is None or self._constants != self._frozen():
+                self._compiled, self._constants = jax.jit(partial(step)), self._frozen()
+            step = self._compiled
         values = [[v.value for v in variables] for variables in (self.variables, known)]
         new = step(values[0], ordered, values[1])
         for variables, results in zip((known, self.variables), new, strict=True):
@@ -128,6 +133,8 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule = rule
+        if isinstance(inner_optimizer, KerasOptimizer):
+            inner_optimizer._ours._guarded = True
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
@@ -141,6 +148,11 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
                 self._counts[field] = self.add_variable(
                     (), constant, str(state[field].dtype), name=field
                 )
+
+    def _frozen(self) -> Any:
+        """What a compiled step has as constants, and may have become something else."""
+        inner = self.inner_optimizer
+        return self.rule, inner._frozen() if isinstance(inner, KerasOptimizer) else None
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the scale, in float32."""
@@ -174,11 +186,16 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
         weights, inner = lax.cond(finite, take, lambda old: old, old)
-        measured = measure(self.rule.measures, true, finite)
+        grads = [None if keep else g for g, keep in zip(true, kept, strict=True)]
+        measured = measure(self.rule.measures, grads, finite)
         for field, value in advance(self.rule, state, finite, **measured)._asdict().items():
             if value is not None:
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
         return weights, own + inner
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Names the variables that do not decay, to the inner optimizer."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -218,6 +235,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
             )
         if optimizer.built:
             raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
+        _check_rate(optimizer._rate)
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         for variable in self.variables:  # it has its own
             self._untrack_variable(variable)
@@ -260,6 +278,10 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
             new[i] = jnp.asarray(grads[i], new[i].dtype)
         return new, state
 
+    def _frozen(self) -> Any:
+        rate = self._ours._rate
+        return rate.source if rate.variable is None else None
+
     def _mirror(self, ours: Any) -> Any:
         """The Keras variable of one of the optimizer's."""
         return self.variables[self._ours.variables.index(ours)]
@@ -280,10 +302,16 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
         rate = self._ours._rate
-        if self.built and rate.variable is not None and not callable(learning_rate):
-            self._mirror(rate.variable).assign(learning_rate)
-        else:
+        if not self.built or rate.variable is None:
+            _check_rate(LearningRate(learning_rate, self.name))
             self._ours.learning_rate = learning_rate
+        elif callable(learning_rate) and not isinstance(learning_rate, keras.Variable):
+            raise TypeError(
+                f"Expected a number for learning_rate, which was one when {self.name!r} was "
+                f"built; got {learning_rate!r}."
+            )
+        else:
+            self._mirror(rate.variable).assign(learning_rate)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Names the variables that do not decay: Keras variables, or parts of their paths."""
@@ -310,6 +338,15 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         """The optimizer that `get_config` describes."""
         optimizer = deserialize(config["optimizer"], Optimizer, custom_objects)
         return cls(optimizer, config.get("name"))
+
+
+def _check_rate(rate: LearningRate) -> None:
+    """Keras compiles steps, and would call a callable of no argument once for all of them."""
+    if rate.variable is None and not rate._takes_step:
+        raise ValueError(
+            f"Expected a number, or a schedule or callable of the step, for learning_rate; got "
+            f"{rate.source!r}."
+        )
 
 
 def _planned(variable: Any) -> Variable:

@@ -110,7 +110,8 @@ class Checkpoints:
         is only planned (made of a `jax.ShapeDtypeStruct`) comes into being by it.
 
         Args:
-            variables: as for `save`: the same names, shapes and dtypes, in any order.
+            variables: as for `save`: the same names, shapes and dtypes, in any order; those that
+                share a name in the same order.
             optimizer: built, of the same class.
             step: which one, the last by default.
             same_config: whether the optimizer's configuration must be the one that was saved, but

@@ -123,3 +123,7 @@ class AdamW(Adam):
             raise ValueError("Expected a number for weight_decay; got None.")
         own = (beta_1, beta_2, epsilon, amsgrad, weight_decay)
         super().__init__(learning_rate, *own, *options, **named_options)
+
+    def _argument(self, name: str) -> Any:
+        value = super()._argument(name)
+        return 0.0 if name == "weight_decay" and value is None else value  # None is no argument
