@@ -124,6 +124,43 @@ def test_a_group_takes_gradients_of_several_dtypes():
         assert [v.numpy().tolist() for v in (a, b, c)] == [[0.5, 1.5], [0.5, 1.5], [1.0, 2.0]]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_slot_starts_as_its_own_request_says(grouped):
+    """With `group_small`, too, a slot is what the initializer of its variable returns."""
+
+    class Anchored(gs.Optimizer):
+        elementwise = True
+
+        def build(self, var_list):
+            super().build(var_list)
+            self.start = [
+                self.add_variable_from_reference(v, "start", lambda *_, v=v: v.value() + 0)
+                for v in var_list
+            ]
+
+        def update_step(self, gradient, variable, learning_rate):
+            start = self.start[self._get_variable_index(variable)]
+            self.assign(variable, variable - learning_rate * (gradient + variable - start))
+
+    weights = [gs.Variable([1.0, 1.0]), gs.Variable([5.0, 5.0, 5.0])]
+    opt = Anchored(0.5, group_small=grouped)
+    for _ in range(2):
+        opt.apply([jnp.zeros(2), jnp.zeros(3)], weights)
+        opt.build(weights)
+    assert [w.numpy().tolist() for w in weights] == [[1.0, 1.0], [5.0, 5.0, 5.0]]
+
+
+def test_a_compiled_function_does_not_freeze_a_variable_that_is_lent():
+    """A `jax.jit` inside of an uncompiled function on variables is told, whatever these hold."""
+    w = gs.Variable(1.0, name="w")
+    predict = jax.jit(lambda x: w * x)
+    pure = gs.functional(predict, [w])
+    with pytest.raises(ValueError, match="'w', whose value would be frozen"):
+        pure([2.0], 10.0)
+    assert float(jax.jit(pure)([2.0], 10.0)[0]) == 20.0
+    assert float(jax.jit(lambda x: gs.functional(lambda: w * x, [w])([3.0])[0])(10.0)) == 30.0
+
+
 def test_a_build_that_fails_is_no_build():
     """A wrapper on another mesh says so each time, and takes no step."""
     devices = np.array(jax.devices())
@@ -465,7 +502,7 @@ def test_files_of_something_else_are_left_as_they_are(text, tmp_path):
     """A file that ends in anything but a step is no recording."""
     path = tmp_path / "file"
     path.write_text(text)
-    with pytest.raises(ValueError, match="Expected the JSON lines of a run"):
+    with pytest.raises(ValueError, match="Expected a file of JSON objects"):
         JsonLines(path)
     assert path.read_text() == text
 
@@ -480,11 +517,13 @@ def test_recordings_are_gone_on_with(rest, tmp_path):
     assert read_run(path).steps.tolist() == ([0, 1, 2] if rest.endswith("}") else [0, 2])
 
 
-def test_a_number_may_be_called_tensors(tmp_path):
-    """Only what `write_report` has written is a report of tensors."""
+def test_a_number_called_as_a_report_is_refused(tmp_path):
+    """A number called `tensors` would make the file unreadable: it is refused before."""
     with JsonLines(tmp_path / "run.jsonl") as run:
-        run.write(0, tensors=5)
-    assert read_run(tmp_path / "run.jsonl").numbers["tensors"].tolist() == [5.0]
+        run.write(0, loss=1.0)
+        with pytest.raises(ValueError, match="Expected another name than that of a report"):
+            run.write(1, tensors=5)
+    assert read_run(tmp_path / "run.jsonl").steps.tolist() == [0]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".html"])

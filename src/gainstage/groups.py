@@ -22,6 +22,7 @@ class Group:
         self.name, self.members = name, list(members)
         self.shapes = [variable.shape for variable in members]
         self.slots: list[Variable] = []
+        self.started: set[tuple[Variable, str, int]] = set()  # the parts whose first value is known
 
     @property
     def table(self) -> list[list[Any]]:

@@ -19,7 +19,7 @@ from gainstage import gradients
 from gainstage.bridge import read
 from gainstage.configurable import Configurable
 from gainstage.groups import Group
-from gainstage.joining import join
+from gainstage.joining import join, offsets
 from gainstage.sharding import mesh_of
 from gainstage.variable import Variable, owned
 
@@ -96,9 +96,11 @@ class Stateful(Configurable, abc.ABC):
             if group is None:
                 self._slot_of[key] = slot = self._slot_like(*alike, initializer)
             else:
-                slot = self._slot_of_group(group, *key[1:], initializer)
+                slot = self._slot_of_group(group, *key, initializer)
             self._slots.append(slot)
             self._forget_program()
+        elif (group := self._group_of.get(reference_variable)) and key not in group.started:
+            self._start_part(group, *key, initializer)
         return self._slot_of[key]
 
     def add_optimizer_variables(
@@ -134,9 +136,13 @@ class Stateful(Configurable, abc.ABC):
         return reference._layout
 
     def _slot_of_group(
-        self, group: Group, name: str, number: int, initializer: Initializer
+        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
     ) -> Variable:
-        parts = [self._slot_like(variable, name, initializer) for variable in group.members]
+        others = "zeros" if callable(initializer) else initializer  # they have their own
+        parts = [
+            self._slot_like(variable, name, initializer if variable is reference else others)
+            for variable in group.members
+        ]
         planned = any(part._is_planned for part in parts)
         value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
         slot = Variable(value, name=f"{self.name}/{group.name}_{name}", trainable=False)
@@ -144,7 +150,24 @@ class Stateful(Configurable, abc.ABC):
             slot._first_value = functools.partial(_joined_first_values, parts)
         self._slot_of |= {(variable, name, number): slot for variable in group.members}
         group.slots.append(slot)
+        group.started.add((reference, name, number))
         return slot
+
+    def _start_part(
+        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
+    ) -> None:
+        """Starts one variable's part of a buffer that another one has asked for."""
+        group.started.add((reference, name, number))
+        if not callable(initializer):
+            return  # it is that of the other
+        slot, place = self._slot_of[reference, name, number], group.members.index(reference)
+        part = self._slot_like(reference, name, initializer)
+        if slot._is_planned:
+            slot._first_value.args[0][place] = part  # type: ignore[union-attr]
+        else:
+            start = offsets(group.shapes)[place]
+            flat = slot.value().at[start : start + part.size].set(part.value().reshape(-1))
+            slot.assign(flat)
 
     def _replicate(self, scalars: Iterable[Variable], variables: Sequence[Variable]) -> None:
         """Puts scalars on the mesh of the optimizer, or else of the variables."""

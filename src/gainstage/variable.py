@@ -100,7 +100,8 @@ class Variable:
 
     def _read(self) -> jax.Array:
         """The array in the box, for one who does not keep it."""
-        if not self._traces:
+        lent_here = self._may_hold_tracers()
+        if not lent_here and not isinstance(self._value, Tracer):
             if is_tracing():
                 raise ValueError(
                     f"Expected every variable used inside a traced function to be in its state; "
@@ -172,7 +173,10 @@ class Variable:
             return value
         if isinstance(mine, Tracer) or isinstance(value, Tracer) or not mine.committed:
             return value
-        return jax.device_put(value, mine.sharding)
+        (device,) = mine.devices()
+        if value.committed and value.devices() == {device}:
+            return value
+        return jax.device_put(value, mine.sharding if value.shape == mine.shape else device)
 
     def _set(self, value: jax.Array) -> None:
         self._check_that_it_stays(value)

@@ -90,8 +90,7 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, float] | None, Tensors
             step = record.pop("step")
             if isinstance(step, bool) or not 0 <= step < 2**63 or step != int(step):
                 raise ValueError(step)
-            told = isinstance(record.get("tensors"), dict)
-            tensors = _tensors(record.pop("tensors")) if told else None
+            tensors = _tensors(record.pop("tensors")) if "tensors" in record else None
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
         except (*WRONG, KeyError, AttributeError, OverflowError) as error:

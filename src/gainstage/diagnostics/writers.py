@@ -50,8 +50,13 @@ class Writer(abc.ABC):
 
         Raises:
             TypeError: `step` is no integer, or a number no scalar.
+            ValueError: a number called `tensors`, as reports are.
         """
         numbers = {**({} if info is None else info._asdict()), **numbers}
+        if "tensors" in numbers:
+            raise ValueError(
+                f"Expected another name than that of a report; got tensors={numbers['tensors']!r}."
+            )
         record = {name: _scalar(name, number) for name, number in numbers.items()}
         self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
         if len(self._waiting) >= self.every:
@@ -187,7 +192,7 @@ def _end_last_line(path: Path) -> None:
         ours = start.startswith(rest[: len(start)]) or _is_record(rest)
         if not ours or (whole and not _is_record(whole[-1])):
             line = rest if not ours else whole[-1]
-            raise ValueError(f"Expected the JSON lines of a run at {path}; got {line[:60]!r}.")
+            raise ValueError(f"Expected a file of JSON objects at {path}; got {line[:60]!r}.")
         if _is_record(rest):
             file.write(b"\n")
         else:
