@@ -1,6 +1,5 @@
 """What telemetry keeps of a run, on the device: the last step, what overflowed, what underflows."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -57,12 +56,18 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
         count: how many gradients there are.
         every: after so many steps exponents are counted; None for never.
     """
-    none, zero = (
-        functools.partial(jnp.zeros, (), jnp.int32),
-        functools.partial(jnp.zeros, (), jnp.float32),
+
+    def zero(dtype: Any = jnp.float32) -> jax.Array:
+        return jnp.zeros((), dtype)  # one of its own each time: all of them may be donated
+
+    info = StepInfo(
+        finite=jnp.array(True),
+        loss_scale=jnp.array(scale, jnp.float32),
+        skipped_steps=zero(jnp.int32),
+        grad_norm=zero(),
+        applied_steps=zero(jnp.int32),
+        max_abs=zero(),
     )
-    scale = jnp.array(scale, jnp.float32)  # an array of its own, each of them: they may be donated
-    info = StepInfo(jnp.array(True), scale, none(), zero(), none(), zero())
     causes = jnp.tile(jnp.array([0, 0, -1, -1], jnp.int32), (count, 1))
     exponents = Exponents(jnp.int32(-1), zero(), jnp.zeros((count, BINS), jnp.float32))
     return Observed(info, causes, exponents if every else None)

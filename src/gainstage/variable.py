@@ -168,15 +168,13 @@ class Variable:
 
     def _here(self, value: jax.Array) -> jax.Array:
         """`value` on the device of this variable, if that has been chosen by the user."""
-        mine = self._value
-        if self._layout is not None or self._is_planned:
+        chosen = self._layout is None and not self._is_planned and not self._is_lent
+        if isinstance(value, Tracer) or not chosen or not self._value.committed:
             return value
-        if isinstance(mine, Tracer) or isinstance(value, Tracer) or not mine.committed:
-            return value
-        (device,) = mine.devices()
+        (device,) = self._value.devices()
         if value.committed and value.devices() == {device}:
             return value
-        return jax.device_put(value, mine.sharding if value.shape == mine.shape else device)
+        return jax.device_put(value, self._value.sharding if value.shape == self.shape else device)
 
     def _set(self, value: jax.Array) -> None:
         self._check_that_it_stays(value)

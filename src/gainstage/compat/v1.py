@@ -302,8 +302,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             self._optimizer._checked(grads, [variable for _, variable in pairs])
             _, should_apply = self._own.update(grads)
             # What the user's scale refuses is made a step that is not finite.
-            keep = should_apply
-            pairs = [(g if g is None else jnp.where(keep, g, jnp.nan), v) for g, v in pairs]
+            pairs = [(g if g is None else jnp.where(should_apply, g, jnp.nan), v) for g, v in pairs]
         super()._take(pairs)
 
 

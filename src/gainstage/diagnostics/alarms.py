@@ -249,12 +249,9 @@ class _Watch:
         skipped = sum(self._skips)
         if len(self._skips) < WINDOW or skipped <= SHARE * WINDOW:
             return ""
-        fixed = isinstance(self._rule, FixedLossScale)
-        mend = (
-            "too high: take a lower loss_scale_value"
-            if fixed
-            else "raised too often: take a longer increment_period"
-        )
+        mend = "raised too often: take a longer increment_period"
+        if isinstance(self._rule, FixedLossScale):
+            mend = "too high: take a lower loss_scale_value"
         return (
             f"{skipped} of the last {WINDOW} steps were skipped; the scale is {as_power(scale)}. "
             f"If the loss of those steps is finite, the scale is {mend}. If not, look at "
