@@ -53,6 +53,12 @@ def shortest(value: Any) -> float:
     return exact if exact.is_integer() else float(str(np.float32(value)))
 
 
+def in_float32(limit: float) -> float:
+    """A limit as clipping takes it: beyond what float32 holds it would be 0 or inf there."""
+    known = np.finfo(np.float32)
+    return min(max(limit, float(known.tiny)), float(known.max))
+
+
 def loss_scale(name: str, value: Any, high: float = LARGEST) -> float:
     """`value` as a float, if it is a number that a loss can be multiplied and divided by."""
     return real(name, value, low=SMALLEST, high=high)

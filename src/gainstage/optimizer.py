@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from gainstage import checks, gradients
@@ -88,8 +87,6 @@ class Optimizer(Step):
 
     Source: `keras.optimizers.Optimizer` (Keras 3).
     """
-
-    _rate_names = frozenset(["learning_rate"])  # what it may be called
 
     def __init__(
         self,
@@ -236,9 +233,7 @@ class Optimizer(Step):
     def _clips(self) -> dict[str, float]:
         """The clip option in force, if any, with its limit."""
         limits = {name: self._option(name) for name in CLIPS}
-        # Beyond what float32 holds they would be 0 or inf there.
-        low, high = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-        return {name: min(max(n, low), high) for name, n in limits.items() if n is not None}
+        return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in AT_CONSTRUCTION and name in vars(self):
@@ -261,7 +256,7 @@ class Optimizer(Step):
                 )
             (self._given.discard if value is None else self._given.add)(name)
         super().__setattr__(name, value)
-        if not name.startswith("_") and name not in self._rate_names:
+        if not name.startswith("_") and name != "learning_rate":
             self._forget_program()  # Python values are constants of the compiled step
 
     def _forget_program(self) -> None:
@@ -319,13 +314,9 @@ class Optimizer(Step):
             for variable, master in self._masters.items():
                 if not variable._is_planned:
                     master.assign(variable)
-        self._places = {variable: place for place, variable in enumerate(variables)}
         if isinstance(self._wrapper, Optimizer):
-            try:
-                self._wrapper._build_around(variables)
-            except Exception:
-                self._places = {}
-                raise
+            self._wrapper._build_around(variables)
+        self._places = {variable: place for place, variable in enumerate(variables)}
         if self.group_small and self._is_elementwise():
             for group in groups_of(variables, gradients.wide):
                 self._group_of |= dict.fromkeys(group.members, group)
@@ -366,8 +357,7 @@ class Optimizer(Step):
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
         if isinstance(var_names, str):
             raise TypeError(f"Expected a list of strings for var_names; got {var_names!r}.")
-        names = list(var_names or ())
-        variables = [] if var_list is None else variables_in(var_list)
+        names, variables = list(var_names or ()), variables_in([] if var_list is None else var_list)
         try:
             self._undecayed_names = re.compile("|".join(names)) if names else None
         except re.error as error:

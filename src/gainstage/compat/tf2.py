@@ -73,16 +73,13 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         super().__init__(inner_optimizer, rule=rule)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
 
-    _rate_names = frozenset(["learning_rate", "lr"])
-
     @property
     def lr(self) -> Any:
         """The learning rate, by its old name."""
         return self.learning_rate
 
-    @lr.setter
-    def lr(self, learning_rate: Any) -> None:
-        self.learning_rate = learning_rate
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("learning_rate" if name == "lr" else name, value)
 
     @property
     def iterations(self) -> Any:
