@@ -1,8 +1,10 @@
 """Writers, what they write, and the report on it."""
 
+import contextlib
 import json
 import math
 import re
+import resource
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -164,6 +166,74 @@ def test_a_file_of_something_else_is_left_alone(tmp_path):
     with JsonLines(path) as run:
         run.write(1, loss=2.0)
     assert list(read_run(path).get("loss")) == [1.0, 2.0]
+
+
+@contextlib.contextmanager
+def full_disk(bytes_left=0):
+    """No file can grow beyond this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_loses_no_record_and_stops_no_run(tmp_path, recwarn):
+    """Failed writes warn once, are repeated at the next flush, and leave a file that is read."""
+    path = tmp_path / "run.jsonl"
+    run = JsonLines(path, every=2)
+    for step in range(3):
+        run.write(step, loss=1.0)
+    with full_disk(path.stat().st_size + 30):
+        for step in range(3, 8):
+            run.write(step, loss=2.0)
+        run.write_report(7, Told(a=KNOWN))
+    assert not path.read_text().endswith("\n")
+    assert [str(w.message)[:25] for w in recwarn] == ["JsonLines could not write"]
+    run.write(8, loss=3.0)
+    run.close()
+    back = read_run(path)
+    assert list(back.get("loss")) == [1.0] * 3 + [2.0] * 5 + [3.0]
+    assert back.tensors == {"a": KNOWN}
+
+
+def test_a_torn_line_hides_only_itself(tmp_path):
+    """A line that a failed write has left glued to the next is skipped, with a warning."""
+    path = tmp_path / "run.jsonl"
+    lines = ['{"step": 0, "a": 1}', '{"ste{"step": 2, "a": 1}', '{"step": 3, "a": 1}', '{"st', ""]
+    path.write_text("\n".join(lines))
+    with pytest.warns(UserWarning, match=r"Skipped 2 lines of .*, the first of them line 2\."):
+        assert list(read_run(path).steps) == [0, 3]
+
+
+def test_a_writer_that_fails_for_long_keeps_the_last_records(monkeypatch):
+    """While writes fail, a bounded number of records is kept; closing says how many are lost."""
+    monkeypatch.setattr("gainstage.diagnostics.writers.KEPT", 3)
+
+    class Failing(Kept):
+        full = True
+
+        def put(self, records):
+            if self.full:
+                raise OSError(28, "No space left on device")
+            super().put(records)
+
+    run = Failing(every=6)
+    for step in range(5):
+        run.write(step)
+    with pytest.warns(UserWarning, match=r"Failing could not write \(.*No space left on device"):
+        run.write(5)
+    run.full = False
+    run.write(6)
+    run.flush()
+    assert [record["step"] for record in run.batches[0]] == [3, 4, 5, 6]
+    run.full = True
+    run.write(7)
+    with pytest.warns(UserWarning, match="could not write"):
+        run.flush()
+    with pytest.warns(UserWarning, match="Failing is closed; 1 record could not be written"):
+        run.close()
 
 
 def test_a_variable_is_written_as_it_is_then():
@@ -418,23 +488,54 @@ with ProgressBar(total=12) as bar:
     assert "\x1b" not in done.stderr
 
 
+def events(folder):
+    """What the event files of a folder hold: a number for each step and tag."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    values = {}
+    for path in folder.glob("events*"):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            if len(data) < length + 16:  # TensorBoard stops reading this file here
+                break
+            event = Event.FromString(data[12 : 12 + length])
+            values |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
+            data = data[16 + length :]
+    return values
+
+
 def test_tensorboard_has_every_number(tmp_path):
     """The event file holds each number of each step under its name."""
     pytest.importorskip("tensorboardX")
-    from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import RecordWriter
-
     from gainstage.interop.tensorboard import TensorBoard
 
-    assert RecordWriter  # the format is theirs
     with TensorBoard(tmp_path) as board:
         board.write(3, info(False, 4.0, 1, 2.5), loss=0.5)
-    data, values = next(tmp_path.glob("events*")).read_bytes(), {}
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + length])
-        values |= {(event.step, v.tag): v.simple_value for v in event.summary.value}
-        data = data[16 + length :]
+    values = events(tmp_path)
     wanted = {"finite": 0.0, "loss_scale": 4.0, "skipped_steps": 1.0, "grad_norm": 2.5, "loss": 0.5}
     wanted |= {"applied_steps": 7.0, "max_abs": 1.25}
     assert values == {(3, f"train/{name}"): value for name, value in wanted.items()}
+
+
+def test_tensorboard_loses_no_number_to_a_full_disk(tmp_path):
+    """After failed writes a second event file has what the first could not take."""
+    pytest.importorskip("tensorboardX")
+    from gainstage.interop.tensorboard import TensorBoard
+
+    board = TensorBoard(tmp_path, every=30)
+    board.write(0, loss=1.0)
+    board.flush()
+    size = next(tmp_path.glob("events*")).stat().st_size
+    with full_disk(size + 10):
+        for step in range(1, 30):
+            board.write(step, loss=float(step))
+        with pytest.warns(UserWarning, match="TensorBoard could not write"):
+            board.write(30, loss=30.0)
+        for step in range(31, 300):
+            board.write(step, loss=float(step))
+    board.write(300, loss=300.0)
+    board.close()
+    wanted = {(step, "train/loss"): float(step) for step in range(1, 301)}
+    assert events(tmp_path) == wanted | {(0, "train/loss"): 1.0}
+    assert len(list(tmp_path.iterdir())) == 2

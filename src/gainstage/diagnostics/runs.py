@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
@@ -45,7 +46,8 @@ def read_run(path: str | Path) -> Run:
 
     A step that is recorded twice, as after a return to a checkpoint, counts as it was the last
     time, and those behind it not at all. Of the lines of `JsonLines.write_report` the last counts.
-    Of a last line that a killed process has not written to its end nothing is read.
+    A line that a killed process or a failed write has not ended is skipped, with a warning unless
+    it is the last.
 
     Args:
         path: the file.
@@ -57,7 +59,8 @@ def read_run(path: str | Path) -> Run:
     steps: list[int] = []
     records: list[dict[str, float]] = []
     reports: list[tuple[int, Tensors]] = []
-    for step, record, tensors in _records(Path(path)):
+    torn: list[int] = []
+    for step, record, tensors in _records(Path(path), torn):
         went_back = record is not None and bisect_left(steps, step) < len(steps)
         if went_back or tensors is not None:
             del reports[bisect_left(reports, step, key=itemgetter(0)) :]
@@ -69,6 +72,12 @@ def read_run(path: str | Path) -> Run:
             reports.append((step, tensors))
     if not records:
         raise ValueError(f"Expected at least one recorded step in {path}; got none.")
+    if torn:
+        warnings.warn(
+            f"Skipped {len(torn)} line{'s' * (len(torn) > 1)} of {path} that a failed write has "
+            f"not ended, the first of them line {torn[0]}.",
+            stacklevel=2,
+        )
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: np.array([r.get(name, math.nan) for r in records], float) for name in names}
     gaps = {name: np.array([name not in r for r in records]) for name in names}
@@ -76,8 +85,13 @@ def read_run(path: str | Path) -> Run:
     return Run(np.array(steps, np.int64), columns, reports[-1][1] if reports else NOTHING, gaps)
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, float] | None, Tensors | None]]:
-    """The steps of a file, with their numbers, or with what a report says of the tensors."""
+def _records(
+    path: Path, torn: list[int]
+) -> Iterator[tuple[int, dict[str, float] | None, Tensors | None]]:
+    """The steps of a file, with their numbers, or with what a report says of the tensors.
+
+    Skips the lines of failed writes, and adds their numbers to `torn`.
+    """
     try:
         *lines, last = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -94,6 +108,9 @@ def _records(path: Path) -> Iterator[tuple[int, dict[str, float] | None, Tensors
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
         except (*WRONG, KeyError, AttributeError, OverflowError) as error:
+            if number > 1 and line.startswith("{") and not _is_json(line):
+                torn.append(number)
+                continue
             raise ValueError(
                 f"Expected a JSON object with a step and numbers in line {number} of {path}; "
                 f"got {line[:60]!r}."

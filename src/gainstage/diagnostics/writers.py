@@ -3,6 +3,7 @@
 import abc
 import json
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +17,7 @@ from gainstage.rules import as_power
 from gainstage.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name
+KEPT = 10_000  # records that are kept while they cannot be written
 
 
 class Writer(abc.ABC):
@@ -23,6 +25,9 @@ class Writer(abc.ABC):
 
     Whoever reads a number of the step just begun waits until it has ended. So a writer keeps the
     arrays, and reads those of many steps at once. Among several processes only the first writes.
+
+    A failed write, as on a full disk, does not stop the run: a warning says so once, and the
+    records, up to 10,000 of them, are written again at the next flush.
 
     Args:
         every: after so many steps the numbers are read and put away, an integer >= 1.
@@ -34,10 +39,15 @@ class Writer(abc.ABC):
     def __init__(self, every: int = 50):
         self.every = checks.integer("every", every, low=1)
         self._waiting: list[Record] = []
+        self._unwritten: list[Record] = []  # read, and to be written
+        self._failed = False  # whether the last write did
 
     @abc.abstractmethod
     def put(self, records: list[Record]) -> None:
-        """Puts away what several steps were like, as Python numbers, in the order of writing."""
+        """Puts away what several steps were like, as Python numbers, in the order of writing.
+
+        After an `OSError` it is called again with the same records and newer ones.
+        """
 
     def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
         """Takes the numbers of a step.
@@ -82,13 +92,35 @@ class Writer(abc.ABC):
                 f"Expected numbers that live until they are read; got {dead[0]}, which was "
                 f"donated to a later step. Let the compiled step return it."
             )
-        if read:
-            pairs = zip(waiting, read, strict=True)
-            self.put([{n: _plain(numbers[n]) for n in record} for record, numbers in pairs])
+        pairs = zip(waiting, read, strict=True)
+        self._put_away([{n: _plain(numbers[n]) for n in record} for record, numbers in pairs])
+
+    def _put_away(self, records: list[Record]) -> None:
+        """Writes the records, after those of failed writes; keeps all of them if it fails again."""
+        records, self._unwritten = self._unwritten + records, []
+        failed, self._failed = self._failed, False
+        if not records:
+            return
+        try:
+            self.put([dict(record) for record in records])
+        except OSError as error:
+            self._unwritten, self._failed = records[-KEPT:], True
+            if not failed:
+                warnings.warn(
+                    f"{type(self).__name__} could not write ({error}); it tries again at each "
+                    f"flush, and keeps the last {KEPT} records until then.",
+                    stacklevel=4,
+                )
 
     def close(self) -> None:
-        """Puts away what is waiting, and ends."""
+        """Puts away what is waiting, and ends; warns of what could not be written."""
         self.flush()
+        lost, self._unwritten = len(self._unwritten), []
+        if lost:
+            records = f"{lost} record{'s' * (lost > 1)}"
+            warnings.warn(
+                f"{type(self).__name__} is closed; {records} could not be written.", stacklevel=2
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -125,8 +157,8 @@ class JsonLines(Writer):
     def __init__(self, path: str | Path, every: int = 50):
         super().__init__(every)
         self._path = Path(path)
+        self._torn = False  # whether a failed write may have left a part of a line
         if not jax.process_index():
-            self._path.touch()
             _end_last_line(self._path)
 
     def write_report(self, step: int, report: Any) -> None:
@@ -146,13 +178,16 @@ class JsonLines(Writer):
             name: {key: _in_json(_plain(value)) for key, value in known.items()}
             for name, known in report.tensors().items()
         }
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "tensors": tensors}) + "\n")
+        self._put_away([{"step": step, "tensors": tensors}])
 
     def put(self, records: list[Record]) -> None:
         lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
+        if self._torn:
+            _end_last_line(self._path)
+        self._torn = True
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
+        self._torn = False
 
 
 def described(record: Record) -> str:
@@ -185,8 +220,9 @@ def _scalar(name: str, number: Any) -> Any:
 
 
 def _end_last_line(path: Path) -> None:
-    """Ends the last line, or drops what of it a killed process has left."""
+    """Ends the last line, or drops what of it a killed process or a failed write has left."""
     start = b'{"step": '
+    path.touch()
     with path.open("rb+") as file:
         *whole, rest = file.read().split(b"\n")
         ours = start.startswith(rest[: len(start)]) or _is_record(rest)

@@ -1,6 +1,10 @@
 """TensorBoard: a writer of event files, without TensorFlow."""
 
+import contextlib
 import math
+import os
+import socket
+import time
 from pathlib import Path
 
 import jax
@@ -8,7 +12,9 @@ import jax
 from gainstage.diagnostics.writers import Record, Writer
 
 try:
-    from tensorboardX import SummaryWriter
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
+    from tensorboardX.record_writer import RecordWriter, directory_check
+    from tensorboardX.summary import scalar
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         'Expected tensorboardX to be installed; run: pip install "gainstage[tensorboard]"',
@@ -35,20 +41,46 @@ class TensorBoard(Writer):
     def __init__(self, logdir: str | Path, every: int = 50, prefix: str = "train/"):
         super().__init__(every)
         self._prefix = prefix
-        self._events = None if jax.process_index() else SummaryWriter(str(logdir))
+        self._logdir = str(logdir)
+        self._files = 0
+        self._file = None if jax.process_index() else self._new_file()
 
     def put(self, records: list[Record]) -> None:
-        assert self._events is not None
-        for record in records:
-            step = record.pop("step")
-            for name, number in record.items():
-                if math.isfinite(number):
-                    self._events.add_scalar(f"{self._prefix}{name}", float(number), step)
-        self._events.flush()
+        old = self._file
+        try:
+            self._file = file = old or self._new_file()
+            for record in records:
+                for name, number in record.items():
+                    if name != "step" and math.isfinite(number):
+                        summary = scalar(f"{self._prefix}{name}", float(number))
+                        event = Event(wall_time=time.time(), step=record["step"], summary=summary)
+                        file.write(event.SerializeToString())
+            file.flush()
+        except OSError:  # TensorBoard reads no file behind a torn event
+            failed = self._file
+            self._close_file()
+            if failed is not None and old is None:
+                Path(failed.path).unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         try:
             super().close()
         finally:
-            if self._events is not None:
-                self._events.close()
+            self._close_file()
+
+    def _new_file(self) -> RecordWriter:
+        """Begins an event file; written here, as an error in tensorboardX's thread goes unheard."""
+        directory_check(self._logdir)
+        place = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{self._files}"
+        self._files += 1
+        file = RecordWriter(f"{self._logdir}/events.out.tfevents.{place}")
+        first = Event(wall_time=time.time(), file_version="brain.Event:2")
+        file.write(first.SerializeToString())
+        return file
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
