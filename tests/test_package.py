@@ -14,7 +14,7 @@ SRC = Path(gs.__file__).parent
 ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
-    {"checks", "configurable", "joining", "sharding", "variable"},
+    {"checks", "configurable", "joining", "sharding", "signals", "variable"},
     {"fp8"},
     {"bridge", "gradients", "options", "policy", "rules", "schedules"},
     {"adaptive", "groups", "inspection", "learning_rate", "local", "measures"},

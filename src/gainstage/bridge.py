@@ -17,6 +17,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, get_opaque_trace_state
 
+from gainstage.signals import deferred_signals
 from gainstage.variable import Variable, is_inside
 
 
@@ -43,16 +44,29 @@ def read(state: Any) -> Any:
     return jax.tree.map(lambda variable: variable._value, state)
 
 
-def write(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    """Puts `values`, which nobody else holds, into the variables."""
+def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = False) -> None:
+    """Puts `values` into the variables: all of them, or none.
+
+    Args:
+        variables: where to.
+        values: arrays that fit, or those that the variables hold already.
+        shared: whether somebody else may hold them.
+    """
     if any(issubclass(kind, Tracer) for kind in set(map(type, values))):
         for variable, value in zip(variables, values, strict=True):
             if value is not variable._value:
                 variable._check_that_it_stays(value)  # all of them, before any is stored
-    for variable, value in zip(variables, values, strict=True):
-        if value is not variable._value:
-            variable._value = value  # thousands of times a step
-            variable._shared = False
+    with deferred_signals():
+        for variable, value in zip(variables, values, strict=True):
+            if value is not variable._value:
+                variable._value = value  # thousands of times a step
+                variable._shared = shared
+
+
+def assign(variables: Sequence[Variable], values: Sequence[Any]) -> None:
+    """`Variable.assign` for several: all of them, or, if one value does not fit, none."""
+    new = [v._assignable(value) for v, value in zip(variables, values, strict=True)]
+    write(variables, new, shared=True)  # the caller may hold the same arrays
 
 
 @contextlib.contextmanager
@@ -65,7 +79,7 @@ def lent(
     and may hold traced values. It is the box itself that changes: no other thread should read it
     meanwhile.
     """
-    own = [(variable._value, variable._shared, variable._layout) for variable in variables]
+    own = _held(variables)
     trace = get_opaque_trace_state()
     layouts = [variable._layout for variable in variables] if layouts is None else layouts
     for variable, value, layout in zip(variables, values, layouts, strict=True):
@@ -75,9 +89,18 @@ def lent(
     try:
         yield
     finally:
-        for variable, before in zip(variables, own, strict=True):
-            variable._traces.pop()
-            variable._value, variable._shared, variable._layout = before
+        _take_back(variables, own)
+
+
+def _held(variables: Sequence[Variable]) -> list[tuple[Any, ...]]:
+    """All that lending values changes about variables."""
+    return [(len(v._traces), v._value, v._shared, v._layout) for v in variables]
+
+
+def _take_back(variables: Sequence[Variable], own: Sequence[tuple[Any, ...]]) -> None:
+    for variable, (depth, *before) in zip(variables, own, strict=True):
+        del variable._traces[depth:]
+        variable._value, variable._shared, variable._layout = before
 
 
 def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
@@ -116,9 +139,15 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
                 f"{[v.name for v in variables]}; got {jax.tree.structure(values)}."
             ) from error
         values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
-        with lent(variables, values):
-            result = fn(*args, **kwargs)
-            return result, structure.unflatten(read(variables))
+        own = _held(variables)
+        try:
+            with lent(variables, values):
+                result = fn(*args, **kwargs)
+                return result, structure.unflatten(read(variables))
+        finally:
+            _take_back(
+                variables, own
+            )  # once more: a signal may have interrupted `lent` in doing so
 
     del pure.__wrapped__  # whose signature is another
     return pure
@@ -134,7 +163,11 @@ class jit:  # noqa: N801 - reads as the function it stands for
         fn: a function of arrays (pytrees of them), to be called as often as you like.
         state: a pytree of variables: all that `fn` reads or assigns.
         donate: whether the old values' memory is reused for the new ones. An array that `value()`
-            has handed out is copied first, so it stays readable.
+            has handed out is copied first, so it stays readable. A program that calls back into
+            Python (`jax.pure_callback`, `io_callback`, `debug.callback`) keeps the old values until
+            it has ended, because a callback may raise: it takes twice the memory, and waits.
+
+    An exception or a signal (Ctrl-C) in a call leaves all variables as before or as after it.
 
     Raises:
         TypeError: a leaf of `state` that is no variable.
@@ -154,9 +187,11 @@ class jit:  # noqa: N801 - reads as the function it stands for
         self._pure = functional(fn, self._state)
         # A layout that is equivalent but written otherwise would be compiled for once more.
         layouts = [variable._layout for variable in self._state]
-        self._compiled = jax.jit(
-            self._program, donate_argnums=0 if donate else (), out_shardings=(layouts, None)
-        )
+        self._keeping = jax.jit(self._program, out_shardings=(layouts, None))
+        self._compiled = self._keeping
+        if donate:
+            self._compiled = jax.jit(self._program, donate_argnums=0, out_shardings=(layouts, None))
+        self._calls_back: bool | None = None  # whether the program does; not known before its first
         functools.update_wrapper(self, fn, updated=())
 
     def _program(self, values: Any, args: Any, kwargs: Any) -> Any:
@@ -166,25 +201,49 @@ class jit:  # noqa: N801 - reads as the function it stands for
         return values, result
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        values = [variable._value for variable in self._state]
+        return [variable._value for variable in self._state], args, kwargs
+
+    def _donated(self, values: list[Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
         held = [i for i, variable in enumerate(self._state) if variable._shared]
-        if self._donate and is_inside():
-            # Under `jax.grad` it may turn out that nothing can be stored.
-            held = [i for i, value in enumerate(values) if not isinstance(value, Tracer)]
-        if self._donate and held:
+        if held:
             for i, copy in zip(held, _copies([values[i] for i in held]), strict=True):
                 values[i] = copy
         return values, args, kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the program, and puts the new values into the variables."""
-        values, result = self._compiled(*self._arguments(args, kwargs))
-        write(self._state, values)
+        arguments = self._arguments(args, kwargs)
+        if is_inside():  # of `jax.grad`, say, where it may turn out that nothing can be stored
+            values, result = self._keeping(*arguments)
+            write(self._state, values)
+            return result
+        if self._calls_back is None:
+            self._calls_back = _calls_back(self._compiled.trace(*arguments).jaxpr.jaxpr)
+        if self._calls_back:
+            values, result = jax.block_until_ready(self._keeping(*arguments))
+            write(self._state, values)
+            return result
+        arguments = self._donated(*arguments) if self._donate else arguments
+        with deferred_signals():
+            values, result = self._compiled(*arguments)
+            write(self._state, values)
         return result
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program for these arguments, as `jax.jit(f).lower` gives it."""
         return self._compiled.lower(*self._arguments(args, kwargs))
+
+
+def _calls_back(program: Any) -> bool:
+    """Whether a jaxpr, or one inside of it, calls Python code that may raise."""
+    for equation in program.eqns:
+        if "callback" in equation.primitive.name:
+            return True
+        params = [p if isinstance(p, tuple) else (p,) for p in equation.params.values()]
+        inner = [getattr(p, "jaxpr", p) for parts in params for p in parts]
+        if any(_calls_back(p) for p in inner if hasattr(p, "eqns")):
+            return True
+    return False
 
 
 @jax.jit
@@ -195,7 +254,7 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
     """Runs `fn` uncompiled; its assignments to `state` happen when it has ended well, or never."""
     result, values = functional(fn, state)(read(state), *args)
-    jax.tree.map(Variable.assign, state, values)
+    assign(variables_in(state), jax.tree.leaves(values))
     return result
 
 

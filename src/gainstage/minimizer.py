@@ -5,6 +5,7 @@ All of them run one piece of imperative code, `_apply`: under the bridge by itse
 """
 
 import abc
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from gainstage.bridge import functional, jit, read, run, variables_in
 from gainstage.gradients import widen
 from gainstage.stateful import Stateful, check_count
-from gainstage.variable import Variable, strong
+from gainstage.variable import Variable, is_inside, strong
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 
@@ -141,6 +142,10 @@ class Minimizer(Stateful):
         # A gradient is None where nothing flows back to: known from the program, not from zeros.
         _, depends = dce_jaxpr(jax.make_jaxpr(linear)(values).jaxpr, [True])
         (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
+        if not is_inside():  # a gradient may be the very array of a weight, which a step reuses
+            memory = set(itertools.chain(*map(_buffers, (*grads, value))))
+            for variable, array in zip(variables, values, strict=True):
+                variable._shared |= not memory.isdisjoint(_buffers(array))
         grads = [g if used else None for g, used in zip(grads, depends, strict=True)]
         return value, list(zip(grads, variables, strict=True))
 
@@ -189,6 +194,8 @@ class Minimizer(Stateful):
         self._raise_if_failed()
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
+        if is_inside():
+            self._check_that_all_are_bound(trainable_variables)
         signature = _signature(grads, trainable_variables)
         if signature is None or signature != self._last_kind:
             given, grads = grads, self._checked(grads, trainable_variables)
@@ -208,6 +215,18 @@ class Minimizer(Stateful):
         else:
             self._program = self._program or jit(self._apply, state, donate=True)
             self._program(grads, self._rate_now(), loss, only_if)
+
+    def _check_that_all_are_bound(self, trainable_variables: Any) -> None:
+        """An error if the weights belong to a transformation of JAX and the state does not."""
+        weights = list(self._index) if trainable_variables is None else trainable_variables
+        bound = [v.name for v in weights if isinstance(v, Variable) and v._is_lent]
+        if bound and not any(variable._is_lent for variable in self.variables):
+            raise ValueError(
+                f"Expected the state of {self.name!r} to be in the state of the function being "
+                f"traced or differentiated, as {bound} are; got `apply` without it. In a loss: "
+                f"call `apply` after `minimize`. In `gainstage.jit`: add `optimizer.variables` to "
+                f"`state`."
+            )
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients as a step takes them: an array or None for each variable, in order."""
@@ -340,6 +359,11 @@ def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> Non
                 f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
                 f"got dtype {gradient.dtype}."
             )
+
+
+def _buffers(array: jax.Array) -> list[int]:
+    """Where the parts of an array that are in this process lie in memory."""
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def _array(gradient: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from gainstage import gradients
-from gainstage.bridge import read
+from gainstage.bridge import assign, read
 from gainstage.configurable import Configurable
 from gainstage.groups import Group
 from gainstage.joining import join, offsets
@@ -209,8 +209,7 @@ class Stateful(Configurable, abc.ABC):
         variables = self.variables
         check_count("weights", weights, variables)
         fitted = [self._checked_weight(v, w) for v, w in zip(variables, weights, strict=True)]
-        for variable, value in zip(variables, fitted, strict=True):
-            variable.assign(value)
+        assign(variables, fitted)
 
     def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
         try:

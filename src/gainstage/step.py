@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import gradients
-from gainstage.bridge import keep_if, lent, read
+from gainstage.bridge import assign, keep_if, lent, read
 from gainstage.gradients import Gradients
 from gainstage.inspection import Inspection, inspect
 from gainstage.inspection import norms as norms_of
@@ -72,9 +72,9 @@ class Step(Windows):
         if self._tally is not None and not self._fails():  # nor after bad microbatches alone
             steps = self._option("gradient_accumulation_steps")
             started &= (self._iterations.value() >= steps) | (self._tally.value() > 0)
-        for variable, place in places:
-            average = self._averages[place].value()
-            variable.assign(jnp.where(started, average, variable.value()))
+        pairs = [(self._averages[place].value(), v.value()) for v, place in places]
+        values = [jnp.where(started, average, value) for average, value in pairs]
+        assign([variable for variable, _ in places], values)
 
     def _loss_scale(self) -> jax.Array | None:
         factor = self._option("loss_scale_factor")

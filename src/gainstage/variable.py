@@ -119,8 +119,10 @@ class Variable:
         Raises:
             ValueError: another shape, or a traced value that would outlive its trace.
         """
-        self._set(self._here(placed(self._fitted(value), self._layout)))
+        value = self._assignable(value)
+        self._check_that_it_stays(value)
         self._shared = True  # the caller may hold the same array
+        self._value = value
 
     def assign_add(self, value: Any) -> None:
         """Adds `value`, in the wider of the two dtypes."""
@@ -154,6 +156,10 @@ class Variable:
     def sharding(self) -> jax.sharding.Sharding:
         """Where it lives, fixed for life."""
         return self._layout or self._value.sharding
+
+    def _assignable(self, value: Any) -> jax.Array:
+        """`value` of the variable's dtype, where the variable is, if its shape is the same."""
+        return self._here(placed(self._fitted(value), self._layout))
 
     def _fitted(self, value: Any) -> jax.Array:
         value = _unboxed(value)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks, gradients, rules
-from gainstage.bridge import read
+from gainstage.bridge import assign, read
 from gainstage.configurable import explained
 from gainstage.inspection import all_finite
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
@@ -166,7 +166,7 @@ class DynamicLossScale(LossScale):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
         finite = all_finite(leaves)
         new = rules.advance(self.rule, read(self._state), finite)
-        jax.tree.map(Variable.assign, self._state, new)
+        assign(jax.tree.leaves(self._state), jax.tree.leaves(new))
         return None, finite
 
     def get_config(self) -> dict[str, Any]:

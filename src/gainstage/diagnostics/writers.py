@@ -14,6 +14,7 @@ import numpy as np
 from gainstage import checks
 from gainstage.observed import StepInfo
 from gainstage.rules import as_power
+from gainstage.signals import deferred_signals
 from gainstage.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name
@@ -85,15 +86,18 @@ class Writer(abc.ABC):
             for name, number in record.items()
             if isinstance(number, jax.Array) and number.is_deleted()
         ]
-        read = [] if dead else jax.device_get(waiting)  # an interrupt of the waiting loses nothing
-        self._waiting = []
         if dead:
+            self._waiting = []
             raise ValueError(
                 f"Expected numbers that live until they are read; got {dead[0]}, which was "
                 f"donated to a later step. Let the compiled step return it."
             )
+        read = jax.device_get(waiting)  # an interrupt of the waiting loses nothing
         pairs = zip(waiting, read, strict=True)
-        self._put_away([{n: _plain(numbers[n]) for n in record} for record, numbers in pairs])
+        records = [{n: _plain(numbers[n]) for n in record} for record, numbers in pairs]
+        with deferred_signals():
+            self._waiting = []
+            self._put_away(records)
 
     def _put_away(self, records: list[Record]) -> None:
         """Writes the records, after those of failed writes; keeps all of them if it fails again."""

@@ -29,6 +29,7 @@ from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_power, as_rule, start
+from gainstage.signals import deferred_signals
 from gainstage.variable import Variable
 
 try:
@@ -77,9 +78,10 @@ class _Stateless:
             step = self._compiled
         values = [[v.value for v in variables] for variables in (self.variables, known)]
         new = step(values[0], ordered, values[1])
-        for variables, results in zip((known, self.variables), new, strict=True):
-            for variable, value in zip(variables, results, strict=True):
-                variable.assign(value)
+        with deferred_signals():
+            for variables, results in zip((known, self.variables), new, strict=True):
+                for variable, value in zip(variables, results, strict=True):
+                    variable.assign(value)
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
