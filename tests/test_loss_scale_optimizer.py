@@ -75,7 +75,7 @@ def test_a_fixed_scale_checks_and_skips(arguments):
         (
             lambda sgd: [gs.LossScaleOptimizer(sgd), gs.LossScaleOptimizer(sgd)],
             ValueError,
-            "'loss_scale_optimizer' has",
+            "already wrapped by 'loss_scale_optimizer'",
         ),
         (lambda sgd: gs.LossScaleOptimizer(sgd, 0.0), ValueError, "initial_scale"),
         (lambda sgd: gs.LossScaleOptimizer(sgd, 2.0**127), ValueError, "initial_scale"),

@@ -685,7 +685,7 @@ def _():
 def _():
     inner = gs.SGD(name="shared")
     wrapped(inner, name="first")
-    failing(ValueError, "'shared', which 'first' has", wrapped, inner)
+    failing(ValueError, "'shared' is already wrapped by 'first'", wrapped, inner)
 
 
 @row(1, "ValueError: an option on the wrapper")
@@ -1790,7 +1790,7 @@ def _():
     for cls in BOTH_CLASSES:
         inner = gs.SGD()
         cls(inner)
-        failing(ValueError, "of its own", cls, inner)
+        failing(ValueError, "is already wrapped", cls, inner)
 
 
 @row(4, "TypeError: dynamic is no bool")

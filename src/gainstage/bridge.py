@@ -229,6 +229,10 @@ class jit:  # noqa: N801 - reads as the function it stands for
             write(self._state, values)
         return result
 
+    def __repr__(self) -> str:
+        name = getattr(self, "__name__", "a callable")
+        return f"<gainstage.jit of {name}: {len(self._state)} variables, donate={self._donate}>"
+
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program for these arguments, as `jax.jit(f).lower` gives it."""
         return self._compiled.lower(*self._arguments(args, kwargs))

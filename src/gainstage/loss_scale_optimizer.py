@@ -1,5 +1,6 @@
 """Loss scaling around any optimizer: scale the loss, skip what overflowed, adapt the scale."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
@@ -16,6 +17,7 @@ from gainstage.observed import Observed, at_first, check_telemetry, observed
 from gainstage.optimizer import Optimizer
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, advance, as_rule, start
+from gainstage.stateful import shown
 from gainstage.variable import Variable, variables_like
 from gainstage.windows import is_asked
 
@@ -66,6 +68,8 @@ class LossScaleOptimizer(Optimizer):
     arXiv:1710.03740.
     """
 
+    _unscales = True  # whether `apply` divides gradients by the scale
+
     def __init__(
         self,
         inner_optimizer: Optimizer,
@@ -90,7 +94,8 @@ class LossScaleOptimizer(Optimizer):
         self._scale_state = variables_like(state, self.name, _DOCUMENTED)
         self._observed: Observed | None = None
         self._measured: dict[str, Variable] = {}  # of the window so far
-        self._initial_scale = checks.shortest(read(self.dynamic_scale))
+        self._initial_scale = checks.shortest(read(self._scale_state.scale))
+        self._has_scaled = False  # whether anybody has asked for the scale, to multiply a loss by
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():
             if value is not None:
@@ -140,6 +145,7 @@ class LossScaleOptimizer(Optimizer):
     @property
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
+        self._has_scaled = True
         return self._scale_state.scale
 
     @property
@@ -153,7 +159,12 @@ class LossScaleOptimizer(Optimizer):
     @property
     def loss_scale(self) -> jax.Array:
         """What the loss is multiplied by: the rule's scale times `loss_scale_factor`."""
+        self._has_scaled = True
         return self._loss_scale()
+
+    def scale_loss(self, loss: Any) -> Any:
+        self._has_scaled = True
+        return super().scale_loss(loss)
 
     @property
     def dynamic(self) -> bool:
@@ -171,12 +182,23 @@ class LossScaleOptimizer(Optimizer):
 
     def _loss_scale(self) -> jax.Array:
         factor = self._option("loss_scale_factor")
-        scale = self.dynamic_scale.value()
+        scale = self._scale_state.scale.value()
         return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
 
     def _divisor(self) -> jax.Array:
         """What the gradients that `apply` gets were multiplied by."""
         return self._loss_scale()
+
+    def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
+        if self._unscales and not self._has_scaled and self._initial_scale != 1:
+            self._has_scaled = True  # said once
+            warnings.warn(
+                f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
+                f"multiplied by it: use `minimize`, or differentiate "
+                f"`optimizer.scale_loss(loss)`.",
+                stacklevel=3,
+            )
+        return super()._checked(grads, trainable_variables)
 
     def _wants_loss(self) -> bool:
         return "loss" in self.rule.measures
@@ -227,7 +249,7 @@ class LossScaleOptimizer(Optimizer):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale (and what else the rule keeps, and telemetry), then the
         inner's."""
-        first = [v for v in (self.step_counter, self.dynamic_scale) if v is not None]
+        first = [v for v in (self.step_counter, self._scale_state.scale) if v is not None]
         rest = [v for v in self._own() if v not in first]
         return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
 
@@ -318,11 +340,16 @@ class LossScaleOptimizer(Optimizer):
         """Gives the variables the inner optimizer's moving averages."""
         self.inner_optimizer.finalize_variable_values(var_list)
 
+    def __repr__(self) -> str:
+        scale, rule = shown(self._scale_state.scale), type(self.rule).__name__
+        name = type(self).__name__
+        return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
+
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
     def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
         value = super()._checked_weight(variable, weight)
-        if variable is self.dynamic_scale:
+        if variable is self._scale_state.scale:
             checks.loss_scale(f"the value of {variable.name!r}", value)
         return value
 
@@ -376,8 +403,8 @@ def _check_inner(inner: Any, given: set[str]) -> None:
         )
     if inner._wrapper is not None:
         raise ValueError(
-            f"Expected an inner_optimizer of its own for each LossScaleOptimizer; "
-            f"got {inner.name!r}, which {inner._wrapper.name!r} has."
+            f"{inner.name!r} is already wrapped by {inner._wrapper.name!r}. Create a new "
+            f"optimizer, or reuse the wrapper."
         )
     for option in sorted(given & OPTIONS):
         both = inner._given & (CLIPS if option in CLIPS else {option})

@@ -222,10 +222,9 @@ class Minimizer(Stateful):
         bound = [v.name for v in weights if isinstance(v, Variable) and v._is_lent]
         if bound and not any(variable._is_lent for variable in self.variables):
             raise ValueError(
-                f"Expected the state of {self.name!r} to be in the state of the function being "
-                f"traced or differentiated, as {bound} are; got `apply` without it. In a loss: "
-                f"call `apply` after `minimize`. In `gainstage.jit`: add `optimizer.variables` to "
-                f"`state`."
+                f"Expected {self.variables[0].name!r} to be in the state of the function that is "
+                f"traced or differentiated, as {bound} are. In `gainstage.jit`: add "
+                f"`optimizer.variables` to `state`. In a loss: call `apply` after `minimize`."
             )
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
@@ -311,9 +310,13 @@ class Minimizer(Stateful):
     def _get_variable_index(self, variable: Variable) -> int:
         """The place of a variable among those that the optimizer was built with."""
         if variable not in self._index:
+            names = [v.name for v in self._index]
+            name = getattr(variable, "name", variable)
+            again = " It is another variable of that name." if name in names else ""
             raise ValueError(
-                f"Expected variables that {self.name!r} was built with, "
-                f"{[v.name for v in self._index]}; got {getattr(variable, 'name', variable)!r}."
+                f"Expected variables that {self.name!r} was built with, {names}; got {name!r}."
+                f"{again} An optimizer trains the variables that it was built with: assign to "
+                f"them, or create a new optimizer for new ones."
             )
         return self._index[variable]
 

@@ -18,6 +18,7 @@ from gainstage.minimizer import check_floating
 from gainstage.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
 from gainstage.schedules import LearningRateSchedule
 from gainstage.sharding import check_axes, divided_over
+from gainstage.stateful import shown
 from gainstage.step import Step
 from gainstage.variable import Variable, is_tracing
 
@@ -268,6 +269,12 @@ class Optimizer(Step):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_program": None, "_last_kind": None}
+
+    def __repr__(self) -> str:
+        rate = self._rate.source if self._rate.variable is None else shown(self._rate.variable)
+        count = len(self._index)
+        built = f"built for {count} variable{'s' * (count > 1)}" if count else "not built"
+        return f"<{type(self).__name__} {self.name!r}: learning rate {rate}, {built}>"
 
     # ── for subclasses ───────────────────────────────────────────────────────────────────────
 

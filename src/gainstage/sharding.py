@@ -143,5 +143,6 @@ def check_axes(axes: Sequence[str], layouts: Sequence[Any]) -> None:
         if axis not in known:
             raise ValueError(
                 f"Expected axes of the variables' mesh, {known}, for shard_state_over; "
-                f"got {axis!r}."
+                f"got {axis!r}. Put the variables on a mesh first: "
+                f"Variable(jax.device_put(value, NamedSharding(mesh, spec)))."
             )

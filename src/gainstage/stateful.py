@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from gainstage import gradients
+from gainstage import checks, gradients
 from gainstage.bridge import assign, read
 from gainstage.configurable import Configurable
 from gainstage.groups import Group
@@ -289,6 +290,14 @@ class Stateful(Configurable, abc.ABC):
 
 def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
     return join(part._first_value() if part._first_value else part._value for part in parts)
+
+
+def shown(scalar: Variable) -> str:
+    """A scalar variable's value as one would write it, or what there is in its place."""
+    value = scalar._value
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_deleted():
+        return "unknown"
+    return f"{checks.shortest(value):.9g}" if value.is_fully_addressable else "on all processes"
 
 
 def unique_names(variables: Sequence[Variable]) -> list[str]:

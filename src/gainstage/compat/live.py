@@ -183,6 +183,8 @@ class DynamicLossScale(LossScale):
 class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     """A `LossScaleOptimizer` whose `apply` gets gradients that were unscaled before."""
 
+    _unscales = False
+
     def _unscaled(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())
 

@@ -1,0 +1,89 @@
+"""What a user reads: representations, warnings, and errors that say what to do."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gainstage as gs
+
+
+def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
+    """`repr` has the class, the name, the rate, the scale, the rule, and what it was built for."""
+    weight, inner = gs.Variable(1.0), gs.Adam(0.001)
+    assert repr(inner) == "<Adam 'adam': learning rate 0.001, not built>"
+    opt = gs.LossScaleOptimizer(inner, 2.0**20)
+    opt.build([weight])
+    assert repr(opt) == (
+        "<LossScaleOptimizer 'loss_scale_optimizer': scale 1048576, rule DynamicLossScale, around "
+        "<Adam 'adam': learning rate 0.001, built for 1 variable>>"
+    )
+    scheduled = gs.SGD(gs.schedules.ExponentialDecay(0.1, 10, 0.9))
+    assert "learning rate ExponentialDecay(" in repr(scheduled)
+
+
+def test_a_representation_needs_no_value():
+    """`repr` works where there is nothing to read: while tracing, and for what is only planned."""
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5))
+    opt.build([gs.Variable(jax.ShapeDtypeStruct((2,), jnp.float32))])
+    said = []
+    jax.jit(gs.functional(lambda: said.append(repr(opt)), opt.variables))(
+        [v.value() for v in opt.variables]
+    )
+    assert "scale unknown" in said[0]
+    assert "learning rate unknown" in said[0]
+
+
+def test_a_compiled_function_shows_its_name_and_its_state():
+    """`repr` of `gs.jit` has the function's name, the number of variables, and `donate`."""
+    step = gs.jit(lambda: None, [gs.Variable(1.0)], donate=True)
+    assert repr(step) == "<gainstage.jit of <lambda>: 1 variables, donate=True>"
+
+
+def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
+    """`apply` warns, once, if the scale that it divides by was never asked for."""
+    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5))
+    with pytest.warns(UserWarning, match="no loss was multiplied by it: use `minimize`"):
+        opt.apply([1.0], [weight])
+    with warnings.catch_warnings(action="error"):
+        opt.apply([jnp.ones(())])
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda opt, w: opt.minimize(lambda: w * w, [w]),
+        lambda opt, w: opt.apply([jax.grad(lambda x: opt.scale_loss(x * x))(w.value())], [w]),
+        lambda opt, w: opt.apply([2.0 * opt.loss_scale], [w]),
+        lambda opt, w: opt.apply([2.0 * opt.dynamic_scale], [w]),
+        lambda opt, w: opt.apply_gradients(opt.compute_gradients(lambda: w * w, [w])),
+    ],
+    ids=["minimize", "scale_loss", "loss_scale", "dynamic_scale", "compute_gradients"],
+)
+def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
+    """Every way to come by the scale counts as scaling."""
+    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.25))
+    with warnings.catch_warnings(action="error"):
+        use(opt, weight)
+    assert float(weight) == 0.5
+
+
+def test_a_cell_that_is_run_again_is_told_what_to_do():
+    """Wrapping an optimizer again, or training a new variable of an old name, names the remedy."""
+    weight, inner = gs.Variable(1.0, name="w"), gs.SGD(0.5)
+    opt = gs.LossScaleOptimizer(inner)
+    with pytest.raises(
+        ValueError, match=r"already wrapped by 'loss_scale_optimizer'.*Create a new"
+    ):
+        gs.LossScaleOptimizer(inner)
+    opt.minimize(lambda: weight * weight, [weight])
+    again = gs.Variable(1.0, name="w")
+    with pytest.raises(ValueError, match=r"another variable of that name.*create a new optimizer"):
+        opt.minimize(lambda: again * again, [again])
+
+
+def test_a_mesh_that_is_missing_is_named():
+    """`shard_state_over` with variables on one device says how to put them on a mesh."""
+    with pytest.raises(ValueError, match="Put the variables on a mesh first"):
+        gs.SGD(shard_state_over="data").build([gs.Variable(1.0)])
