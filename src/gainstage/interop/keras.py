@@ -7,10 +7,7 @@ Needs the extra `keras`, and `KERAS_BACKEND=jax`.
 # pyright: reportCallIssue=false
 
 import copy
-import importlib
-import math
 import re
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -22,30 +19,18 @@ from jax.sharding import NamedSharding
 
 from gainstage import gradients
 from gainstage.configurable import deserialize, serialize
-from gainstage.diagnostics.alarms import SHARE, Alarm
 from gainstage.inspection import inspect
+from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_log import LogLossScale
 from gainstage.learning_rate import LearningRate
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
-from gainstage.rules import DynamicLossScale, LossScale, advance, as_power, as_rule, start
+from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.signals import deferred_signals
 from gainstage.variable import Variable
 
-try:
-    keras: Any = importlib.import_module("keras")
-except ModuleNotFoundError as error:
-    if error.name != "keras":  # the backend that Keras looks for
-        raise ImportError("Expected Keras on the JAX backend; set KERAS_BACKEND=jax.") from error
-    raise ModuleNotFoundError(
-        'Expected keras to be installed; run: pip install "gainstage[keras]"', name="keras"
-    ) from error
-
-if keras.backend.backend() != "jax":
-    raise ImportError(
-        f"Expected Keras on the JAX backend; got {keras.backend.backend()!r}. Set "
-        f"KERAS_BACKEND=jax before keras is imported."
-    )
+__all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
 
 PACKAGE = "gainstage"
 
@@ -266,6 +251,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
             self._var_key(variable): i for i, variable in enumerate(variables)
         }
         self._trainable_variables = list(variables)
+        self._iterations = self._mirror(self._ours._iterations)
         self.built = True
 
     def stateless_apply(
@@ -358,66 +344,3 @@ def _planned(variable: Any) -> Variable:
     plan = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=layout)
     constraint = variable.constraint and (lambda x: jnp.asarray(variable.constraint(x)))
     return Variable(plan, name=variable.path, constraint=constraint)
-
-
-class LogLossScale(keras.callbacks.Callback):
-    """Adds `loss_scale` and `skipped_steps`, those since `fit` began, to the logs of each epoch,
-    and so to the history; warns once if more steps of an epoch are skipped than a search for the
-    scale explains.
-
-    Examples:
-        >>> import keras, numpy as np
-        >>> from gainstage.interop.keras import LogLossScale, LossScaleOptimizer
-        >>> model = keras.Sequential([keras.layers.Dense(1)])
-        >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), 2.0**10), "mse")
-        >>> history = model.fit(
-        ...     np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=[LogLossScale()])
-        >>> print(history.history["loss_scale"], history.history["skipped_steps"])
-        [1024.0] [0]
-    """
-
-    _warned = False
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Counts from here."""
-        self._steps, self._before, self._skipped = 0, self._iterations(), 0
-        self._scale = float(self.model.optimizer.dynamic_scale.value)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keeps the number of the epoch's last step, of which a call may be several."""
-        self._last = min(batch + 1, self.params.get("steps") or batch + 1)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Reads the scale and the count of steps once an epoch."""
-        self._steps += self._last
-        skipped = self._steps - (self._iterations() - self._before)
-        scale = float(self.model.optimizer.dynamic_scale.value)
-        loss = float((logs or {}).get("loss", 0.0))
-        self._warn(epoch, skipped - self._skipped, scale, loss)
-        self._skipped, self._scale = skipped, scale
-        if logs is not None:
-            logs |= {"skipped_steps": skipped, "loss_scale": scale}
-
-    def _warn(self, epoch: int, skipped: int, scale: float, loss: float) -> None:
-        searched = max(0.0, math.log2(self._scale / scale))
-        bad = not math.isfinite(loss)
-        if self._warned or skipped <= 8 or not (bad or skipped - searched > SHARE * self._last):
-            return
-        self._warned = True
-        why = "The loss was not finite, which no scale helps. " if bad else ""
-        message = (
-            f"{skipped} of the {self._last} steps of epoch {epoch + 1} were skipped; the loss "
-            f"scale went from {as_power(self._scale)} to {as_power(scale)}. {why}Look at the data "
-            f"and the learning rate."
-        )
-        if isinstance(self.model.optimizer.rule, DynamicLossScale):
-            message += " rule=gs.AdaptiveLossScale() does not lower the scale for bad data."
-        warnings.warn(Alarm("skips", self._steps, message), stacklevel=2)
-
-    def _iterations(self) -> int:
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-        inner = self.model.optimizer.inner_optimizer
-        # Keras divides what it shows by `gradient_accumulation_steps`.
-        steps = inner.iterations if isinstance(inner, KerasOptimizer) else inner._iterations
-        return int(steps.value)

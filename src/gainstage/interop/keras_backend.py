@@ -1,0 +1,19 @@
+"""Keras, if it is installed and on the JAX backend."""
+
+import importlib
+from typing import Any
+
+try:
+    keras: Any = importlib.import_module("keras")
+except ModuleNotFoundError as error:
+    if error.name != "keras":  # the backend that Keras looks for
+        raise ImportError("Expected Keras on the JAX backend; set KERAS_BACKEND=jax.") from error
+    raise ModuleNotFoundError(
+        'Expected keras to be installed; run: pip install "gainstage[keras]"', name="keras"
+    ) from error
+
+if keras.backend.backend() != "jax":
+    raise ImportError(
+        f"Expected Keras on the JAX backend; got {keras.backend.backend()!r}. Set "
+        f"KERAS_BACKEND=jax before keras is imported."
+    )

@@ -1,0 +1,70 @@
+"""The loss scale in the logs of Keras's `fit`."""
+
+import math
+import warnings
+from typing import Any
+
+from gainstage.diagnostics.alarms import SHARE, Alarm
+from gainstage.interop.keras_backend import keras
+from gainstage.rules import DynamicLossScale, as_power
+
+
+class LogLossScale(keras.callbacks.Callback):
+    """Adds `loss_scale` and `skipped_steps`, those since `fit` began, to the logs of each epoch,
+    and so to the history; warns once if more steps of an epoch are skipped than a search for the
+    scale explains.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import LogLossScale, LossScaleOptimizer
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), 2.0**10), "mse")
+        >>> history = model.fit(
+        ...     np.ones((8, 2)), np.ones((8, 1)), verbose=0, callbacks=[LogLossScale()])
+        >>> print(history.history["loss_scale"], history.history["skipped_steps"])
+        [1024.0] [0]
+    """
+
+    _warned = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Counts from here."""
+        self._steps, self._before, self._skipped = 0, self._iterations(), 0
+        self._scale = float(self.model.optimizer.dynamic_scale.value)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Keeps the number of the epoch's last step, of which a call may be several."""
+        self._last = min(batch + 1, self.params.get("steps") or batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Reads the scale and the count of steps once an epoch."""
+        self._steps += self._last
+        skipped = self._steps - (self._iterations() - self._before)
+        scale = float(self.model.optimizer.dynamic_scale.value)
+        loss = float((logs or {}).get("loss", 0.0))
+        self._warn(epoch, skipped - self._skipped, scale, loss)
+        self._skipped, self._scale = skipped, scale
+        if logs is not None:
+            logs |= {"skipped_steps": skipped, "loss_scale": scale}
+
+    def _warn(self, epoch: int, skipped: int, scale: float, loss: float) -> None:
+        searched = max(0.0, math.log2(self._scale / scale))
+        bad = not math.isfinite(loss)
+        if self._warned or skipped <= 8 or not (bad or skipped - searched > SHARE * self._last):
+            return
+        self._warned = True
+        why = "The loss was not finite, which no scale helps. " if bad else ""
+        message = (
+            f"{skipped} of the {self._last} steps of epoch {epoch + 1} were skipped; the loss "
+            f"scale went from {as_power(self._scale)} to {as_power(scale)}. {why}Look at the data "
+            f"and the learning rate."
+        )
+        if isinstance(self.model.optimizer.rule, DynamicLossScale):
+            message += " rule=gs.AdaptiveLossScale() does not lower the scale for bad data."
+        warnings.warn(Alarm("skips", self._steps, message), stacklevel=2)
+
+    def _iterations(self) -> int:
+        if hasattr(self.model, "jax_state_sync"):
+            self.model.jax_state_sync()
+        # Keras divides `iterations` by `gradient_accumulation_steps`.
+        return int(self.model.optimizer.inner_optimizer._iterations.value)
