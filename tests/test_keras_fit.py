@@ -312,3 +312,78 @@ def test_what_quantized_layers_measure_is_no_gradient():
     opt.apply([jnp.float32([1.0]), jnp.float32([448.0])], [w, amax])
     assert float(opt.dynamic_scale.value) == 2.0**24
     assert np.asarray(amax.value).tolist() == [448.0]
+
+
+@pytest.mark.parametrize("wrapper", [LossScaleOptimizer, ORIGINAL], ids=["ours", "keras"])
+def test_a_wrapper_replaces_the_loss_scale_factor_of_its_inner_optimizer(wrapper):
+    """Around a `KerasOptimizer`, as around an optimizer of Keras, only the wrapper unscales."""
+    w = keras.Variable([1.0])
+    opt = wrapper(KerasOptimizer(gs.SGD(0.1, loss_scale_factor=100.0)), 8.0)
+    opt.build([w])
+    new, _ = opt.stateless_apply([v.value for v in opt.variables], [jnp.float32([16.0])], [w.value])
+    assert float(new[0][0]) == pytest.approx(0.8)
+
+
+def test_options_of_a_keras_optimizer_are_those_of_the_optimizer_in_it():
+    """Every option reads as it was given, and an assignment takes effect at the next step."""
+    given = {"clipnorm": 1.0, "use_ema": True, "ema_momentum": 0.5, "weight_decay": 0.0}
+    opt = KerasOptimizer(gs.SGD(1.0, **given))
+    assert {name: getattr(opt, name) for name in given} == given
+    w = keras.Variable([0.0])
+    opt = KerasOptimizer(gs.SGD(1.0))
+    opt.apply([jnp.float32([10.0])], [w])
+    opt.clipnorm = 0.5
+    opt.apply([jnp.float32([10.0])], [w])
+    assert float(w.value[0]) == -10.5
+    opt.clipnorm, opt.loss_scale_factor = None, 2.0**16
+    assert float(opt.scale_loss(jnp.float16(2.0))) == 2.0**17
+    opt.apply([jnp.float32([2.0**16])], [w])
+    assert float(w.value[0]) == -11.5
+    assert opt.get_config()["optimizer"]["config"]["loss_scale_factor"] == 2.0**16
+    with pytest.raises(ValueError, match="clipvalue"):
+        opt.clipvalue = -1.0
+
+
+@pytest.mark.parametrize("inner", [lambda: gs.SGD(1.0), lambda: keras.optimizers.SGD(1.0)])
+def test_options_of_the_inner_optimizer_take_effect_at_the_next_step(inner):
+    """An option that is set after an eager step is in force, whoever wrote the inner optimizer."""
+    w = keras.Variable([0.0])
+    opt = LossScaleOptimizer(inner(), 8.0)
+    for limit in (None, 0.5):
+        opt.inner_optimizer.clipnorm = limit
+        opt.apply([jnp.float32([16.0])], [w])
+    assert float(w.value[0]) == -2.5
+
+
+def test_the_callback_that_evaluates_with_averages_works():
+    """Keras's `SwapEMAWeights` finds the moving averages of an optimizer of ours."""
+    swap = keras.callbacks.SwapEMAWeights()
+    x, y = data(batches=2)
+    losses = []
+    for opt in (KerasOptimizer(gs.SGD(0.1, use_ema=True)), keras.optimizers.SGD(0.1, use_ema=True)):
+        model = model_of("float32")
+        model.compile(opt, "mse")
+        how = {"verbose": 0, "shuffle": False, "validation_data": (x, y), "callbacks": [swap]}
+        losses.append(model.fit(x, y, 16, 2, **how).history["val_loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_counts_and_rate_are_variables_from_the_start():
+    """`variables` holds the count and the rate before `build`; `iterations` counts updates, and
+    a schedule that takes the place of the rate takes its variable away."""
+    opt = KerasOptimizer(gs.SGD(0.5, gradient_accumulation_steps=2))
+    assert [v.name for v in opt.variables] == ["SGD_iteration", "SGD_learning_rate"]
+    opt.variables[1].assign(1.0)
+    w = keras.Variable([0.0])
+    for _ in range(4):
+        counted = opt.apply_gradients([(jnp.float32([1.0]), w)])
+    assert int(opt.iterations) == 2
+    assert int(counted.value) == 4
+    assert float(w.value[0]) == -2.0
+    opt = KerasOptimizer(gs.SGD(0.5))
+    opt.learning_rate = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    assert len(opt.variables) == 1
+    for _ in range(2):
+        opt.apply([jnp.float32([1.0])], [w])
+    assert float(w.value[0]) == -3.5
+    assert int(opt.iterations.value) == 2

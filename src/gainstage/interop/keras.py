@@ -26,6 +26,7 @@ from gainstage.learning_rate import LearningRate
 from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
+from gainstage.options import OPTIONS
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.signals import deferred_signals
 from gainstage.variable import Variable
@@ -138,8 +139,7 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
 
     def _frozen(self) -> Any:
         """What a compiled step has as constants, and may have become something else."""
-        inner = self.inner_optimizer
-        return self.rule, inner._frozen() if isinstance(inner, KerasOptimizer) else None
+        return self.rule, _constants(self.inner_optimizer)
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the scale, in float32."""
@@ -227,7 +227,10 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         for variable in self.variables:  # it has its own
             self._untrack_variable(variable)
         self._ours = copy.deepcopy(optimizer)
-        self.loss_scale_factor = optimizer._option("loss_scale_factor")
+        count, rate = self._ours._iterations, self._ours._rate
+        self._iterations = _mirror_of(count, count.value())  # which tracks it
+        number = rate.variable
+        self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
@@ -236,22 +239,17 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         self._ours.build(planned)
         values = [variable.value for variable in variables]
         starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
-        for slot in self._ours.variables:
-            variable = keras.Variable(
-                jnp.copy(starts[slot]),  # Keras donates what its variables hold
-                dtype=str(slot.dtype),
-                trainable=False,
-                name=slot.name.replace("/", "_"),
-            )
+        known = self.variables  # iterations and rate, which may have been set since
+        for slot, mirror in zip(self._ours.variables, known, strict=False):
             if slot._layout is not None:
-                variable._layout = slot._layout
-                variable.assign(jax.device_put(starts[slot], slot._layout))
-            self._track_variable(variable)
+                mirror._layout = slot._layout
+                mirror.assign(jax.device_put(mirror.value, slot._layout))
+        for slot in self._ours.variables[len(known) :]:
+            self._track_variable(_mirror_of(slot, starts[slot]))
         self._trainable_variables_indices = {
             self._var_key(variable): i for i, variable in enumerate(variables)
         }
         self._trainable_variables = list(variables)
-        self._iterations = self._mirror(self._ours._iterations)
         self.built = True
 
     def stateless_apply(
@@ -267,39 +265,54 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         return new, state
 
     def _frozen(self) -> Any:
-        rate = self._ours._rate
-        return rate.source if rate.variable is None else None
+        return _constants(self)
 
     def _mirror(self, ours: Any) -> Any:
         """The Keras variable of one of the optimizer's."""
         return self.variables[self._ours.variables.index(ours)]
 
     @property
+    def _model_variables_moving_average(self) -> list[Any]:
+        """The moving averages, under the name by which Keras's `SwapEMAWeights` finds them."""
+        if not self._ours._averages:
+            raise AttributeError("Expected use_ema=True; there are no moving averages.")
+        return [self._mirror(average) for average in self._ours._averages]
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times `loss_scale_factor`, in float32; the loss itself without one."""
+        return self._ours.scale_loss(loss)
+
+    @property
     def iterations(self) -> Any:
-        """Updates so far, with gradient accumulation steps."""
-        return self._mirror(self._ours._iterations) if self.built else self._iterations
+        """Updates so far: a variable, or, with gradient accumulation, an integer array."""
+        steps = self.gradient_accumulation_steps
+        return self._iterations.value // steps if steps else self._iterations
 
     @property
     def learning_rate(self) -> Any:
         """The current rate: a variable, or, with a schedule, its value now."""
-        rate = self._ours._rate
-        if rate.variable is None:
-            return rate.at(self.iterations.value)
-        return self._mirror(rate.variable) if self.built else rate.variable.value()
+        rate = self._learning_rate
+        if isinstance(rate, keras.Variable):
+            return rate
+        return self._ours._rate.at(self._iterations.value)
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
-        rate = self._ours._rate
-        if not self.built or rate.variable is None:
-            _check_rate(LearningRate(learning_rate, self.name))
+        before = self._learning_rate
+        if isinstance(learning_rate, keras.Variable):
+            learning_rate = learning_rate.value
+        if not callable(learning_rate):
             self._ours.learning_rate = learning_rate
-        elif callable(learning_rate) and not isinstance(learning_rate, keras.Variable):
+            before.assign(learning_rate)
+            return
+        if self.built and isinstance(before, keras.Variable):
             raise TypeError(
                 f"Expected a number for learning_rate, which was one when {self.name!r} was "
                 f"built; got {learning_rate!r}."
             )
-        else:
-            self._mirror(rate.variable).assign(learning_rate)
+        _check_rate(LearningRate(learning_rate, self.name))
+        self._ours.learning_rate = self._learning_rate = learning_rate
+        self._untrack_variable(before)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
         """Names the variables that do not decay: Keras variables, or parts of their paths."""
@@ -308,7 +321,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Gives the variables their moving averages, if there are any yet."""
-        if not self._ours._averages or not int(self.iterations.value):
+        if not self._ours._averages or not int(self._iterations.value):
             return
         for variable in var_list:
             average = self._ours._averages[self._get_variable_index(variable)]
@@ -317,8 +330,8 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; the learning rate is the current one."""
         description = serialize(self._ours)
-        if self.built and self._ours._rate.variable is not None:
-            description["config"]["learning_rate"] = float(self.learning_rate.value)
+        if isinstance(self._learning_rate, keras.Variable):
+            description["config"]["learning_rate"] = float(self._learning_rate.value)
         return {"optimizer": description, "name": self.name}
 
     @classmethod
@@ -328,6 +341,30 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         return cls(optimizer, config.get("name"))
 
 
+def _constants(optimizer: Any) -> Any:
+    """The options of an optimizer, and its rate unless that is a variable."""
+    rate = optimizer._learning_rate
+    rate = None if isinstance(rate, keras.Variable) else rate
+    return rate, *(getattr(optimizer, name, None) for name in OPTIONS)
+
+
+def _option(name: str) -> property:
+    """An option of `KerasOptimizer`: that of the optimizer in it."""
+
+    def get(self: KerasOptimizer) -> Any:
+        return self._ours._option(name)
+
+    def put(self: KerasOptimizer, value: Any) -> None:
+        if "_ours" in vars(self):  # before that Keras's constructor sets its defaults
+            setattr(self._ours, name, value)
+
+    return property(get, put, doc=f"The optimizer's `{name}`; see `gainstage.Optimizer`.")
+
+
+for _name in OPTIONS:
+    setattr(KerasOptimizer, _name, _option(_name))
+
+
 def _check_rate(rate: LearningRate) -> None:
     """Keras compiles steps, and would call a callable of no argument once for all of them."""
     if rate.variable is None and not rate._takes_step:
@@ -335,6 +372,17 @@ def _check_rate(rate: LearningRate) -> None:
             f"Expected a number, or a schedule or callable of the step, for learning_rate; got "
             f"{rate.source!r}."
         )
+
+
+def _mirror_of(slot: Variable, value: jax.Array) -> Any:
+    """A Keras variable that holds the value of one of ours, laid out as that is."""
+    value = jnp.copy(value)  # Keras donates what its variables hold
+    name = slot.name.replace("/", "_")
+    mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
+    if slot._layout is not None:
+        mirror._layout = slot._layout
+        mirror.assign(jax.device_put(value, slot._layout))
+    return mirror
 
 
 def _planned(variable: Any) -> Variable:
