@@ -387,3 +387,21 @@ def test_counts_and_rate_are_variables_from_the_start():
         opt.apply([jnp.float32([1.0])], [w])
     assert float(w.value[0]) == -3.5
     assert int(opt.iterations.value) == 2
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: KerasOptimizer(gs.SGD(0.05, use_ema=True)),
+        lambda: LossScaleOptimizer(keras.optimizers.SGD(0.05, use_ema=True)),
+    ],
+    ids=["ours", "keras"],
+)
+def test_fit_goes_on_after_averages_replaced_the_weights(optimizer):
+    """With `use_ema` a model can be fitted again, whoever wrote the inner optimizer."""
+    model, _ = fitted(optimizer(), epochs=1)
+    x, y = data()
+    averages = weights_of(model)
+    model.fit(x, y, 16, 1, verbose=0)
+    assert not np.array_equal(weights_of(model)[0], averages[0])
+    assert model.optimizer.built

@@ -184,6 +184,13 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         """Names the variables that do not decay, to the inner optimizer."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Gives the variables the inner optimizer's moving averages, if it keeps some."""
+        super().finalize_variable_values(var_list)
+        if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
+            for variable in var_list:  # Keras leaves one buffer to both, which `fit` donates twice
+                variable.assign(jnp.copy(variable.value))
+
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""
         return {**super().get_config(), "rule": serialize(self.rule)}
@@ -325,7 +332,8 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
             return
         for variable in var_list:
             average = self._ours._averages[self._get_variable_index(variable)]
-            variable.assign(self._mirror(average).value)
+            # A copy: `fit` donates both, and no buffer can be donated twice.
+            variable.assign(jnp.copy(self._mirror(average).value))
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; the learning rate is the current one."""
