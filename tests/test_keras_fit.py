@@ -405,3 +405,38 @@ def test_fit_goes_on_after_averages_replaced_the_weights(optimizer):
     model.fit(x, y, 16, 1, verbose=0)
     assert not np.array_equal(weights_of(model)[0], averages[0])
     assert model.optimizer.built
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize(
+    "wrapped",
+    [KerasOptimizer, lambda opt: LossScaleOptimizer(opt, 1.0)],
+    ids=["alone", "scaled"],
+)
+def test_measured_values_replace_their_variable_at_the_end_of_a_window(wrapped, steps):
+    """What quantized layers measure takes the place of its variable when, and as, it does in
+    Keras: the largest of a window at its end, beside trained variables and without any."""
+    options = {"gradient_accumulation_steps": steps}
+    runs = []
+    for opt in (wrapped(gs.SGD(1.0, **options)), keras.optimizers.SGD(1.0, **options)):
+        w, amax = keras.Variable([4.0]), keras.Variable([1.0])
+        amax.overwrite_with_gradient = True
+        trace = []
+        for value in (7.0, 5.0, 3.0, 2.0, 9.0):
+            opt.apply([jnp.float32([1.0]), jnp.float32([value])], [w, amax])
+            trace.append((float(w.value[0]), float(amax.value[0])))
+        runs.append(trace)
+    assert runs[0] == runs[1]
+    alone = wrapped(gs.SGD(1.0, use_ema=True, ema_overwrite_frequency=1))
+    alone.apply([jnp.float32([6.0])], [amax])
+    alone.finalize_variable_values([amax])
+    assert float(amax.value[0]) == 6.0
+
+
+def test_a_skipped_step_keeps_measured_values():
+    """With `loss_scale_factor` a step that is not finite leaves what was measured before."""
+    w, amax = keras.Variable([4.0]), keras.Variable([1.0])
+    amax.overwrite_with_gradient = True
+    opt = KerasOptimizer(gs.SGD(1.0, loss_scale_factor=8.0))
+    opt.apply([jnp.float32([np.inf]), jnp.float32([7.0])], [w, amax])
+    assert [float(w.value[0]), float(amax.value[0])] == [4.0, 1.0]

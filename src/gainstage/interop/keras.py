@@ -263,12 +263,30 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
-        # What quantized layers measure comes in the place of a gradient, and is kept as it is.
-        kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
-        given = [None if keep else g for g, keep in zip(grads, kept, strict=True)]
-        new, state = self._ours.stateless_apply(optimizer_variables, given, trainable_variables)
-        for i in [i for i, keep in enumerate(kept) if keep and grads[i] is not None]:
-            new[i] = jnp.asarray(grads[i], new[i].dtype)
+        ours, old, before = self._ours, list(trainable_variables), list(optimizer_variables)
+        # What quantized layers measure comes as a gradient, and is the variable's new value.
+        pairs = enumerate(self._trainable_variables)
+        measured = [i for i, v in pairs if self._overwrite_variable_with_gradient(v)]
+        given = [None if i in measured else g for i, g in enumerate(grads)]
+        if all(g is None for g in given) and any(g is not None for g in grads):
+            new, state = list(old), [before[0] + 1, *before[1:]]
+        else:
+            new, state = ours.stateless_apply(before, given, old)
+        steps, taken = self.gradient_accumulation_steps, state[0] != before[0]
+        for i in measured:
+            new[i] = old[i]
+            if grads[i] is None:
+                continue
+            value, due = jnp.asarray(grads[i], old[i].dtype), taken
+            if steps:  # the largest of a window, at its end
+                place, ended = (
+                    ours.variables.index(ours._accumulators[i]),
+                    (before[0] + 1) % steps == 0,
+                )
+                value = jnp.maximum(value, before[place])
+                state[place] = jnp.where(taken, jnp.where(ended, 0, value), before[place])
+                due = taken & ended & (state[0] // steps > before[0] // steps)
+            new[i] = jnp.where(due, value, old[i]).astype(old[i].dtype)
         return new, state
 
     def _frozen(self) -> Any:
@@ -331,6 +349,8 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         if not self._ours._averages or not int(self._iterations.value):
             return
         for variable in var_list:
+            if self._overwrite_variable_with_gradient(variable):
+                continue
             average = self._ours._averages[self._get_variable_index(variable)]
             # A copy: `fit` donates both, and no buffer can be donated twice.
             variable.assign(jnp.copy(self._mirror(average).value))
