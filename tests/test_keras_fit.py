@@ -440,3 +440,19 @@ def test_a_skipped_step_keeps_measured_values():
     opt = KerasOptimizer(gs.SGD(1.0, loss_scale_factor=8.0))
     opt.apply([jnp.float32([np.inf]), jnp.float32([7.0])], [w, amax])
     assert [float(w.value[0]), float(amax.value[0])] == [4.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda: KerasOptimizer(gs.SGD(0.05)), lambda: LossScaleOptimizer(keras.optimizers.SGD(0.05))],
+    ids=["ours", "keras"],
+)
+def test_freezing_a_layer_without_compiling_again_says_what_to_do(optimizer):
+    """A model that has fewer trainable variables than its optimizer cannot be fitted."""
+    model, _ = fitted(optimizer(), epochs=1, policy="float32")
+    model.layers[0].trainable = False
+    x, y = data()
+    with pytest.raises(ValueError, match=r"built with 4 trainable variables; got 2.*compile"):
+        model.fit(x, y, 16, 1, verbose=0)
+    with pytest.raises(ValueError, match="to be built"):
+        optimizer().stateless_apply([], [], [])

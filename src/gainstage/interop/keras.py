@@ -57,7 +57,7 @@ class _Stateless:
         ordered: list[Any] = [None] * len(known)
         for variable, gradient in zip(chosen, grads, strict=True):
             ordered[self._get_variable_index(variable)] = gradient
-        step = self.stateless_apply
+        step = self._step
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
             if self._compiled is None or self._constants != self._frozen():
                 self._compiled, self._constants = jax.jit(partial(step)), self._frozen()
@@ -68,6 +68,26 @@ class _Stateless:
             for variables, results in zip((known, self.variables), new, strict=True):
                 for variable, value in zip(variables, results, strict=True):
                     variable.assign(value)
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
+        known = self._trainable_variables
+        if not len(known) == len(grads) == len(trainable_variables):
+            raise ValueError(
+                f"{self.name!r} was built with {len(known)} trainable variables; got "
+                f"{len(grads)} gradients for {len(trainable_variables)}. After freezing or "
+                f"unfreezing layers compile the model again, with a new optimizer."
+            )
+        if len(optimizer_variables) != len(self.variables):
+            raise ValueError(
+                f"{self.name!r} has {len(self.variables)} variables; got "
+                f"{len(optimizer_variables)} values for them."
+            )
+        return self._step(optimizer_variables, grads, trainable_variables)
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
@@ -146,10 +166,9 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         scale = self.dynamic_scale.value if self.built else self.initial_scale
         return gradients.widen(loss) * scale
 
-    def stateless_apply(
+    def _step(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
         own = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
         place = {id(v): i for i, v in enumerate(self._variables)}
@@ -159,16 +178,20 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
             **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
         )
         arrays = [g if g is None else jnp.asarray(g) for g in grads]
-        ours = getattr(self.inner_optimizer, "_ours", None)
-        finite = inspect(arrays, state.scale, ours._limits() if ours else {}).finite
+        inner_optimizer = self.inner_optimizer
+        ours = isinstance(inner_optimizer, KerasOptimizer)
+        limits = inner_optimizer._ours._limits() if ours else {}
+        finite = inspect(arrays, state.scale, limits).finite
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         true = [
             g if g is None or keep else gradients.unscale(g, state.scale)
             for g, keep in zip(grads, kept, strict=True)
         ]
 
+        step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
+
         def take(old: Any) -> Any:
-            new = self.inner_optimizer.stateless_apply(old[1], true, old[0])
+            new = step(old[1], true, old[0])
             return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), tuple(map(list, new)), old)
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
@@ -259,10 +282,9 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         self._trainable_variables = list(variables)
         self.built = True
 
-    def stateless_apply(
+    def _step(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
         ours, old, before = self._ours, list(trainable_variables), list(optimizer_variables)
         # What quantized layers measure comes as a gradient, and is the variable's new value.
         pairs = enumerate(self._trainable_variables)
