@@ -456,3 +456,21 @@ def test_freezing_a_layer_without_compiling_again_says_what_to_do(optimizer):
         model.fit(x, y, 16, 1, verbose=0)
     with pytest.raises(ValueError, match="to be built"):
         optimizer().stateless_apply([], [], [])
+
+
+@pytest.mark.parametrize("wrap", [lambda opt: opt, lambda opt: LossScaleOptimizer(opt, 1.0)])
+def test_a_missing_gradient_is_a_warning(wrap):
+    """Variables without a gradient are named and left alone, in `fit` and in a loop; variables
+    that a call does not mention are not."""
+    a, b = (keras.Variable([1.0], name=name) for name in "ab")
+    opt = wrap(KerasOptimizer(gs.SGD(0.5)))
+    opt.build([a, b])
+    opt.apply([jnp.float32([1.0])], [a])
+    with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \['b'\]"):
+        opt.apply([jnp.float32([1.0]), None], [a, b])
+    values = [[v.value for v in variables] for variables in (opt.variables, [a, b])]
+    with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \['a'\]"):
+        opt.stateless_apply(values[0], [None, jnp.float32([1.0])], values[1])
+    assert [float(a.value[0]), float(b.value[0])] == [0.0, 1.0]
+    with pytest.raises(ValueError, match="for at least one variable"):
+        opt.apply([None], [a])

@@ -8,6 +8,7 @@ Needs the extra `keras`, and `KERAS_BACKEND=jax`.
 
 import copy
 import re
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -54,6 +55,7 @@ class _Stateless:
         known = self._trainable_variables
         chosen = known if trainable_variables is None else list(trainable_variables)
         self._check_variables_are_known(chosen)
+        self._warn_of_missing(chosen, grads)
         ordered: list[Any] = [None] * len(known)
         for variable, gradient in zip(chosen, grads, strict=True):
             ordered[self._get_variable_index(variable)] = gradient
@@ -87,7 +89,19 @@ class _Stateless:
                 f"{self.name!r} has {len(self.variables)} variables; got "
                 f"{len(optimizer_variables)} values for them."
             )
+        self._warn_of_missing(known, grads)
         return self._step(optimizer_variables, grads, trainable_variables)
+
+    def _warn_of_missing(self: Any, variables: Any, grads: Any) -> None:
+        missing = [v.path for v, g in zip(variables, grads, strict=True) if g is None]
+        if not missing or len(missing) == len(grads):  # all is an error
+            return
+        if isinstance(getattr(self, "inner_optimizer", self), KerasOptimizer):  # Keras's own warn
+            warnings.warn(
+                f"Gradients do not exist for variables {missing} when minimizing the loss. They "
+                f"stay as they are. With model.compile(), is the `loss` argument given?",
+                stacklevel=3,
+            )
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
