@@ -113,6 +113,7 @@ SCHEDULES = [
     gs.schedules.PolynomialDecay(0.5, 2, power=2.0, cycle=True),
     gs.schedules.CosineDecay(0.5, 2, warmup_target=1.0, warmup_steps=3),
     gs.schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25]),
+    gs.schedules.CosineDecayRestarts(0.5, 2, m_mul=0.5),
 ]
 RULES = [
     gs.FixedLossScale(8.0),

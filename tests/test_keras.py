@@ -83,6 +83,9 @@ SCHEDULES = [
     ("CosineDecay", (0.1, 20), {"alpha": 0.1}),
     ("CosineDecay", (0.0, 10), {"warmup_target": 0.1, "warmup_steps": 5}),
     ("CosineDecay", (0.3, 10), {"warmup_target": 0.1, "warmup_steps": 0}),
+    ("CosineDecayRestarts", (0.1, 4), {"alpha": 0.1}),
+    ("CosineDecayRestarts", (0.1, 7), {"t_mul": 1.0, "m_mul": 0.5}),
+    ("CosineDecayRestarts", (0.1, 3), {"t_mul": 1.5, "m_mul": 0.9}),
     ("PiecewiseConstantDecay", ([3, 7], [1.0, 0.5, 0.25]), {}),
 ]
 

@@ -474,3 +474,50 @@ def test_a_missing_gradient_is_a_warning(wrap):
     assert [float(a.value[0]), float(b.value[0])] == [0.0, 1.0]
     with pytest.raises(ValueError, match="for at least one variable"):
         opt.apply([None], [a])
+
+
+@keras.saving.register_keras_serializable("test_keras_fit")
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.5**step
+
+    def get_config(self):
+        return {}
+
+
+@keras.saving.register_keras_serializable("test_keras_fit")
+def falling(step):
+    return 1.0 / (step + 1.0)
+
+
+class Unregistered(Halving):
+    pass
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        keras.optimizers.schedules.CosineDecayRestarts(0.5, 2),
+        keras.optimizers.schedules.CosineDecay(0.5, 8),
+        gs.schedules.CosineDecay(0.5, 8),
+        Halving(),
+        falling,
+        Unregistered(),
+    ],
+    ids=lambda s: getattr(s, "__name__", type(s).__module__ + type(s).__name__),
+)
+def test_a_saved_model_keeps_its_schedule(schedule, tmp_path):
+    """A `.keras` file with any schedule that Keras can load is loaded: one with a twin in
+    gainstage, one that is registered with Keras, and one that a scope names."""
+    model = model_of("float32")
+    model.compile(KerasOptimizer(gs.SGD(schedule)), "mse")
+    x, y = data(batches=3)
+    model.fit(x, y, 16, 1, verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    with keras.saving.custom_object_scope({"Unregistered": Unregistered}):
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert float(loaded.optimizer.learning_rate) == pytest.approx(float(schedule(3)))
+    twin = KerasOptimizer.from_config(
+        loaded.optimizer.get_config(), {"Unregistered": Unregistered, "Halving": Halving}
+    )
+    assert float(twin.learning_rate) == pytest.approx(float(schedule(0)))

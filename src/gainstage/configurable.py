@@ -181,19 +181,20 @@ def deserialize(
             f"Expected a dictionary with class_name and config for a {base.__name__}; "
             f"got {reprlib.repr(description)}."
         )
-    found = [cls for cls in _family(base) if cls.__name__ == name]
+    found = [cls for cls in family(base) if cls.__name__ == name]
     derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
     found.sort(key=lambda cls: (cls.__module__ == module, cls not in derived))
     cls = (custom_objects or {}).get(name) or (found[-1] if found else None)
     if cls is None:
-        known = sorted({cls.__name__ for cls in _family(base)})
+        known = sorted({cls.__name__ for cls in family(base)})
         raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")
     if custom_objects and issubclass(cls, Configurable):
         return cls.from_config(dict(config), custom_objects)
     return cls.from_config(dict(config))
 
 
-def _family(base: type) -> Iterator[type]:
+def family(base: type) -> Iterator[type]:
+    """Every subclass of a class, and theirs."""
     for subclass in base.__subclasses__():
         yield subclass
-        yield from _family(subclass)
+        yield from family(subclass)

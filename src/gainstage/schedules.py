@@ -218,6 +218,66 @@ class CosineDecay(LearningRateSchedule):
 
 
 @dataclasses.dataclass(frozen=True)
+class CosineDecayRestarts(LearningRateSchedule):
+    """Half a cosine from the rate down to `alpha` times it, again and again: each period is
+    `t_mul` times as long as the one before, and starts at `m_mul` times its rate.
+
+    Args:
+        initial_learning_rate: the rate at step 0.
+        first_decay_steps: the length of the first period, > 0.
+        t_mul: the factor from one period's length to the next, >= 1.
+        m_mul: the factor from one period's first rate to the next.
+        alpha: the share of `initial_learning_rate` that is left at the end of each period.
+        name: kept for configurations.
+
+    Raises:
+        TypeError: an argument is no number, or a bool.
+        ValueError: an argument is out of range.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> rate = gs.schedules.CosineDecayRestarts(1.0, first_decay_steps=2, m_mul=0.5)
+        >>> print(rate(0), rate(2), rate(6))
+        1.0 0.5 0.25
+
+    Source: `keras.optimizers.schedules.CosineDecayRestarts`; Loshchilov and Hutter, 2016,
+    arXiv:1608.03983.
+    """
+
+    initial_learning_rate: float
+    first_decay_steps: int
+    t_mul: float = 2.0
+    m_mul: float = 1.0
+    alpha: float = 0.0
+    name: str = "SGDRDecay"
+
+    def __post_init__(self) -> None:
+        _check(self, "initial_learning_rate")
+        _check(self, "first_decay_steps", above=0)
+        _check(self, "t_mul", low=1)
+        _check(self, "m_mul")
+        _check(self, "alpha")
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        growth, periods = self.t_mul, jnp.asarray(step, jnp.float32) / self.first_decay_steps
+
+        def start(number: jax.Array) -> jax.Array:
+            """Where a period starts, in lengths of the first."""
+            return number if growth == 1 else (jnp.power(growth, number) - 1) / (growth - 1)
+
+        number = periods if growth == 1 else jnp.log1p(periods * (growth - 1)) / math.log(growth)
+        number = jnp.floor(number)
+        # Rounding may put the first step of a period into its neighbour.
+        reached = periods * (1 + 1e-6)
+        number += jnp.where(reached >= start(number + 1), 1, 0)
+        number -= jnp.where(reached < start(number), 1, 0)
+        share = (periods - start(number)) / jnp.power(growth, number)
+        cosine = 0.5 * jnp.power(self.m_mul, number) * (1 + jnp.cos(jnp.pi * jnp.clip(share, 0, 1)))
+        rate = self.initial_learning_rate * ((1 - self.alpha) * cosine + self.alpha)
+        return jnp.asarray(rate, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
 class PiecewiseConstantDecay(LearningRateSchedule):
     """`values[i]` up to and with step `boundaries[i]`, the last value from then on.
 

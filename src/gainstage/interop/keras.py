@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from gainstage import gradients
-from gainstage.configurable import deserialize, serialize
+from gainstage.configurable import deserialize, family, serialize
 from gainstage.inspection import inspect
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
@@ -30,6 +30,7 @@ from gainstage.optimizer import Optimizer
 from gainstage.options import OPTIONS
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.signals import deferred_signals
+from gainstage.schedules import LearningRateSchedule
 from gainstage.variable import Variable
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
@@ -401,8 +402,12 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         """The optimizer that `get_config` describes."""
-        optimizer = deserialize(config["optimizer"], Optimizer, custom_objects)
-        return cls(optimizer, config.get("name"))
+        description = copy.deepcopy(config["optimizer"])
+        rate = description["config"].get("learning_rate")
+        if isinstance(rate, Mapping) and not _is_ours(rate, custom_objects):
+            rate = keras.saving.deserialize_keras_object(rate, custom_objects)
+            description["config"]["learning_rate"] = rate
+        return cls(deserialize(description, Optimizer, custom_objects), config.get("name"))
 
 
 def _constants(optimizer: Any) -> Any:
@@ -427,6 +432,16 @@ def _option(name: str) -> property:
 
 for _name in OPTIONS:
     setattr(KerasOptimizer, _name, _option(_name))
+
+
+def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:
+    """Whether a description stands for a schedule of gainstage, or for one of Keras that has a
+    twin there; Keras itself makes all others, with its registry and custom-object scope."""
+    name, registered = schedule.get("class_name"), schedule.get("registered_name")
+    ours = list(family(LearningRateSchedule))
+    if name in (custom_objects or {}):
+        return custom_objects[name] in ours
+    return registered is None and name in [cls.__name__ for cls in ours]
 
 
 def _check_rate(rate: LearningRate) -> None:

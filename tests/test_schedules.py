@@ -1,0 +1,41 @@
+"""Learning-rate schedules against their formulas in float64."""
+
+import jax
+import numpy as np
+import pytest
+
+import gainstage as gs
+
+
+def restarted_cosine(step, rate, first, t_mul, m_mul, alpha):
+    """Loshchilov and Hutter's schedule in Python, one period after the other."""
+    length, peak = float(first), 1.0
+    while step >= length:
+        step, length, peak = step - length, length * t_mul, peak * m_mul
+    return rate * ((1 - alpha) * peak * 0.5 * (1 + np.cos(np.pi * step / length)) + alpha)
+
+
+@pytest.mark.parametrize(
+    ("first", "t_mul", "m_mul", "alpha"),
+    [
+        (1, 2.0, 0.9, 0.1),
+        (10, 2.0, 1.0, 0.0),
+        (7, 3.0, 0.5, 0.2),
+        (7, 1.0, 0.9, 0.1),
+        (4, 1.5, 1, 0),
+    ],
+)
+def test_cosine_with_restarts(first, t_mul, m_mul, alpha):
+    """`CosineDecayRestarts` has the rate of its paper at each of 5,000 steps, restarts included."""
+    schedule = gs.schedules.CosineDecayRestarts(0.3, first, t_mul, m_mul, alpha)
+    rates = jax.jit(jax.vmap(schedule))(np.arange(5000))
+    expected = [restarted_cosine(n, 0.3, first, t_mul, m_mul, alpha) for n in range(5000)]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+
+
+def test_periods_that_get_shorter_are_refused():
+    """They would end at a last step, after which Keras's rate is NaN."""
+    with pytest.raises(ValueError, match="t_mul"):
+        gs.schedules.CosineDecayRestarts(0.3, 10, t_mul=0.5)
+    with pytest.raises(ValueError, match="first_decay_steps"):
+        gs.schedules.CosineDecayRestarts(0.3, 0)
