@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
+from gainstage.configurable import serialize
 
 GUIDE = (Path(__file__).parents[1] / "docs/migrating.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", GUIDE, re.M))
@@ -1690,6 +1691,38 @@ def _():
         assert getattr(opt, name) == value
         assert one_step_of_tf2(opt) == expected
     assert tf2.LossScaleOptimizer(gs.SGD(weight_decay=0.5)).weight_decay == 0.5
+    opt = tf2.LossScaleOptimizer(gs.SGD(0.5))
+    opt.clipnorm, opt.use_ema = 0.5, True
+    inner = opt.inner_optimizer
+    assert (inner.clipnorm, inner.use_ema, opt.clipnorm) == (0.5, True, 0.5)
+    assert opt.get_config()["inner_optimizer"] == serialize(inner)
+
+
+@row(4, "beta_1, momentum and so on")
+def _():
+    opt, w = tf2.LossScaleOptimizer(gs.Adam(0.5, beta_1=0.75)), gs.Variable(1.0)
+    opt.epsilon = 0.25
+    assert (opt.beta_1, opt.epsilon, opt.inner_optimizer.epsilon) == (0.75, 0.25, 0.25)
+    assert not hasattr(opt, "nesterov")
+    opt.minimize(lambda: w**2, [w])
+    opt.beta_1 = 0.5
+    opt.minimize(lambda: w**2, [w])
+    twin, v = gs.Adam(0.5, beta_1=0.75, epsilon=0.25), gs.Variable(1.0)
+    twin.minimize(lambda: v**2, [v])
+    twin.beta_1 = 0.5
+    twin.minimize(lambda: v**2, [v])
+    assert float(w) == float(v)
+
+
+@row(4, "get_slot")
+@row(4, "get_slot_names")
+def _():
+    opt, w = tf2.LossScaleOptimizer(gs.Adam(0.5, beta_1=0.75)), gs.Variable(1.0)
+    assert opt.get_slot_names() == []
+    opt.minimize(lambda: w * 2.0, [w])
+    assert opt.get_slot_names() == ["momentum", "velocity"]
+    assert float(opt.get_slot(w, "momentum")) == 0.5
+    failing(ValueError, "no slot 'm'", opt.get_slot, w, "m")
 
 
 @row(4, "get_scaled_loss")
@@ -1724,6 +1757,9 @@ def _():
     opt, w = tf2.LossScaleOptimizer(gs.SGD(0.25)), gs.Variable(1.0)
     losses = [float(opt.minimize(lambda: w**2, var_list=each)) for each in (w, [w])]
     assert (losses, float(w)) == ([1.0, 0.25], 0.25)
+    v = gs.Variable([1.0, 2.0])
+    loss = tf2.LossScaleOptimizer(gs.SGD(0.25)).minimize(lambda: v**2, [v])
+    assert (float(loss), v.numpy().tolist()) == (5.0, [0.5, 1.0])
     failing(ValueError, "no tape", opt.minimize, lambda: w**2, [w], tape=object())
 
 

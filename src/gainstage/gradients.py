@@ -31,6 +31,11 @@ def widen(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def is_float0(x: Any) -> bool:
+    """Whether this is the gradient by an integer, which has no elements to compute with."""
+    return getattr(x, "dtype", None) == jax.dtypes.float0
+
+
 def real_parts(arrays: Iterable[Any]) -> list[Any]:
     """The arrays, with the real and the imaginary part in the place of each complex one."""
     parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in arrays]
@@ -44,7 +49,7 @@ def in_order(gradient: Any) -> Any:
     store it both ways, for the check and for the update. An array on several devices it would
     gather.
     """
-    if not isinstance(gradient, Tracer) or gradient.ndim < 2:
+    if not isinstance(gradient, Tracer) or gradient.ndim < 2 or is_float0(gradient):
         return gradient
     rows = Layout(tuple(range(gradient.ndim)))
     pin = functools.partial(with_layout_constraint, layouts=rows)
@@ -80,10 +85,12 @@ Gradients = list[Gradient | None]
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """The true gradients of a loss that was multiplied by `scale`, never in half precision.
 
-    What casts to float8 have seen comes with them, and is no gradient: it stays as it is.
+    What casts to float8 have seen comes with them, and is no gradient: it stays as it is. So does
+    the gradient by an integer.
     """
     leaves, structure = jax.tree.flatten(grads, is_leaf=_is_seen)
-    true = divided([None if _is_seen(leaf) else jnp.asarray(leaf) for leaf in leaves], scale)
+    true = [None if _is_seen(leaf) or is_float0(leaf) else jnp.asarray(leaf) for leaf in leaves]
+    true = divided(true, scale)
     pairs = zip(leaves, true, strict=True)
     return structure.unflatten(leaf if g is None else g.value() for leaf, g in pairs)
 

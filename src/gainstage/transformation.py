@@ -110,26 +110,33 @@ def loss_scaled_within(
         grads, params = gradients.widen(updates), gradients.widen(params)
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
+        arrays = jax.tree.map(lambda g: None if gradients.is_float0(g) else g, grads)
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
-        leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(grads)))
+        leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(arrays)))
         finite, _, norm = inspect(list(leaves), 1.0, limits, norm=telemetry)
-        measured = measure(rule.measures, grads, finite, extra.get("value"))
+        measured = measure(rule.measures, arrays, finite, extra.get("value"))
 
         def step(inner: Any) -> Any:
             return tx.update(grads, inner, params, **extra)
 
         keep = finite if only_if is None else finite & jnp.asarray(only_if, bool)
         updates, inner = select(keep, step, state.inner)
-        updates = jax.tree.map(lambda u: jnp.where(keep, u, -0.0).astype(u.dtype), updates)
+        updates = jax.tree.map(lambda u: _kept_if(keep, u), updates)
         scale = advance(rule, state.loss_scale, finite, **measured)
         told = None
         if norm is not None:
-            true, now = leaves_and_none(grads), state.loss_scale.scale
+            true, now = leaves_and_none(arrays), state.loss_scale.scale
             more = (keep, norm, measured.get("max_abs"), now, every)
             told = observed(state.observed, true, 1.0, *more)
         return updates, LossScaledState(scale, inner, keep, told)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _kept_if(keep: jax.Array, update: Any) -> Any:
+    if gradients.is_float0(update):
+        return update
+    return jnp.where(keep, update, -0.0).astype(update.dtype)
 
 
 def _on_mesh_of(params: Any, state: Any) -> Any:
