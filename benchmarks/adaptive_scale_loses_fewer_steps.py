@@ -9,6 +9,7 @@ long healthy run. Losses in the end are held against float32 without bad batches
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
@@ -215,7 +216,8 @@ def markdown(results: dict[str, Any]) -> str:
     lines = [f"| {' | '.join(line)} |" for line in (COLUMNS, marks, *rows(results))]
     seeds = {name: len(cases["healthy"]["dynamic"]) for name, cases in results.items()}
     said = ", ".join(f"{count} of {name}" for name, count in seeds.items())
-    return "\n".join(lines) + f"\n\nSums over the seeds ({said}); shares and losses are means."
+    powers_as_code = re.sub(r"2\*\*\d+", r"`\g<0>`", "\n".join(lines))
+    return powers_as_code + f"\n\nSums over the seeds ({said}); shares and losses are means."
 
 
 def table(results: dict[str, Any]) -> Table:

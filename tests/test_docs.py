@@ -1,5 +1,7 @@
 """The documentation: its code runs, its site builds, and no public name is missing in it."""
 
+import ast
+import doctest
 import importlib
 import importlib.util
 import inspect
@@ -54,6 +56,26 @@ def test_layers_are_those_that_are_tested():
     listed = re.search(r"```text\n(checks.*?)```", (DOCS / "design.md").read_text(), re.S)
     lines = [set(line.split(", ")) for line in listed[1].splitlines()]
     assert lines == LAYERS
+
+
+def prose():
+    """The text of every page and docstring that Markdown renders, without its code."""
+    for page in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]:
+        yield page, page.read_text()
+    for path in (ROOT / "src").glob("**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                parts = doctest.DocTestParser().parse(ast.get_docstring(node) or "")
+                text = "".join(part for part in parts if isinstance(part, str))
+                yield path, re.sub(r"::\n\n(    .*\n?|\n)+", "", text)  # formulas
+
+
+def test_powers_are_written_as_code():
+    """Outside of code `2**15` is bold or loses its stars, so pages and docstrings quote it."""
+    for path, text in prose():
+        text = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text)
+        assert not re.search(r".*\w\*\*[\w-].*", text), path
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +136,10 @@ def test_no_page_is_left_out(site):
         if page.stem == "index":
             continue
         assert f'href="{page.relative_to(DOCS).with_suffix("")}/"' in index, page
+
+
+def test_no_power_is_bold(site):
+    """No page has bold type beside a digit, as two powers in one paragraph would make."""
+    for page in site.glob("**/*.html"):
+        text = re.sub(r"</?(code|span)[^>]*>", "", page.read_text())
+        assert re.findall(r"\d<strong>.{40}|.{40}</strong>-?\d", text) == [], page

@@ -40,7 +40,7 @@ class AdaptiveLossScale(LossScale):
     What the gradients of the weights do not show (inside of the network there may be larger ones)
     is learned from overflows: each sets a ceiling at half the scale, which is doubled again after
     `increment_period` finite steps. A first overflow, before anything is known, divides the scale
-    by 2**12, so that the second step can be measured.
+    by `2**12`, so that the second step can be measured.
 
     A step is not held against the scale if the true loss was not finite, for then no scale would
     have helped. Nor is a row of bad steps, if after twelve something is still not finite, or after
@@ -54,7 +54,7 @@ class AdaptiveLossScale(LossScale):
         increment_period: finite steps in a row before the ceiling is doubled, an integer >= 1.
         margin: bits between the largest gradient and `largest_number`, >= 0.
         memory: the half-life, in steps, of the largest gradient, an integer >= 1.
-        min_scale, max_scale: the bounds, within 2**-126 and 2**126.
+        min_scale, max_scale: the bounds, within `2**-126` and `2**126`.
         largest_number: the largest number of the dtype of the backward pass, > 0.
 
     Raises:
@@ -150,7 +150,7 @@ class AdaptiveLossScale(LossScale):
         - `in_vain`: both go back to where they were at the first bad step of the row; the scale,
           while no gradient is known, to where the first probe went.
         - `hopeless`: they stay.
-        - none: the scale is halved or, while no gradient is known, divided by 2**12; its ceiling
+        - none: the scale is halved or, while no gradient is known, divided by `2**12`; its ceiling
           goes to half of what overflowed.
 
         What is hopeless is not counted.

@@ -21,7 +21,7 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
 
     Args:
         fun: a function of arrays, or pytrees of them.
-        scale: a number > 0 and at most 2**126, or such a scalar array; a power of two changes no
+        scale: a number > 0 and at most `2**126`, or such a scalar array; a power of two changes no
             digit.
 
     Returns:

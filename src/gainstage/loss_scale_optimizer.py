@@ -34,7 +34,7 @@ class LossScaleOptimizer(Optimizer):
     Args:
         inner_optimizer: the optimizer that takes the steps. It belongs to one wrapper; the
             options given here act exactly as if they had been given there.
-        initial_scale: the first scale, > 0 and at most 2**126.
+        initial_scale: the first scale, > 0 and at most `2**126`.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
         dynamic: False for a fixed scale, which `initial_scale` must then give.
         rule: a `LossScale` in the place of the three arguments before.

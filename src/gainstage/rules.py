@@ -94,7 +94,7 @@ class FixedLossScale(LossScale):
     """The same scale for ever; a non-finite step is still skipped.
 
     Args:
-        loss_scale_value: the scale, a number from 2**-126 to 2**126.
+        loss_scale_value: the scale, a number from `2**-126` to `2**126`.
 
     Raises:
         TypeError: no number, or a bool.
@@ -144,7 +144,7 @@ class DynamicLossScale(LossScale):
             and overflow raises it.
         backoff_factor: what it is multiplied by to be lowered, between 0 and 1; None for
             1 / `multiplier`, so that a `multiplier` of 1 keeps the scale for ever.
-        min_scale, max_scale: the bounds, within 2**-126 and 2**126.
+        min_scale, max_scale: the bounds, within `2**-126` and `2**126`.
         hysteresis: the scale is lowered on this many non-finite steps in a row, an integer >= 1;
             a finite step or a decrease resets the count.
 

@@ -67,7 +67,7 @@ class Underflow:
         counts: float array, one row a tensor: how many elements of the scaled gradient were 0, then
             how many had each exponent from -40 (and below) to 40 (and above).
 
-    In float16 a number below 2**-25 becomes 0, and one below 2**-14 is *subnormal*: it loses
+    In float16 a number below `2**-25` becomes 0, and one below `2**-14` is *subnormal*: it loses
     digits. Gradients that have been float16 before contain no such small numbers any more, but
     zeros in their place.
     """

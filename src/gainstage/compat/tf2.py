@@ -25,7 +25,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     Args:
         inner_optimizer: the optimizer that takes the steps.
         dynamic: whether the scale moves.
-        initial_scale: the first scale, by default 2**15; needed if `dynamic` is False.
+        initial_scale: the first scale, by default `2**15`; needed if `dynamic` is False.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000;
             not with `dynamic` False.
 

@@ -48,18 +48,14 @@ class Alarm(UserWarning):
 class Alarms(Writer):
     """Watches the telemetry of a run, and warns once of each thing that goes wrong.
 
-    ============ ==================================================================================
-    kind         rings when
-    ============ ==================================================================================
-    "data"       steps in a row are skipped whose loss is not finite, or that a lower scale does
-                 not mend
-    "floor"      the scale is as low as the rule lets it be, and steps are still skipped
-    "skips"      more than a tenth of the last 200 steps were skipped
-    "headroom"   a scale that cannot fall is within one bit of overflow
-    "growth"     for 200 steps the largest gradient was 2**16 below the limit, nothing overflowed,
-                 and the scale did not rise
-    "boundary"   `look_at` finds that the loss leaves float16 too late for the scales of the rule
-    ============ ==================================================================================
+    - "data": steps in a row are skipped whose loss is not finite, or that a lower scale does not
+      mend.
+    - "floor": the scale is as low as the rule lets it be, and steps are still skipped.
+    - "skips": more than a tenth of the last 200 steps were skipped.
+    - "headroom": a scale that cannot fall is within one bit of overflow.
+    - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
+      and the scale did not rise.
+    - "boundary": `look_at` finds that the loss leaves float16 too late for the scales of the rule.
 
     Nothing is decided for you. `warnings.simplefilter("error", Alarm)` makes an alarm an exception
     out of `write`, between two steps, where a checkpoint can be saved.

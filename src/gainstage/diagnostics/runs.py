@@ -163,7 +163,7 @@ def why_skipped(run: Run) -> dict[str, np.ndarray]:
     """Which steps were skipped, by cause: three masks, of which at most one is true of a step.
 
     "bad loss": the loss was not finite, which no scale would have changed. "NaN": one of a row of
-    steps whose gradients stayed NaN while the scale fell by 2**6 or more. "overflow": all others,
+    steps whose gradients stayed NaN while the scale fell by `2**6` or more. "overflow": all others,
     and such a row too if it opens the run and ends, for then the scale was on its way to what fits.
     """
     skipped, scale = run.skipped, run.get("loss_scale")

@@ -148,8 +148,8 @@ def hashes(array: jax.Array, number: int = 0) -> jax.Array:
     """Two sums over the elements, of the lower and the upper halves of their 32-bit words.
 
     Each element has a factor of its own, another one in each array. The halves are no larger than
-    2**16 and their factors odd, so that a difference in one element times the number of replicas
-    cannot be a multiple of 2**32.
+    `2**16` and their factors odd, so that a difference in one element times the number of replicas
+    cannot be a multiple of `2**32`.
     """
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
