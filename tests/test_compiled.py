@@ -1,11 +1,14 @@
 """What the compiled step promises: one program, no host, memory in place."""
 
 import contextlib
+import os
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
@@ -61,6 +64,66 @@ def test_twenty_steps_compile_once():
     assert Counting.traces == 1
     assert compiled == []
     assert float(optimizer.loss_scale) != 2.0**15
+
+
+def uncompiled(form):
+    """A function of a bool that takes an eager step, on NaN where it does not hold."""
+    values = [jnp.ones((64, 64), jnp.float16), jnp.ones(3)]  # rows of the first are read in a loop
+    bad = [values[0] * jnp.nan, values[1]]
+    if form == "loss_scaled":
+        tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+        state = [tx.init(values)]
+
+        def step(good):
+            state[0] = tx.update(values if good else bad, state[0], values)[1]
+
+        return step
+    variables, adam = [gs.Variable(value) for value in values], gs.Adam(0.1, clipnorm=1.0)
+    if form == "apply":
+        adam.gradient_accumulation_steps = 2
+        opt = gs.LossScaleOptimizer(adam, jit_compile=False)
+        return lambda good: opt.apply(values if good else bad, variables)
+    opt = gs.LossScaleOptimizer(adam)
+    opt.build(variables)
+    both = [values, [variable.value() for variable in opt.variables]]
+
+    def step(good):
+        both[:] = opt.stateless_apply(both[1], values if good else bad, both[0])
+
+    return step
+
+
+UNCOMPILED = ["loss_scaled", "apply", "stateless_apply"]
+
+
+@pytest.mark.parametrize("form", UNCOMPILED)
+def test_uncompiled_steps_compile_nothing_new(form):
+    """After the first steps, a skipped one among them, an eager step compiles no program."""
+    step = uncompiled(form)
+    for good in (True, False, True, True):
+        step(good)
+    with count_compilations() as compiled:
+        for i in range(12):
+            step(i % 5 != 3)
+    assert compiled == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", UNCOMPILED)
+def test_uncompiled_steps_keep_no_memory(form):
+    """2,000 eager steps that are not compiled take less than 20 MB of memory for themselves."""
+    step = uncompiled(form)
+    for i in range(50):
+        step(i % 5 != 3)
+    before = resident()
+    for i in range(2000):
+        step(i % 5 != 3)
+    assert resident() - before < 20 * 2**20
+
+
+def resident():
+    """The bytes of memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_weakly_typed_gradient_is_no_other_program():

@@ -9,16 +9,20 @@ whose leaves are variables.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Literal, get_opaque_trace_state
 
 from gainstage.signals import deferred_signals
 from gainstage.variable import Variable, is_inside
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def variables_in(state: Any) -> list[Variable]:
@@ -262,20 +266,53 @@ def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
     return result
 
 
+def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
+    """Compiles a function of pytrees where it is called eagerly, once for each kind of arguments.
+
+    An eager `lax.cond` or loop over a new closure is compiled at every call, and JAX keeps all of
+    these programs. Leaves that are no arrays are constants of the program.
+    """
+    untyped: Any = fn
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def program(structure: Any, constants: tuple[Any, ...], arrays: list[Any]) -> R:
+        rest = iter(arrays)
+        leaves = [next(rest) if leaf is _ARRAY else leaf for leaf in constants]
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        return untyped(*args, **kwargs)
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if is_inside():
+            return fn(*args, **kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+        constants = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        return program(structure, tuple(constants), arrays)
+
+    return call
+
+
+_ARRAY, _ARRAYS = object(), (jax.Array, np.ndarray, np.generic)
+
+
 def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
     """`(result, new)` of `fn(old)`, with `old` in the place of `new` where `keep` does not hold.
 
     For a result that stands only if `keep` does, and is to be fused with what is done to it: it is
     computed from what was kept. A `where` around all of `fn` would make XLA compute each new value
     twice, for the state and for the result, and copy the old one, which the first has overwritten.
+    An eager call has nothing to fuse: there `fn` simply runs.
     """
+    if not is_inside():
+        result, new = fn(old)
+        _check_structure(new, old)
+        return result, jax.tree.map(
+            lambda n, o: lax.select(keep, jnp.asarray(n, o.dtype), o), new, old
+        )
     before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(old)
-    if jax.tree.structure(shapes[1]) != jax.tree.structure(old):
-        raise TypeError(
-            f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
-            f"{jax.tree.structure(shapes[1])}."
-        )
+    _check_structure(shapes[1], old)
     jaxpr = program.jaxpr
     known = dict(zip(jaxpr.constvars, program.consts, strict=True))
     known |= zip(jaxpr.invars, before, strict=True)
@@ -306,16 +343,24 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
     return jax.tree.unflatten(jax.tree.structure(shapes), [*result, *new])
 
 
+def _check_structure(new: Any, old: Any) -> None:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise TypeError(
+            f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
+            f"{jax.tree.structure(new)}."
+        )
+
+
 def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any, branches: bool = False) -> None:
     """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none.
 
-    With `branches` it runs only where they are kept, behind a conditional: for what is mostly not
-    done. Else it always runs, and its kernels choose what they store; that leaves XLA free to fuse
-    them with what comes before.
+    With `branches` a compiled step runs it only where they are kept, behind a conditional: for what
+    is mostly not done. Else it always runs, and its kernels choose what they store; that leaves XLA
+    free to fuse them with what comes before.
     """
     variables = variables_in(state)
     pure, old = functional(fn, variables), read(variables)
-    if branches:
+    if branches and is_inside():
         new = lax.cond(keep, lambda values: pure(values)[1], lambda values: values, old)
     else:
         _, new = select(keep, pure, old)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gainstage.bridge import compiled_if_eager
 from gainstage.gradients import real_parts, wide
 from gainstage.joining import Reduction, bundle, by_rows, reduce_each
 from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes, varying_like
@@ -35,6 +35,7 @@ class Sums(NamedTuple):
     squares: Any
 
 
+@compiled_if_eager
 def inspect(
     grads: Sequence[Any],
     scale: jax.Array | float = 1.0,
@@ -88,15 +89,10 @@ def inspect(
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of a pytree is finite: a bool scalar, true of an empty tree."""
     leaves = real_parts([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)])
-    inside = any(isinstance(leaf, Tracer) for leaf in leaves)
-    return inspect(leaves).finite if inside else _finite_at_once(leaves)
-
-
-@jax.jit
-def _finite_at_once(leaves: list[jax.Array]) -> jax.Array:
     return inspect(leaves).finite
 
 
+@compiled_if_eager
 def norms(
     grads: Sequence[Any], limits: Mapping[str, float], layouts: Sequence[Any] = ()
 ) -> list[jax.Array]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gainstage.bridge import compiled_if_eager
 from gainstage.gradients import divided, widen
 from gainstage.joining import Reduction, bundle, by_rows, reduce_each
 from gainstage.sharding import on_one_device, varying, varying_like
@@ -86,6 +87,7 @@ _MEASURES = {
 }
 
 
+@compiled_if_eager
 def _of_gradients(
     names: Sequence[str], grads: Any, finite: jax.Array | bool, scale: Any, ordered: bool
 ) -> dict[str, jax.Array]:

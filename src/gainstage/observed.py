@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage import checks
+from gainstage.bridge import compiled_if_eager
 from gainstage.joining import by_rows
 from gainstage.measures import measure
 from gainstage.sharding import on_one_device, varying
@@ -73,6 +74,7 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
     return Observed(info, causes, exponents if every else None)
 
 
+@compiled_if_eager
 def observed(
     before: Observed,
     grads: Sequence[Any],
