@@ -19,8 +19,9 @@ class Optax(Optimizer):
     """An optax transformation as an optimizer: loss scaling, averaging, accumulation, clipping and
     all else that an `Optimizer` can do then apply to it too.
 
-    The transformation sees all variables at once, in float32 or wider, as a list. One without a
-    gradient is given zeros, and left as it is.
+    The transformation sees all variables at once, in float32 or wider, as a list. For a variable
+    without a gradient it sees zeros; the variable and its part of the state, an element of a list
+    as long as that of the variables, stay as they are.
 
     Args:
         tx: the transformation, which usually has a learning rate of its own.
@@ -92,9 +93,20 @@ class Optax(Optimizer):
         values = [variable.value() for variable in self._index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
+        old = read(self._state)
         updates: Any
-        updates, state = self.tx.update(given, read(self._state), values)
-        jax.tree.map(Variable.assign, self._state, state)
+        updates, new = self.tx.update(given, old, values)
+
+        def is_of_variables(node: Any) -> bool:
+            return type(node) is list and len(node) == len(grads)
+
+        def kept(new: Any, old: Any) -> Any:
+            if not is_of_variables(new):
+                return new
+            return [o if g is None else n for g, n, o in zip(grads, new, old, strict=True)]
+
+        new = jax.tree.map(kept, new, old, is_leaf=is_of_variables)
+        jax.tree.map(Variable.assign, self._state, new)
         for variable, gradient, update in zip(self._index, grads, updates, strict=True):
             if gradient is not None:
                 self.assign_add(variable, rate * update)
