@@ -1,5 +1,6 @@
 """Any optax transformation as an optimizer: `Optax`."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -28,3 +29,43 @@ def test_no_gradient_leaves_the_state_of_a_variable_alone(compiled):
     assert {**part(b), "": b.numpy().tobytes()} == before
     assert len(before) == 3
     assert all(part(a)[key] != value for key, value in others.items())
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_in_the_state_are_saved(impl):
+    """A transformation with a typed key trains as in optax, and its state is saved and loaded."""
+    key = jax.random.key(3, impl=impl)
+    gradient, tx = jnp.ones(2), optax.noisy_sgd(0.1, key=key)
+    theirs, state = jnp.ones(2), tx.init(jnp.ones(2))
+    runs = []
+    for _ in range(2):
+        w, opt = gs.Variable([1.0, 1.0]), gs.LossScaleOptimizer(gs.Optax(tx), 1.0)
+        opt.build([w])
+        runs.append((w, opt))
+    (w, opt), (other, copy) = runs
+    for _ in range(2):
+        opt.apply([gradient], [w])
+        updates, state = tx.update(gradient, state)
+        theirs = optax.apply_updates(theirs, updates)
+    np.testing.assert_allclose(w.numpy(), theirs, rtol=1e-6)
+    store = {}
+    opt.save_own_variables(store)
+    copy.load_own_variables(store)
+    copy.load_state(opt.state())
+    other.assign(w)
+    values = [v.value() for v in copy.variables]
+    (pure,), _ = copy.stateless_apply(values, [gradient], [other.value()])
+    for variable, optimizer in runs:
+        optimizer.apply([gradient], [variable])
+    assert w.numpy().tolist() == other.numpy().tolist()
+    np.testing.assert_allclose(w.numpy(), pure, rtol=1e-6)
+
+
+def test_a_save_that_fails_stores_nothing():
+    """A state with a value that is only planned is not saved in part."""
+    planned, store = gs.Variable(jax.ShapeDtypeStruct((2,), jnp.float32), name="w"), {}
+    opt = gs.Optax(optax.noisy_sgd(0.1, key=3))
+    opt.build([planned])
+    with pytest.raises(ValueError, match="only planned"):
+        opt.save_own_variables(store)
+    assert store == {}

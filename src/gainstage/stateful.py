@@ -247,6 +247,8 @@ class Stateful(Configurable, abc.ABC):
         """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ...
 
         With `group_small` the table of names and places in the buffers stands under "groups"."""
+        for variable in self.variables:
+            variable._read()  # an error, before anything is stored
         for i, variable in enumerate(self.variables):
             store[str(i)] = variable.numpy()
         if self.groups:

@@ -21,7 +21,8 @@ class Optax(Optimizer):
 
     The transformation sees all variables at once, in float32 or wider, as a list. For a variable
     without a gradient it sees zeros; the variable and its part of the state, an element of a list
-    as long as that of the variables, stay as they are.
+    as long as that of the variables, stay as they are. Typed random keys in the state are kept as
+    their integers, so that they can be saved.
 
     Args:
         tx: the transformation, which usually has a learning rate of its own.
@@ -62,6 +63,7 @@ class Optax(Optimizer):
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
         self.tx = tx
         self._state: Any = None
+        self._key_kinds: list[Any] = []  # of each leaf: the kind of random key, or None
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
@@ -82,7 +84,18 @@ class Optax(Optimizer):
         self._forget_program()
 
     def _init(self, values: Any) -> Any:
-        return self.tx.init(widen(values))
+        state = self.tx.init(widen(values))
+        self._key_kinds = [
+            jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in jax.tree.leaves(state)
+        ]
+        return jax.tree.map(_without_key, state)
+
+    def _state_with_keys(self) -> Any:
+        values, structure = jax.tree.flatten(read(self._state))
+        return structure.unflatten(
+            value if kind is None else jax.random.wrap_key_data(value, impl=kind)
+            for value, kind in zip(values, self._key_kinds, strict=True)
+        )
 
     def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         state = self._init([values[variable] for variable in self._index])
@@ -93,7 +106,7 @@ class Optax(Optimizer):
         values = [variable.value() for variable in self._index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
-        old = read(self._state)
+        old = self._state_with_keys()
         updates: Any
         updates, new = self.tx.update(given, old, values)
 
@@ -106,7 +119,15 @@ class Optax(Optimizer):
             return [o if g is None else n for g, n, o in zip(grads, new, old, strict=True)]
 
         new = jax.tree.map(kept, new, old, is_leaf=is_of_variables)
-        jax.tree.map(Variable.assign, self._state, new)
+        jax.tree.map(Variable.assign, self._state, jax.tree.map(_without_key, new))
         for variable, gradient, update in zip(self._index, grads, updates, strict=True):
             if gradient is not None:
                 self.assign_add(variable, rate * update)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _without_key(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
