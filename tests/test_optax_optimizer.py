@@ -69,3 +69,42 @@ def test_a_save_that_fails_stores_nothing():
     with pytest.raises(ValueError, match="only planned"):
         opt.save_own_variables(store)
     assert store == {}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_loss_is_passed_on_as_value(scaled):
+    """`minimize` and `apply(..., loss=)` give the true loss to a transformation that needs it."""
+    tx = optax.polyak_sgd()
+    theirs, state = jnp.float32(4.0), tx.init(jnp.float32(4.0))
+    w, opt = gs.Variable(4.0), gs.Optax(tx)
+    opt = gs.LossScaleOptimizer(opt, 8.0) if scaled else opt
+    for step in range(4):
+        loss, gradient = jax.value_and_grad(lambda w: w**2)(theirs)
+        updates, state = tx.update(gradient, state, theirs, value=loss)
+        theirs = optax.apply_updates(theirs, updates)
+        if step % 2:
+            opt.apply([opt.scale_loss(2 * w.value())], [w], loss=w.value() ** 2)
+        else:
+            opt.minimize(lambda: w**2, [w])
+    np.testing.assert_allclose(float(w), theirs, rtol=1e-6)
+    with pytest.raises(TypeError, match=r"needs the loss, as 'value'; call minimize, or apply"):
+        opt.apply([1.0], [w])
+
+
+def test_what_a_transformation_cannot_get_is_named():
+    """Extra arguments that `Optax` does not pass on, and masks by name, are errors that say so."""
+    w = gs.Variable(4.0, name="w")
+    for tx, needs in (
+        (optax.lbfgs(), "needs 'grad' and 'value_fn'; gainstage.Optax passes on the loss"),
+        (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "needs grad_fn;"),
+    ):
+        with pytest.raises(TypeError, match=needs):
+            gs.Optax(tx).minimize(lambda: w**2, [w])
+    for tx in (
+        optax.adamw(0.1, mask={"w": True}),
+        optax.multi_transform({"slow": optax.sgd(0.1)}, {"w": "slow"}),
+    ):
+        with pytest.raises(ValueError, match=r"gets the variables as a list, \['w'\]: write its"):
+            gs.Optax(tx).minimize(lambda: w**2, [w])
+    gs.Optax(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))).minimize(lambda: w**2, [w])
+    assert float(w) != 4.0

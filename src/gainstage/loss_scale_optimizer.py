@@ -201,7 +201,7 @@ class LossScaleOptimizer(Optimizer):
         return super()._checked(grads, trainable_variables)
 
     def _wants_loss(self) -> bool:
-        return "loss" in self.rule.measures
+        return "loss" in self.rule.measures or self.inner_optimizer._wants_loss()
 
     def _apply(
         self,
@@ -213,7 +213,8 @@ class LossScaleOptimizer(Optimizer):
         scale, inner = self._divisor(), self.inner_optimizer
         grads = inner._pinned(grads)
         before = None if inner._tally is None else inner._window()
-        seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
+        with inner._knows(loss):
+            seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
         ordered = all(layout is None for layout in inner._layouts())
         measured = measure(self.rule.measures, grads, seen.finite, loss, scale, ordered)
         if self._observed is not None and seen.norm is not None:

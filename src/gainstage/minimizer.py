@@ -173,7 +173,8 @@ class Minimizer(Stateful):
                 empty list changes nothing.
             trainable_variables: their variables, all or some of those that the optimizer was built
                 with, in any order; by default all. The first call builds the optimizer.
-            loss: the true loss, a scalar, for loss-scale rules that want to know it.
+            loss: the true loss, a scalar, for loss-scale rules and optax transformations that
+                need it.
             only_if: a bool scalar: where it does not hold the step is skipped, though its gradients
                 may be finite; the scale moves as these gradients alone say, but leaves a finite
                 one out of a window that counts bad ones. So several optimizers share a verdict::

@@ -1,7 +1,8 @@
 """The order of a step: what happens to gradients and variables around an update rule."""
 
 import abc
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ class Step(Windows):
     _averages: list[Variable]
     _accumulators: list[Variable]
     _masters: dict[Variable, Variable]
+    _true_loss: jax.Array | None = None  # of the step that is being traced, if it is known
     _guarded = False  # whether somebody else skips steps that are not finite
 
     @abc.abstractmethod
@@ -79,6 +81,15 @@ class Step(Windows):
     def _loss_scale(self) -> jax.Array | None:
         factor = self._option("loss_scale_factor")
         return None if factor is None else jnp.asarray(factor, jnp.float32)
+
+    @contextlib.contextmanager
+    def _knows(self, loss: jax.Array | None) -> Iterator[None]:
+        """Keeps the true loss of a step while it is traced."""
+        self._true_loss = loss
+        try:
+            yield
+        finally:
+            self._true_loss = None
 
     def _apply(
         self,

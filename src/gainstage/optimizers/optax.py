@@ -1,6 +1,7 @@
 """Any optax transformation as an optimizer."""
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
@@ -22,7 +23,10 @@ class Optax(Optimizer):
     The transformation sees all variables at once, in float32 or wider, as a list. For a variable
     without a gradient it sees zeros; the variable and its part of the state, an element of a list
     as long as that of the variables, stay as they are. Typed random keys in the state are kept as
-    their integers, so that they can be saved.
+    their integers, so that they can be saved. `minimize`, and `apply(..., loss=loss)`, pass the
+    true loss on as `value`, for transformations such as `optax.polyak_sgd`; with accumulation that
+    of the last microbatch. One that needs more, such as `optax.lbfgs` with its line search, needs
+    `loss_scaled`. Masks and labels are lists in the order of the variables, or functions of one.
 
     Args:
         tx: the transformation, which usually has a learning rate of its own.
@@ -72,7 +76,16 @@ class Optax(Optimizer):
         variables = list(var_list)
         planned = any(variable._is_planned for variable in variables)
         init = functools.partial(jax.eval_shape, self._init) if planned else self._init
-        state = init(read(variables))
+        try:
+            state = init(read(variables))
+        except ValueError as error:
+            if "pytree" not in str(error):
+                raise
+            raise ValueError(
+                f"The tx of {self.name!r} gets the variables as a list, "
+                f"{[v.name for v in variables]}: write its masks and labels as lists in this "
+                f"order, or as functions of such a list. {error}"
+            ) from error
         paths, structure = jax.tree_util.tree_flatten_with_path(state)
         slots = [
             Variable(value, name=f"{self.name}/{jax.tree_util.keystr(path)}", trainable=False)
@@ -102,13 +115,59 @@ class Optax(Optimizer):
         slots = jax.tree.leaves(self._state)
         return super()._first_values(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
 
+    def _wants_loss(self) -> bool:
+        return isinstance(self.tx, optax.GradientTransformationExtraArgs)
+
+    def _apply(
+        self,
+        grads: list[Any],
+        rate: jax.Array | None,
+        loss: jax.Array | None = None,
+        only_if: jax.Array | None = None,
+    ) -> None:
+        with self._knows(loss):
+            super()._apply(grads, rate, loss, only_if)
+
+    def _updated(self, grads: Any, state: Any, values: Any) -> Any:
+        """What `tx.update` returns, or an error that says what this class passes to it."""
+        update: Any = functools.partial(self.tx.update, grads, state, values)
+        try:
+            if self._true_loss is None:
+                return update()
+            try:
+                return update(value=self._true_loss)
+            except TypeError as error:
+                if "unexpected keyword argument 'value'" not in str(error):
+                    raise
+                return update()
+        except (TypeError, ValueError) as error:
+            if (explained := self._explained(error)) is None:
+                raise
+            raise explained from error
+
+    def _explained(self, error: Exception) -> TypeError | None:
+        """An error in words of our own, where an extra argument is missing."""
+        missing = r"required keyword-only arguments?: (.+)|(\w+) must be provided"
+        needs = re.search(missing, str(error))
+        if needs is None:
+            return None
+        if needs[1] == "'value'":
+            return TypeError(
+                f"The tx of {self.name!r} needs the loss, as 'value'; call minimize, or "
+                f"apply(..., loss=loss)."
+            )
+        return TypeError(
+            f"The tx of {self.name!r} needs {needs[1] or needs[2]}; gainstage.Optax passes on the "
+            f"loss, as 'value', and no other extra argument. The update of "
+            f"gainstage.loss_scaled(tx) passes on all of them."
+        )
+
     def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
         values = [variable.value() for variable in self._index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
         old = self._state_with_keys()
-        updates: Any
-        updates, new = self.tx.update(given, old, values)
+        updates, new = self._updated(given, old, values)
 
         def is_of_variables(node: Any) -> bool:
             return type(node) is list and len(node) == len(grads)
