@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,34 @@ def test_small_gradients_survive_and_large_ones_are_seen():
     np.testing.assert_allclose(grads["w"], 1e-9, rtol=1e-2)
     _, grads = gs.value_and_grad(loss, state)(params, 10.0)
     assert not jnp.isfinite(grads["w"]).any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_integers_among_the_parameters_have_no_gradient(compiled):
+    """float0 gradients, of `allow_int=True`, pass through; the others are scaled and checked."""
+    params = {"w": jnp.ones(2), "table": jnp.arange(4).reshape(2, 2)}
+    base = optax.masked(optax.sgd(0.5), {"w": True, "table": False})
+    tx, using = (
+        gs.loss_scaled(base, gs.AdaptiveLossScale(), telemetry=True),
+        partial(jax.value_and_grad, allow_int=True),
+    )
+
+    def step(params, state, factor):
+        def loss(params):
+            return (params["w"] * params["table"][1] * factor).sum()
+
+        loss, grads = gs.value_and_grad(loss, state, using=using)(params)
+        updates, state = tx.update(grads, state, params)
+        return loss, grads, updates, state
+
+    step, state = jax.jit(step) if compiled else step, tx.init(params)
+    loss, grads, updates, state = step(params, state, 1.0)
+    assert (float(loss), grads["w"].tolist(), updates["w"].tolist()) == (5, [2, 3], [-1, -1.5])
+    for tree in (grads, updates):
+        assert (tree["table"].dtype, tree["table"].shape) == (jax.dtypes.float0, (2, 2))
+    _, _, updates, state = step(params, state, jnp.nan)
+    assert updates["w"].tolist() == [0, 0]
+    assert (int(gs.telemetry(state).skipped_steps), len(gs.report(state).counts)) == (1, 2)
 
 
 def test_argnums():

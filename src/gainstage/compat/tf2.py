@@ -12,7 +12,6 @@ from gainstage import checks, rules
 from gainstage.compat import live
 from gainstage.configurable import deserialize, serialize
 from gainstage.optimizer import Optimizer
-from gainstage.options import OPTIONS
 from gainstage.variable import Variable
 
 
@@ -79,7 +78,39 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return self.learning_rate
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__("learning_rate" if name == "lr" else name, value)
+        name = "learning_rate" if name == "lr" else name
+        if self._is_of_inner(name):
+            setattr(self.inner_optimizer, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what the wrapper itself does not have.
+        return getattr(self._inner, name) if self._is_of_inner(name) else super().__getattr__(name)
+
+    def _is_of_inner(self, name: str) -> bool:
+        """Whether an attribute is an argument of the inner optimizer, and not of the wrapper."""
+        inner = vars(self).get("_inner")
+        arguments = type(inner).__signature__.parameters if inner else ()
+        return name in arguments and name not in vars(self) and not hasattr(type(self), name)
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the inner optimizer's slots, once there are any."""
+        return sorted({name for _, name, _ in self.inner_optimizer._slot_of})
+
+    def get_slot(self, var: Variable, slot_name: str) -> Variable:
+        """A slot of the inner optimizer, by the name it has in gainstage.
+
+        Raises:
+            ValueError: no such slot.
+        """
+        slots = self.inner_optimizer._slot_of
+        if (var, slot_name, 0) not in slots:
+            raise ValueError(
+                f"{self.inner_optimizer.name!r} has no slot {slot_name!r} for {var.name!r}; its "
+                f"slots are {self.get_slot_names()}."
+            )
+        return slots[var, slot_name, 0]
 
     @property
     def iterations(self) -> Any:
@@ -105,14 +136,16 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return self._unscaled(grads)
 
     def minimize(self, loss: Callable[[], Any], var_list: Any, tape: Any = None) -> jax.Array:
-        """Scales, differentiates, unscales and applies; returns the true loss."""
+        """Scales, differentiates, unscales and applies; returns the true loss. A loss that is no
+        scalar is summed."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().minimize(loss, var_list)
 
     def _loss_and_gradients(self, loss: Callable[[], Any], var_list: Any) -> Any:
         self._forgotten.clear()  # it scales and unscales by itself
-        return super()._loss_and_gradients(loss, var_list)
+        summed = (lambda: jnp.sum(jnp.asarray(loss()))) if callable(loss) else loss
+        return super()._loss_and_gradients(summed, var_list)
 
     def apply_gradients(
         self,
@@ -163,12 +196,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             count.assign(before + 1)  # a skipped step counts
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; options that were set here are those of the inner optimizer
-        there."""
-        inner = serialize(self.inner_optimizer)
-        options = {name: value for name, value in vars(self).items() if name in OPTIONS}
+        """The constructor's arguments."""
         return {
-            "inner_optimizer": {**inner, "config": {**inner["config"], **options}},
+            "inner_optimizer": serialize(self.inner_optimizer),
             "dynamic": self.dynamic,
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
