@@ -109,12 +109,32 @@ def test_clipping_is_that_of_numpy(name, limit, rng):
 @pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
 def test_an_infinite_norm_is_not_finite(name):
     """Finite gradients with an infinite norm skip a scaled step, and never silently vanish."""
-    huge = [jnp.full(4, 1e30)]
-    var = gs.Variable(np.ones(4))
+    huge = [jnp.full(16, 3e38)]
+    var = gs.Variable(np.ones(16))
     opt = gs.LossScaleOptimizer(gs.SGD(1.0), 2.0, **{name: 1.0})
     opt.apply(huge, [var])
-    assert var.numpy().tolist() == [1, 1, 1, 1]
+    assert var.numpy().tolist() == [1] * 16
     assert float(opt.loss_scale) == 1.0
     norms = inspection.norms(huge, {name: 1.0})
     (clipped,) = gradients.clip(gradients.divided(huge), {name: 1.0}, norms)
     assert jnp.isnan(clipped.value()).all()
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
+@pytest.mark.parametrize(
+    ("element", "limit", "size"),
+    [(1e-20, 1e-21, 3), (1e-33, 1e-34, 70_000), (1e20, 1.0, 70_000), (1e35, 1e-3, 3)],
+)
+def test_clipping_knows_norms_of_all_sizes(name, element, limit, size):
+    """Finite gradients are clipped to the limit, and the step is taken, though the sum of their
+    squares is 0 or infinite in float32."""
+    gradient = np.float32(element * np.random.default_rng(0).uniform(0.5, 1, size))
+    exact = gradient.astype(float)
+    expected = -exact * (limit / np.linalg.norm(exact))
+    for wrapped in (False, True):
+        w, opt = gs.Variable(np.zeros(size, np.float32)), gs.SGD(1.0, **{name: limit})
+        opt = gs.LossScaleOptimizer(opt, 2.0, telemetry=True) if wrapped else opt
+        opt.apply([jnp.float32(gradient) * (2 if wrapped else 1)], [w])
+        np.testing.assert_allclose(w.numpy().astype(float), expected, rtol=2e-6)
+    assert int(gs.telemetry(opt).applied_steps) == 1
+    np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(exact), rtol=1e-5)

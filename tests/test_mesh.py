@@ -89,6 +89,19 @@ def test_norms_are_those_of_numpy(clip, shape, kind):
     np.testing.assert_allclose(norms, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e20, 1e33])
+@pytest.mark.parametrize("clip", ["global_clipnorm", "clipnorm"])
+def test_norms_of_all_sizes(clip, size):
+    """Neither tiny nor huge norms are lost where the parts of many devices are added up."""
+    arrays = [a * np.float32(size) for a in random(np.random.default_rng(2))]
+    layouts = layouts_on(mesh_of((4, 2)))
+    limits = {clip: size / 10}
+    norms = jax.jit(lambda g: inspection.norms(g, limits, layouts))(put(arrays, layouts))
+    squares = [(a.astype(np.float64) ** 2).sum() for a in arrays]
+    expected = np.sqrt([sum(squares)] if clip == "global_clipnorm" else squares)
+    np.testing.assert_allclose(np.float64(norms), expected, rtol=1e-6)
+
+
 ODD = [(3, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(2, 3), (6, 1)])]
 
 

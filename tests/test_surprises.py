@@ -260,12 +260,12 @@ def test_errors_name_the_argument_of_the_document():
 @pytest.mark.parametrize("clip", ["global_clipnorm", "clipnorm"])
 def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
     """Accumulated elements may be finite and their norm not: such a window leaves the weights."""
-    w = gs.Variable([1.0, 1.0])
-    inner = gs.SGD(0.5, momentum=0.9, gradient_accumulation_steps=2, **{clip: 1.0})
+    w = gs.Variable([1.0] * 9)
+    inner = gs.SGD(1.5, momentum=0.9, gradient_accumulation_steps=2, **{clip: 1.0})
     opt = gs.LossScaleOptimizer(inner, initial_scale=1.0)
-    for gradient in (1e38, 1e38, 3.0, 3.0):
-        opt.apply([[gradient, 0.0]], [w])
-    np.testing.assert_allclose(w.numpy(), [0.5, 1.0], rtol=1e-6)
+    for gradient in (1.5e38, 1.5e38, 3.0, 3.0):
+        opt.apply([[gradient] * 9], [w])
+    np.testing.assert_allclose(w.numpy(), [0.5] * 9, rtol=1e-6)
     assert int(opt.iterations) == 2
 
 

@@ -74,9 +74,9 @@ class Gradient(NamedTuple):
         """The gradient in this layout, if it is one on a mesh."""
         return self._replace(array=placed(self.array, layout))
 
-    def times(self, factor: jax.Array) -> "Gradient":
-        """The gradient times one more scalar."""
-        return Gradient(self.array, (*self.factors, factor))
+    def times(self, *factors: jax.Array) -> "Gradient":
+        """The gradient times more scalars."""
+        return Gradient(self.array, (*self.factors, *factors))
 
 
 Gradients = list[Gradient | None]
@@ -118,12 +118,15 @@ def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Arra
     if "clipvalue" in limits:
         limit = limits["clipvalue"]
         return [g and Gradient(jnp.clip(g.value(), -limit, limit)) for g in grads]
-    factors = [
-        jnp.where(jnp.isfinite(norm), limit / jnp.maximum(norm, limit), jnp.nan)
-        for norm in norms
-        for limit in limits.values()
-    ]
+    factors = [_factors(norm, limit) for norm in norms for limit in limits.values()]
     if not factors:
         return grads
     each = iter(factors if "clipnorm" in limits else itertools.repeat(factors[0]))
-    return [g and g.times(next(each)) for g in grads]
+    return [g and g.times(*next(each)) for g in grads]
+
+
+def _factors(norm: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
+    """Two factors that together clip a norm: their product may be 0 in float32."""
+    first = jnp.where(norm * 2.0**-100 > limit, 2.0**-100, 1.0)
+    second = limit / jnp.maximum(norm * first, limit)
+    return first, jnp.where(jnp.isfinite(norm), second, jnp.nan)
