@@ -29,8 +29,8 @@ from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
 from gainstage.options import OPTIONS
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
-from gainstage.signals import deferred_signals
 from gainstage.schedules import LearningRateSchedule
+from gainstage.signals import deferred_signals
 from gainstage.variable import Variable
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
