@@ -67,7 +67,7 @@ def test_windows_are_those_of_the_description(policy, on, rng):
 
     def step(true):
         opt.apply([jnp.full(3, true) * opt.loss_scale])
-        return w.value()[0], opt.iterations, opt.dynamic_scale.value()
+        return w.value()[0], opt.iterations.value(), opt.dynamic_scale.value()
 
     program = gs.jit(step, ([w], opt.variables), donate=True)
     grads = rng.integers(-8, 9, size=240).astype(np.float32)

@@ -177,7 +177,7 @@ def test_invalid_arguments(arguments, error):
     wrapped = tf2.LossScaleOptimizer(inner)
     with pytest.raises(TypeError, match="not wrapped"):
         tf2.LossScaleOptimizer(wrapped)
-    with pytest.raises(ValueError, match="which"):
+    with pytest.raises(ValueError, match="already wrapped"):
         tf2.LossScaleOptimizer(inner)
     for wrong in (None, "sgd"):
         with pytest.raises(TypeError, match="Expected an optimizer"):

@@ -650,3 +650,22 @@ def test_a_configuration_means_the_same_whatever_is_imported():
     wrapper = {"inner_optimizer": config, "initial_scale": 8.0}
     assert dtensor.SGD.__name__ == "SGD"
     assert type(gs.LossScaleOptimizer.from_config(wrapper).inner_optimizer) is gs.SGD
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["alone", "scaled"])
+def test_iterations_and_rate_read_alike_whatever_the_options(scaled):
+    """`iterations` and `learning_rate` are variables, with accumulation and a schedule too; what is
+    computed from others cannot be assigned, and says what to do."""
+    for options, rate in ({}, 0.5), ({"gradient_accumulation_steps": 2}, lambda n: 0.5 + 0 * n):
+        weight, opt = gs.Variable(1.0), gs.SGD(rate, **options)
+        opt = gs.LossScaleOptimizer(opt, 1.0) if scaled else opt
+        assert opt.iterations == 0
+        for _ in range(2):
+            opt.apply([1.0], [weight])
+        assert opt.iterations.value() == (1 if options else 2)
+        assert (opt.iterations.dtype, opt.iterations.shape) == (np.int32, ())
+        assert (float(opt.learning_rate), opt.learning_rate.value() * 2) == (0.5, 1.0)
+        for variable in (opt.iterations, opt.learning_rate) if options else ():
+            assert isinstance(variable, gs.Variable)
+            with pytest.raises(TypeError, match="is computed and cannot be assigned"):
+                variable.assign(1)

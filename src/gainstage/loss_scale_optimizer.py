@@ -259,7 +259,7 @@ class LossScaleOptimizer(Optimizer):
         return self.inner_optimizer.groups
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> Variable:
         """The inner optimizer's: a skipped step does not count."""
         return self.inner_optimizer.iterations
 

@@ -42,7 +42,7 @@ class Minimizer(Stateful):
 
     @property
     @abc.abstractmethod
-    def iterations(self) -> Any:
+    def iterations(self) -> Variable:
         """Updates so far."""
 
     @property

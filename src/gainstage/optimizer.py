@@ -20,7 +20,7 @@ from gainstage.schedules import LearningRateSchedule
 from gainstage.sharding import check_axes, divided_over
 from gainstage.stateful import shown
 from gainstage.step import Step
-from gainstage.variable import Variable, is_tracing
+from gainstage.variable import Computed, Variable, is_tracing
 
 
 class Optimizer(Step):
@@ -168,17 +168,26 @@ class Optimizer(Step):
         return bool(self._index)
 
     @property
-    def iterations(self) -> Any:
-        """Updates so far: a variable, or, with gradient accumulation, an int32 scalar."""
-        steps = self._option("gradient_accumulation_steps")
-        return self._iterations.value() // steps if steps else self._iterations
+    def iterations(self) -> Variable:
+        """Updates so far, an int32 variable; with gradient accumulation one that is computed from
+        the number of microbatches, and cannot be assigned."""
+        count, steps = self._iterations, self._option("gradient_accumulation_steps")
+        if not steps:
+            return count
+        set_by = "load a state that was saved, or start with a new optimizer"
+        return Computed(count.name, lambda: count.value() // steps, set_by)
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate: a variable, or, with a schedule or callable, its value now. Assign a
-        number to change a number; no step is compiled again."""
-        rate = self._rate
-        return rate.at(self._iterations.value()) if rate.variable is None else rate.variable
+        """The current rate, a float32 variable; with a schedule or another callable one that is
+        computed from it, and cannot be assigned. Assign a number to change a number; no step is
+        compiled again."""
+        rate, count = self._rate, self._iterations
+        if rate.variable is not None:
+            return rate.variable
+        set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
+        name = f"{self.name}/learning_rate"
+        return Computed(name, lambda: rate.at(count.value()), set_by)
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
