@@ -1,8 +1,10 @@
 """What the compiled step promises: one program, no host, memory in place."""
 
 import contextlib
+import gc
 import os
 import re
+import weakref
 from pathlib import Path
 
 import jax
@@ -265,3 +267,21 @@ def test_stateless_apply_recipe_aliases_weights_and_slots():
     size = sum(x.size * x.dtype.itemsize for x in [*weights, *state])
     assert compiled.memory_analysis().alias_size_in_bytes == size
     assert not copies(compiled)
+
+
+@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.LossScaleOptimizer], ids=["alone", "scaled"])
+def test_a_dropped_optimizer_frees_its_arrays_at_once(wrap):
+    """Nothing keeps an optimizer, its wrapper, or a compiled function that nobody uses any more."""
+    weight = gs.Variable(jnp.ones(3))
+    gc.collect()
+    gc.disable()
+    try:
+        opt = wrap(gs.Adam(0.1))
+        opt.minimize(lambda: (weight * weight).sum(), [weight])
+        step = gs.jit(lambda opt=opt: opt.loss_scale_factor, [weight], donate=True)
+        step()
+        kept = [weakref.ref(thing) for thing in (opt, *opt.variables, step)]
+        del opt, step
+        assert [reference() for reference in kept] == [None] * len(kept)
+    finally:
+        gc.enable()

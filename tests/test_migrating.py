@@ -685,8 +685,8 @@ def _():
 @row(1, "no error: one optimizer in two wrappers")
 def _():
     inner = gs.SGD(name="shared")
-    wrapped(inner, name="first")
-    failing(ValueError, "'shared' is already wrapped by 'first'", wrapped, inner)
+    first = wrapped(inner, name="first")
+    failing(ValueError, f"'shared' is already wrapped by '{first.name}'", wrapped, inner)
 
 
 @row(1, "ValueError: an option on the wrapper")
@@ -1825,8 +1825,8 @@ def _():
 def _():
     for cls in BOTH_CLASSES:
         inner = gs.SGD()
-        cls(inner)
-        failing(ValueError, "is already wrapped", cls, inner)
+        first = cls(inner)
+        failing(ValueError, f"is already wrapped by {first.name!r}", cls, inner)
 
 
 @row(4, "TypeError: dynamic is no bool")

@@ -188,21 +188,22 @@ class jit:  # noqa: N801 - reads as the function it stands for
 
     def __init__(self, fn: Callable[..., Any], state: Any, donate: bool = False):
         self._state, self._donate = variables_in(state), donate
-        self._pure = functional(fn, self._state)
+        pure = functional(fn, self._state)
+
+        def program(values: Any, args: Any, kwargs: Any) -> Any:
+            # XLA gives a donated buffer to the first result of its shape: the state goes first, in
+            # the order of the arguments, so that each new value takes the place of its old one.
+            result, values = pure(values, *args, **kwargs)
+            return values, result
+
         # A layout that is equivalent but written otherwise would be compiled for once more.
         layouts = [variable._layout for variable in self._state]
-        self._keeping = jax.jit(self._program, out_shardings=(layouts, None))
+        self._keeping = jax.jit(program, out_shardings=(layouts, None))
         self._compiled = self._keeping
         if donate:
-            self._compiled = jax.jit(self._program, donate_argnums=0, out_shardings=(layouts, None))
+            self._compiled = jax.jit(program, donate_argnums=0, out_shardings=(layouts, None))
         self._calls_back: bool | None = None  # whether the program does; not known before its first
         functools.update_wrapper(self, fn, updated=())
-
-    def _program(self, values: Any, args: Any, kwargs: Any) -> Any:
-        # XLA gives a donated buffer to the first result of its shape: the state goes first, in the
-        # order of the arguments, so that each new value takes the place of its old one.
-        result, values = self._pure(values, *args, **kwargs)
-        return values, result
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         return [variable._value for variable in self._state], args, kwargs

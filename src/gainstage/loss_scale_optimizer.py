@@ -1,6 +1,7 @@
 """Loss scaling around any optimizer: scale the loss, skip what overflowed, adapt the scale."""
 
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, Unpack
 
@@ -102,7 +103,12 @@ class LossScaleOptimizer(Optimizer):
                 vars(self)[option] = check_option(option, value, vars(self))
         if inner_optimizer.built:
             self._build_around(list(self._index))
-        inner_optimizer._wrapper = self
+        inner_optimizer._wrapper_reference = weakref.ref(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._inner._wrapper is None:  # of a shallow copy it is the original's
+            self._inner._wrapper_reference = weakref.ref(self)
 
     def _chosen_rule(
         self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None

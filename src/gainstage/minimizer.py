@@ -8,6 +8,7 @@ import abc
 import itertools
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -214,7 +215,7 @@ class Minimizer(Stateful):
         if not self.jit_compile:
             run(self._apply, state, grads, self._rate_now(), loss, only_if)
         else:
-            self._program = self._program or jit(self._apply, state, donate=True)
+            self._program = self._program or jit(_weakly(self._apply), state, donate=True)
             self._program(grads, self._rate_now(), loss, only_if)
 
     def _check_that_all_are_bound(self, trainable_variables: Any) -> None:
@@ -363,6 +364,17 @@ def _check_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> Non
                 f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
                 f"got dtype {gradient.dtype}."
             )
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose object it does not keep: one that keeps it in turn would only be freed, with
+    all of its arrays, when Python collects cycles."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return reference()(*args)  # type: ignore[misc]
+
+    return call
 
 
 def _buffers(array: jax.Array) -> list[int]:

@@ -1,6 +1,7 @@
 """The optimizer: its options and state, to which a subclass adds the rule for one variable."""
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -139,7 +140,7 @@ class Optimizer(Step):
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
         self.mesh = mesh
-        self._wrapper: Optimizer | None = None
+        self._wrapper_reference: weakref.ref[Optimizer] | None = None  # it keeps this one
         self._slots: list[Variable] = []
         self._slot_of: dict[tuple[Variable, str, int], Variable] = {}
         self._asked: Counter[tuple[Variable, str]] = Counter()
@@ -211,6 +212,10 @@ class Optimizer(Step):
     def _tally(self) -> Variable | None:
         return self._window_tally
 
+    @property
+    def _wrapper(self) -> "Optimizer | None":
+        return self._wrapper_reference and self._wrapper_reference()
+
     def _rate_now(self) -> jax.Array | None:
         return self._rate.now()
 
@@ -273,11 +278,11 @@ class Optimizer(Step):
         if "_iterations" in vars(self) and self._iterations._is_lent:
             return  # an assignment by the step itself, while it is being compiled
         vars(self)["_program"] = None
-        if wrapper := vars(self).get("_wrapper"):
-            wrapper._forget_program()
+        if vars(self).get("_wrapper_reference") and self._wrapper:
+            self._wrapper._forget_program()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_program": None, "_last_kind": None}
+        return {**vars(self), "_program": None, "_last_kind": None, "_wrapper_reference": None}
 
     def __repr__(self) -> str:
         rate = self._rate.source if self._rate.variable is None else shown(self._rate.variable)
