@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizer import Optimizer
+from gainstage.options import OPTIONS
 from gainstage.stateful import unique_names
 from gainstage.transformation import loss_scaled_within
 from gainstage.variable import Variable
@@ -66,7 +67,9 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected on_bad_microbatch='extend' for to_optax, where a step that is not finite is "
             f"no step; got {inner._option('on_bad_microbatch')!r}."
         )
-    inner = copy.deepcopy(inner)  # with a wrapper of its own, whose options are in force
+    in_force = {name: inner._option(name) for name in OPTIONS}  # a wrapper's, too
+    inner = copy.deepcopy(inner)
+    vars(inner).update(in_force)
     if not isinstance(opt, LossScaleOptimizer):
         return _unscaled(inner)
     if inner.master_weights:
@@ -74,6 +77,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
+    inner._guarded = True
     more = (opt.rule, opt.telemetry, opt.underflow_every)
     return loss_scaled_within(inner._limits(), _unscaled(inner), *more)
 
