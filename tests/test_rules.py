@@ -254,3 +254,35 @@ def test_gradients_are_recovered_at_the_bounds(scale):
         opt = gs.LossScaleOptimizer(gs.SGD(1.0), scale, jit_compile=compiled)
         opt.apply([np.float32([1.0, 2.0**-100]) * np.float32(scale)], [var])
         assert var.numpy().tolist() == [-1.0, -(2.0**-100)]
+
+
+def test_a_rule_names_what_its_update_needs():
+    """`update` of a rule refuses what is no bool scalar, and says which measures are missing."""
+    rule = gs.DynamicLossScale()
+    for wrong in (jnp.ones([1], bool), 1, "False", None):
+        with pytest.raises(TypeError, match="Expected a bool scalar for finite"):
+            rule.update(rule.init(), wrong)
+    adaptive = gs.AdaptiveLossScale()
+    with pytest.raises(TypeError, match=r"needs max_abs, any_nan, loss .* got no any_nan, loss"):
+        adaptive.update(adaptive.init(), True, max_abs=1.0)
+
+
+def test_a_loss_is_one_array_and_gradients_are_any_tree():
+    """`scale_loss` refuses several losses by name; `check_finite` takes trees and iterables."""
+    opt, tx = gs.LossScaleOptimizer(gs.SGD()), gs.loss_scaled(optax.sgd(0.1))
+    state = tx.init(jnp.ones(2))
+    for scale in (opt.scale_loss, lambda loss: gs.scale_loss(loss, state)):
+        with pytest.raises(TypeError, match=r"Expected one loss, an array; got .* Add several up"):
+            scale((jnp.ones(()), jnp.ones(())))
+    good, bad = {"a": [jnp.ones(2), None]}, {"a": jnp.array([1.0, np.nan])}
+    for grads, finite in [(good, True), (bad, False), (bad.values(), False), (iter([1.0]), True)]:
+        assert bool(opt.check_finite(grads)) is finite
+
+
+def test_a_scale_within_a_scale_is_refused():
+    """`LossScaleOptimizer` around a transformation that scales is an error, and builds nothing."""
+    weight, inner = gs.Variable(1.0), gs.Optax(optax.chain(gs.loss_scaled(optax.sgd(0.1))))
+    opt = gs.LossScaleOptimizer(inner)
+    with pytest.raises(ValueError, match="a scale within a scale"):
+        opt.minimize(lambda: weight * weight, [weight])
+    assert not inner.built

@@ -111,6 +111,11 @@ class AdaptiveLossScale(LossScale):
     def update(
         self, state: AdaptiveState, finite: jax.Array, **measured: jax.Array
     ) -> AdaptiveState:
+        if missing := [name for name in self.measures if name not in measured]:
+            raise TypeError(
+                f"AdaptiveLossScale.update needs {', '.join(self.measures)} beside state and "
+                f"finite; got no {', '.join(missing)}. Pass `loss=jnp.nan` if there is no loss."
+            )
         hopeless = jnp.isinf(measured["loss"])  # true, and not finite
         unexplained = measured["any_nan"] & jnp.isnan(measured["loss"])
         far = unexplained | (state.largest == 0)  # each probe goes far

@@ -36,6 +36,18 @@ def is_float0(x: Any) -> bool:
     return getattr(x, "dtype", None) == jax.dtypes.float0
 
 
+def scaled(loss: Any, scale: Any) -> jax.Array:
+    """A loss times the scale, in float32 or wider: a float16 one would overflow.
+
+    Raises:
+        TypeError: several losses, or something else than an array.
+    """
+    if not jax.tree_util.all_leaves([loss]) or loss is None:
+        raise TypeError(f"Expected one loss, an array; got {loss!r}. Add several up before.")
+    loss = widen(loss)
+    return loss * jnp.asarray(scale, loss.dtype)
+
+
 def real_parts(arrays: Iterable[Any]) -> list[Any]:
     """The arrays, with the real and the imaginary part in the place of each complex one."""
     parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in arrays]

@@ -16,9 +16,11 @@ from gainstage.inspection import all_finite
 from gainstage.measures import measure, measured_of_both
 from gainstage.observed import Observed, at_first, check_telemetry, observed
 from gainstage.optimizer import Optimizer
+from gainstage.optimizers.optax import Optax
 from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, advance, as_rule, start
 from gainstage.stateful import shown
+from gainstage.transformation import states_in
 from gainstage.variable import Variable, variables_like
 from gainstage.windows import is_asked
 
@@ -102,6 +104,7 @@ class LossScaleOptimizer(Optimizer):
             if value is not None:
                 vars(self)[option] = check_option(option, value, vars(self))
         if inner_optimizer.built:
+            _check_one_scale(inner_optimizer, list(inner_optimizer._index))
             self._build_around(list(self._index))
         inner_optimizer._wrapper_reference = weakref.ref(self)
 
@@ -182,9 +185,11 @@ class LossScaleOptimizer(Optimizer):
         """The rule's `increment_period`; None for a rule without one."""
         return getattr(self.rule, "increment_period", None)
 
-    def check_finite(self, grads: Iterable[Any]) -> jax.Array:
-        """Whether all gradients are finite, as a bool scalar; None counts as finite."""
-        return all_finite(list(grads))
+    def check_finite(self, grads: Any) -> jax.Array:
+        """Whether all gradients, any pytree or iterable of arrays, are finite: a bool scalar. None
+        counts as finite."""
+        alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
+        return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
 
     def _loss_scale(self) -> jax.Array:
         factor = self._option("loss_scale_factor")
@@ -312,6 +317,7 @@ class LossScaleOptimizer(Optimizer):
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
+        _check_one_scale(self.inner_optimizer, var_list)
         self.inner_optimizer.build(var_list)
 
     def _build_around(self, variables: Sequence[Variable]) -> None:
@@ -401,6 +407,14 @@ class LossScaleOptimizer(Optimizer):
 
 # How the documents call what a rule counts.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+
+
+def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
+    if isinstance(inner, Optax) and states_in(jax.eval_shape(inner._init, read(list(variables)))):
+        raise ValueError(
+            f"Expected the transformation of {inner.name!r} without gainstage.loss_scaled in it; "
+            f"got a scale within a scale. LossScaleOptimizer takes care of the scale."
+        )
 
 
 def _check_inner(inner: Any, given: set[str]) -> None:

@@ -38,6 +38,7 @@ def _explained(update: Callable[..., Any]) -> Callable[..., Any]:
                 f"Expected update(state, finite) of the rule {self!r}; got {len(args)} argument. "
                 f"The object with update(grads) is in gainstage.compat.experimental."
             )
+        checks.boolean("finite", kwargs["finite"] if "finite" in kwargs else args[1])
         return update(self, *args, **kwargs)
 
     return checked

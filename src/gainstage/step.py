@@ -59,7 +59,7 @@ class Step(Windows):
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
         scale = self._loss_scale()
-        return loss if scale is None else gradients.widen(loss) * scale
+        return loss if scale is None else gradients.scaled(loss, scale)
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
         """Gives the variables their moving averages, at the end of training with `use_ema`.

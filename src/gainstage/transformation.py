@@ -97,7 +97,7 @@ def loss_scaled_within(
 
     def init(params: Any) -> LossScaledState:
         inner = tx.init(gradients.widen(params))
-        if _states_in(inner):
+        if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
         count = len(leaves_and_none(params))
@@ -232,10 +232,10 @@ def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
         opt_state: as for `value_and_grad`.
 
     Raises:
+        TypeError: several losses, or something else than an array.
         ValueError: no loss-scale state, or several, in `opt_state`.
     """
-    loss = gradients.widen(loss)
-    return loss * loss_scale(opt_state).astype(loss.dtype)
+    return gradients.scaled(loss, loss_scale(opt_state))
 
 
 def step_was_applied(opt_state: Any) -> jax.Array:
@@ -255,7 +255,7 @@ def step_was_applied(opt_state: Any) -> jax.Array:
 def loss_scaled_state(opt_state: Any) -> LossScaledState:
     """The one state of `loss_scaled` anywhere inside of an optax state, or a ValueError."""
 
-    found = _states_in(opt_state)
+    found = states_in(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
@@ -269,7 +269,8 @@ def _is_state(node: Any) -> bool:
     return isinstance(node, LossScaledState)
 
 
-def _states_in(tree: Any) -> list[LossScaledState]:
+def states_in(tree: Any) -> list[LossScaledState]:
+    """All states of `loss_scaled` inside of an optax state."""
     return [node for node in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(node)]
 
 

@@ -179,7 +179,7 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the scale, in float32."""
         scale = self.dynamic_scale.value if self.built else self.initial_scale
-        return gradients.widen(loss) * scale
+        return gradients.scaled(loss, scale)
 
     def _step(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -360,7 +360,7 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
-        before = self._learning_rate
+        before: Any = self._learning_rate
         if isinstance(learning_rate, keras.Variable):
             learning_rate = learning_rate.value
         if not callable(learning_rate):
@@ -395,8 +395,9 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; the learning rate is the current one."""
         description = serialize(self._ours)
-        if isinstance(self._learning_rate, keras.Variable):
-            description["config"]["learning_rate"] = float(self._learning_rate.value)
+        rate: Any = self._learning_rate
+        if isinstance(rate, keras.Variable):
+            description["config"]["learning_rate"] = float(rate.value)
         return {"optimizer": description, "name": self.name}
 
     @classmethod
