@@ -82,6 +82,19 @@ def test_jmp(stop, floor):
         assert (float(state.scale), int(state.good_steps)) == (peer.loss_scale, peer.counter)
 
 
+def test_fixed_scales_of_jmp():
+    """A jmp StaticLossScale is a fixed scale, a NoOpLossScale one of 1, and `resume` takes both."""
+    jmp = pytest.importorskip("jmp")
+    for peer, scale in [(jmp.StaticLossScale(jnp.float32(8.0)), 8.0), (jmp.NoOpLossScale(), 1.0)]:
+        rule, state = peers.from_jmp(peer)
+        assert rule == gs.FixedLossScale(scale)
+        opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
+        peers.resume(opt, state)
+        assert float(opt.loss_scale) == scale
+    with pytest.raises(TypeError, match="jmp"):
+        peers.from_jmp(opt)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from gainstage import checks
 from gainstage.checks import SMALLEST
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.rules import DynamicLossScale, ScaleState
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage.stateful import check_names
 from gainstage.variable import Variable
 
@@ -76,14 +76,18 @@ def from_flax(dynamic_scale: Any) -> Imported:
     )
 
 
-def from_jmp(loss_scale: Any) -> Imported:
-    """The rule and state of a `jmp.DynamicLossScale`; its floor is kept from now on.
+def from_jmp(loss_scale: Any) -> tuple[LossScale, ScaleState]:
+    """The rule and state of a `jmp.DynamicLossScale`, whose floor is kept from now on, of a
+    `jmp.StaticLossScale`, or of a `jmp.NoOpLossScale`, which is a scale of 1.
 
     Raises:
         TypeError: something else, or a value that is no number.
         ValueError: a value out of range.
     """
-    _check_has("a jmp DynamicLossScale", loss_scale, _JMP)
+    if type(loss_scale).__name__ in ("StaticLossScale", "NoOpLossScale"):
+        fixed = FixedLossScale(getattr(loss_scale, "loss_scale", 1.0))
+        return fixed, fixed.init()
+    _check_has("a jmp loss scale", loss_scale, _JMP)
     return _imported(
         loss_scale.loss_scale,
         loss_scale.counter,
