@@ -521,3 +521,23 @@ def test_a_saved_model_keeps_its_schedule(schedule, tmp_path):
         loaded.optimizer.get_config(), {"Unregistered": Unregistered, "Halving": Halving}
     )
     assert float(twin.learning_rate) == pytest.approx(float(schedule(0)))
+
+
+def test_the_scale_can_be_asked_for():
+    """`loss_scale` is the scale in force, before `build`, after steps, and in a callback."""
+    opt = LossScaleOptimizer(gs.SGD(0.5), 8.0)
+    assert opt.loss_scale.dtype == jnp.float32
+    assert float(opt.loss_scale) == 8.0
+    opt.apply([jnp.float32([np.inf])], [keras.Variable([1.0])])
+    assert float(opt.loss_scale) == 4.0
+    seen, model = [], model_of()
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05), 2.0**10), "mse")
+
+    def note(batch, logs):
+        model.jax_state_sync()
+        seen.append(float(model.optimizer.loss_scale))
+
+    x, y = data(poisoned=[1], batches=3)
+    notes = [keras.callbacks.LambdaCallback(on_train_batch_end=note)]
+    model.fit(x, y, 16, verbose=0, shuffle=False, callbacks=notes)
+    assert seen == [2.0**10, 2.0**9, 2.0**9]

@@ -1,6 +1,7 @@
 """Loss scaling for Keras 3 models on the JAX backend: for `compile`, `fit` and loops of one's own.
 
-Needs the extra `keras`, and `KERAS_BACKEND=jax`.
+Needs the extra `keras`, and `KERAS_BACKEND=jax`. Import this module before
+`keras.saving.load_model` too: the import registers its classes with Keras.
 """
 
 # Keras is not typed.
@@ -176,10 +177,15 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         """What a compiled step has as constants, and may have become something else."""
         return self.rule, _constants(self.inner_optimizer)
 
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The scale now, a float32 scalar. During `fit` Keras keeps the state elsewhere: in a
+        callback call `model.jax_state_sync()` first."""
+        return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
+
     def scale_loss(self, loss: Any) -> Any:
         """The loss times the scale, in float32."""
-        scale = self.dynamic_scale.value if self.built else self.initial_scale
-        return gradients.scaled(loss, scale)
+        return gradients.scaled(loss, self.loss_scale)
 
     def _step(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
