@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import pickle
 
 import jax.numpy as jnp
@@ -189,3 +190,37 @@ def test_state_by_name():
             other.load_state(wrong)
         for name, value in other.state().items():
             np.testing.assert_array_equal(value, before[name])
+
+
+class Mine(gs.SGD):
+    pass
+
+
+def test_optimizers_by_name_and_configuration():
+    """`get` takes a name, a configuration or an optimizer; `serialize` and `deserialize` are
+    inverse, with wrappers, schedules and classes of the user."""
+    for cls in CORE:
+        assert type(gs.get(cls.__name__)) is type(gs.get(cls.__name__.lower())) is cls
+    opt = gs.LossScaleOptimizer(Mine(gs.schedules.CosineDecayRestarts(0.5, 2)), clipnorm=1.0)
+    config = json.loads(json.dumps(gs.serialize(opt)))
+    before = copy.deepcopy(config)
+    for made in (gs.deserialize(config), gs.get(config)):
+        assert config == before
+        assert type(made.inner_optimizer) is Mine
+        assert gs.serialize(made) == before
+    other = {"class_name": "Other", "config": {"learning_rate": 0.25}}
+    assert type(gs.deserialize(other, {"Other": Mine})) is Mine
+    assert gs.get({"class_name": "adamw", "config": {"weight_decay": 0.5}}).weight_decay == 0.5
+    assert gs.get(opt) is opt
+    assert gs.get(None) is None
+
+
+def test_what_is_no_optimizer_is_refused_by_name():
+    """An unknown name, and what is neither name, configuration nor optimizer, say what to give."""
+    with pytest.raises(ValueError, match=r"'Adam'.* got 'typo'"):
+        gs.get("typo")
+    with pytest.raises(ValueError, match="class_name and config"):
+        gs.deserialize({})
+    for function, wrong in [(gs.get, 3), (gs.serialize, gs.FixedLossScale(8.0))]:
+        with pytest.raises(TypeError, match="optimizer"):
+            function(wrong)

@@ -26,7 +26,7 @@ LAYERS = [
     {"optimizers"},
     {"transformation"},
     {"loss_scale_optimizer"},
-    {"telemetry", "to_optax"},
+    {"serialization", "telemetry", "to_optax"},
     {"compat", "diagnostics", "distributed"},
     {"interop"},
     {"demo", "doctor", "__main__"},

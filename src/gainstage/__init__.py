@@ -12,6 +12,7 @@ from gainstage.optimizer import Optimizer
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.policy import Policy, global_policy, set_global_policy
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage.serialization import deserialize, get, serialize
 from gainstage.telemetry import Report, report, telemetry
 from gainstage.to_optax import to_optax
 from gainstage.transformation import (
@@ -47,8 +48,10 @@ __all__ = [
     "ScaleState",
     "StepInfo",
     "Variable",
+    "deserialize",
     "fp8",
     "functional",
+    "get",
     "global_policy",
     "jit",
     "locally_scaled",
@@ -57,6 +60,7 @@ __all__ = [
     "report",
     "scale_loss",
     "schedules",
+    "serialize",
     "set_global_policy",
     "step_was_applied",
     "telemetry",

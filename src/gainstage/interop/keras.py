@@ -266,6 +266,8 @@ class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
         1
     """
 
+    _learning_rate: Any  # a variable, or a schedule
+
     def __init__(self, optimizer: Optimizer, name: str | None = None):
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Scaled):
             raise TypeError(

@@ -1,0 +1,84 @@
+"""Optimizers as configurations, and back: the three functions of `keras.optimizers`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gainstage import configurable, optimizers
+from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.optimizer import Optimizer
+
+_BUILT_IN = {name.lower(): name for name in [*optimizers.__all__, LossScaleOptimizer.__name__]}
+
+
+def serialize(optimizer: Optimizer) -> dict[str, Any]:
+    """The configuration of an optimizer, with the name of its class.
+
+    It has no state (`save_own_variables` and `state` have that), and is JSON-serializable unless
+    the learning rate is a function.
+
+    Raises:
+        TypeError: no optimizer.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> config = gs.serialize(gs.Adam(0.25))
+        >>> print(config["class_name"], gs.deserialize(config).learning_rate.value())
+        Adam 0.25
+
+    Source: `keras.optimizers.serialize`.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"Expected an optimizer of gainstage; got {optimizer!r}.")
+    return configurable.serialize(optimizer)
+
+
+def deserialize(
+    config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
+) -> Optimizer:
+    """The optimizer that a configuration describes, not built.
+
+    Args:
+        config: what `serialize`, or Keras for an optimizer of the same name, returned. It is not
+            changed. Names of our own classes may be in lower case.
+        custom_objects: your own classes by name: optimizers, schedules, rules. Subclasses of
+            `Optimizer` that have been imported are found without it.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: no configuration, an unknown class, or an argument out of range.
+
+    Source: `keras.optimizers.deserialize`.
+    """
+    name = config.get("class_name") if isinstance(config, Mapping) else None
+    if isinstance(name, str) and name not in (custom_objects or {}):
+        config = {**config, "class_name": _BUILT_IN.get(name.lower(), name)}
+    return configurable.deserialize(config, Optimizer, custom_objects)
+
+
+def get(identifier: str | Mapping[str, Any] | Optimizer | None) -> Optimizer | None:
+    """The optimizer that an argument stands for.
+
+    Args:
+        identifier: a name such as "adam", for an optimizer with default arguments; a configuration;
+            an optimizer, which is returned as it is; or None, for None.
+
+    Raises:
+        TypeError: anything else, or an optimizer that has no default arguments.
+        ValueError: an unknown name, or no configuration.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> print(type(gs.get("adamw")).__name__)
+        AdamW
+
+    Source: `keras.optimizers.get`.
+    """
+    if identifier is None or isinstance(identifier, Optimizer):
+        return identifier
+    if isinstance(identifier, str):
+        return deserialize({"class_name": identifier, "config": {}})
+    if isinstance(identifier, Mapping):
+        return deserialize(identifier)
+    raise TypeError(
+        f"Expected the name of an optimizer, a configuration or an optimizer; got {identifier!r}."
+    )
