@@ -39,3 +39,13 @@ def test_periods_that_get_shorter_are_refused():
         gs.schedules.CosineDecayRestarts(0.3, 10, t_mul=0.5)
     with pytest.raises(ValueError, match="first_decay_steps"):
         gs.schedules.CosineDecayRestarts(0.3, 0)
+
+
+def test_a_schedule_may_start_at_the_rate_of_an_optimizer():
+    """`opt.learning_rate` is taken for a number, and may be replaced by the schedule."""
+    opt, w = gs.SGD(0.5), gs.Variable(0.0)
+    opt.learning_rate = gs.schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
+    assert len(opt.variables) == 1
+    for _ in range(2):
+        opt.apply([1.0], [w])
+    assert float(w) == -0.75

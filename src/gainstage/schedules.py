@@ -13,6 +13,7 @@ import optax
 
 from gainstage import checks
 from gainstage.configurable import Fields
+from gainstage.variable import Variable
 
 
 class LearningRateSchedule(Fields, abc.ABC):
@@ -337,6 +338,7 @@ def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
 def _number(name: str, value: Any, **bounds: float) -> Any:
     """`value` in Python, if it is a number within the bounds: an integer if it is one that JAX
     takes, of 32 bits."""
+    value = value.value() if isinstance(value, Variable) else value
     number = checks.real(name, value, **bounds)
     value = value.item() if isinstance(value, (np.generic, np.ndarray, jax.Array)) else value
     return int(number) if isinstance(value, int) and abs(number) < 2**31 else number
