@@ -541,3 +541,15 @@ def test_the_scale_can_be_asked_for():
     notes = [keras.callbacks.LambdaCallback(on_train_batch_end=note)]
     model.fit(x, y, 16, verbose=0, shuffle=False, callbacks=notes)
     assert seen == [2.0**10, 2.0**9, 2.0**9]
+
+
+def test_a_configuration_without_a_rule_is_one_of_keras():
+    """Keras's own wrapper takes the configuration, unless a rule of ours was given."""
+    opt = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0, 3)
+    config = opt.get_config()
+    theirs = ORIGINAL.from_config(opt.get_config())
+    assert (theirs.initial_scale, theirs.dynamic_growth_steps) == (8.0, 3)
+    assert LossScaleOptimizer.from_config(config).rule == gs.DynamicLossScale(8.0, 3)
+    rule = gs.DynamicLossScale(8.0, 3, min_scale=1.0)
+    config = LossScaleOptimizer(keras.optimizers.SGD(0.5), rule=rule).get_config()
+    assert LossScaleOptimizer.from_config(config).rule == rule

@@ -236,8 +236,11 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
                 variable.assign(jnp.copy(variable.value))
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
-        return {**super().get_config(), "rule": serialize(self.rule)}
+        """The constructor's arguments; Keras's own class takes them too, unless there is a rule."""
+        config = super().get_config()
+        if self.rule == DynamicLossScale(self.initial_scale, self.dynamic_growth_steps):
+            return config
+        return {**config, "rule": serialize(self.rule)}
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
