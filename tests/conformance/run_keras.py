@@ -1,0 +1,245 @@
+"""Runs the optimizer tests that Keras ships in its wheel on the classes of gainstage.
+
+`python tests/conformance/run_keras.py` prints every failure that `keras_known.json` does not list,
+and every entry of that list that did not fail; `--list` prints all failures with their errors.
+Each test runs as it is in the installed wheel, in one or two of three ways:
+
+- native: `gs.SGD`, `gs.Adam`, the schedules, ... in the place of Keras's, on variables of ours;
+- keras: the same optimizers by way of `gainstage.interop.keras.KerasOptimizer`, and its
+  `LossScaleOptimizer`, on variables of Keras;
+- wrapper: `gainstage.interop.keras.LossScaleOptimizer` around Keras's own optimizers.
+
+What the tests read that is private to Keras, an adapter answers from our state; where they take
+`value` for an attribute, ours is a method.
+"""
+
+import functools
+import itertools
+import json
+import os
+import re
+import sys
+import traceback
+import types
+import unittest
+import warnings
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import jax
+import jax.numpy as jnp
+import keras
+
+import gainstage as gs
+from gainstage.interop.keras import KerasOptimizer, LossScaleOptimizer
+
+jax.config.update("jax_disable_most_optimizations", True)  # each program runs once or twice
+
+KNOWN = Path(__file__).with_name("keras_known.json")
+FOLDER = Path(keras.__file__).parent / "src/optimizers"
+OURS = {
+    name: getattr(gs, name)
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Lion")
+}
+OPTIMIZERS = [f"{name.lower()}_test" for name in OURS]
+MODES = {
+    "native": [
+        *OPTIMIZERS,
+        "optimizer_test",
+        "loss_scale_optimizer_test",
+        "schedules/learning_rate_schedule_test",
+    ],
+    "keras": [
+        *OPTIMIZERS,
+        "optimizer_test",
+        "loss_scale_optimizer_test",
+        "schedules/learning_rate_schedule_test:TestFitLRSchedulesFlow",
+    ],
+    "wrapper": ["loss_scale_optimizer_test"],
+}
+
+
+def clipped(optimizer, grads):
+    """Gradients as our clip options leave them: what a step of plain gradient descent takes off."""
+    options = {name: getattr(optimizer, name) for name in ("clipnorm", "clipvalue")}
+    probe = gs.SGD(1.0, **options, global_clipnorm=optimizer.global_clipnorm)
+    variables = [gs.Variable(jnp.zeros(jnp.shape(g))) for g in grads]
+    probe.apply(grads, variables)
+    return [-v.value() for v in variables]
+
+
+def private(cls, accumulators, averages):
+    """Lets a class answer to what the tests know of the inside of Keras's optimizers."""
+    cls._clip_gradients = clipped
+    cls._accumulated_gradients = property(accumulators)
+    if averages is not None:
+        cls._model_variables_moving_average = property(averages)
+
+
+def native():
+    """What the tests import, by name, for the classes of gainstage themselves."""
+    private(gs.Optimizer, lambda o: o._accumulators, lambda o: o._averages)
+    backend = types.SimpleNamespace(**vars(keras.src.backend))
+    backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
+    optimizers = types.SimpleNamespace(**OURS, schedules=gs.schedules)
+    optimizers.get, optimizers.serialize = gs.get, gs.serialize
+    optimizers.deserialize = gs.deserialize
+    return {
+        **OURS,
+        "backend": backend,
+        "optimizers": optimizers,
+        "schedules": gs.schedules,
+        "LossScaleOptimizer": gs.LossScaleOptimizer,
+    }
+
+
+class Factory(type):
+    """Stands for a class of Keras: makes a `KerasOptimizer` around one of ours."""
+
+    def __call__(cls, *args, **kwargs):
+        return KerasOptimizer(OURS[cls.__name__](*args, **kwargs))
+
+    def __instancecheck__(cls, instance):
+        ours = getattr(instance, "_ours", None)
+        return type(ours) is OURS[cls.__name__]
+
+
+def through_keras():
+    """The same for optimizers of gainstage inside of `KerasOptimizer`."""
+    private(KerasOptimizer, lambda o: [o._mirror(a) for a in o._ours._accumulators], None)
+    made = {name: Factory(name, (), {}) for name in OURS}
+
+    def deserialize(config):
+        if config["class_name"] == "KerasOptimizer":
+            return keras.saving.deserialize_keras_object(config)
+        return KerasOptimizer(gs.deserialize(config))
+
+    def get(identifier):
+        ours = gs.get(identifier)
+        return ours and KerasOptimizer(ours)
+
+    optimizers = types.SimpleNamespace(**made, schedules=keras.optimizers.schedules)
+    optimizers.get, optimizers.deserialize = get, deserialize
+    optimizers.serialize = keras.saving.serialize_keras_object
+    return {
+        **made,
+        "optimizers": optimizers,
+        "schedules": gs.schedules,
+        "LossScaleOptimizer": LossScaleOptimizer,
+    }
+
+
+def wrapper():
+    """The same for our wrapper around optimizers of Keras."""
+    return {"LossScaleOptimizer": LossScaleOptimizer}
+
+
+def load(mode, name, replaced):
+    """A test module of the wheel, with other classes in the place of those it imports."""
+    path = FOLDER / f"{name}.py"
+    source = path.read_text()
+    if mode == "native":
+        # What the tests take for an attribute is a method of our variables.
+        source = re.sub(r"\.value\b(?!\()", ".value()", source)
+    module = types.ModuleType(f"{mode}_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    exec(compile(source, str(path), "exec"), vars(module))
+    vars(module).update({k: v for k, v in replaced.items() if k in vars(module)})
+    return module
+
+
+class Result(unittest.TestResult):
+    """Keeps what each test ended with: None, or the last line of its error."""
+
+    def __init__(self):
+        super().__init__()
+        self.ended = {}
+
+    def startTest(self, test):  # noqa: N802
+        super().startTest(test)
+        self.ended[test.id()] = None
+
+    def addError(self, test, err):  # noqa: N802
+        self.ended[test.id()] = "".join(traceback.format_exception_only(*err[:2])).strip()
+
+    addFailure = addError  # noqa: N815
+
+    def addSkip(self, test, reason):  # noqa: N802
+        self.ended.pop(test.id(), None)
+
+
+def same_type(self, expected, *args, **kwargs):
+    """`assertRaisesRegex` without the text, which is ours."""
+    return self.assertRaises(expected, *args[1:], **kwargs)  # noqa: PT027
+
+
+def is_skipped(test):
+    """Whether pytest would skip a test: one for another backend."""
+    method = getattr(test, test._testMethodName)
+    marks = getattr(method, "pytestmark", [])
+    return any(mark.name == "skipif" and mark.args[0] for mark in marks)
+
+
+def tests_of(mode):
+    """Every test of a mode, with what it needs of an adapter."""
+    replaced = {"native": native, "keras": through_keras, "wrapper": wrapper}[mode]()
+    ours = {**OURS, "LossScaleOptimizer": gs.LossScaleOptimizer, **vars(gs.schedules)}
+    for name in MODES[mode]:
+        name, _, only = name.partition(":")
+        module = load(mode, name, replaced)
+        for test in itertools.chain(*unittest.defaultTestLoader.loadTestsFromModule(module)):
+            case = type(test)
+            case.assertRaisesRegex = same_type
+            if hasattr(case, "_skip_test_for_stateless"):  # Keras's `apply` fails on JAX, ours not
+                case._skip_test_for_stateless = lambda self, stateless: None
+            if mode == "native":  # Keras does not know our classes
+                check = keras.src.testing.TestCase.run_class_serialization_test
+                case.run_class_serialization_test = functools.partialmethod(
+                    check, custom_objects=ours
+                )
+            if not is_skipped(test) and only in (case.__name__, ""):
+                yield test
+
+
+def run(mode):
+    """Every test of a mode by name, with None or its error."""
+    result = Result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        unittest.TestSuite(tests_of(mode)).run(result)
+    return result.ended
+
+
+def compare(ended, known):
+    """The failures that are not listed, and the listed ones that are none."""
+    failed = {name for name, error in ended.items() if error}
+    return sorted(failed - set(known)), sorted(set(known) - failed)
+
+
+def main():
+    """Runs everything; ends with an error if the failures are not those that are listed."""
+    ended = {}
+    for mode in MODES:
+        ended |= run(mode)
+    known = json.loads(KNOWN.read_text())
+    if "--list" in sys.argv:
+        for name, error in ended.items():
+            if error:
+                print(f"{name}: {error.splitlines()[0][:300]}")
+    unexpected, gone = compare(ended, known["failures"])
+    same = keras.__version__ == known["keras"]
+    for mode in MODES:
+        of_mode = {n: e for n, e in ended.items() if n.startswith(f"{mode}_")}
+        passed = sum(error is None for error in of_mode.values())
+        print(f"{mode}: {passed} of {len(of_mode)} tests of Keras {keras.__version__} pass")
+    for name in unexpected:
+        print(f"unexpected failure: {name}: {ended[name]}")
+    for name in gone if same else ():
+        print(f"no failure any more: {name}")
+    return bool(unexpected or (same and gone))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
