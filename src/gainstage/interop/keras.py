@@ -7,107 +7,28 @@ Needs the extra `keras`, and `KERAS_BACKEND=jax`. Import this module before
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
-import copy
-import re
-import warnings
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 
 from gainstage import gradients
-from gainstage.configurable import deserialize, family, serialize
+from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import inspect
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
-from gainstage.learning_rate import LearningRate
-from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
+from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
 from gainstage.measures import measure
 from gainstage.optimizer import Optimizer
-from gainstage.options import OPTIONS
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
-from gainstage.schedules import LearningRateSchedule
-from gainstage.signals import deferred_signals
-from gainstage.variable import Variable
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
 
-PACKAGE = "gainstage"
-
-
-class _Stateless:
-    """`apply` by way of `stateless_apply`, and so one compiled program where it is called alone."""
-
-    _compiled: Any = None
-    _constants: Any = None  # of what is compiled
-
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Takes a step; gradients may be None, variables some of those it was built with."""
-        grads = list(grads)
-        if not grads:
-            return
-        if not self.built:
-            if trainable_variables is None:
-                raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
-            self.build(list(trainable_variables))
-        known = self._trainable_variables
-        chosen = known if trainable_variables is None else list(trainable_variables)
-        self._check_variables_are_known(chosen)
-        self._warn_of_missing(chosen, grads)
-        ordered: list[Any] = [None] * len(known)
-        for variable, gradient in zip(chosen, grads, strict=True):
-            ordered[self._get_variable_index(variable)] = gradient
-        step = self._step
-        if not keras.src.backend.common.stateless_scope.in_stateless_scope():
-            if self._compiled is None or self._constants != self._frozen():
-                self._compiled, self._constants = jax.jit(partial(step)), self._frozen()
-            step = self._compiled
-        values = [[v.value for v in variables] for variables in (self.variables, known)]
-        new = step(values[0], ordered, values[1])
-        with deferred_signals():
-            for variables, results in zip((known, self.variables), new, strict=True):
-                for variable, value in zip(variables, results, strict=True):
-                    variable.assign(value)
-
-    def stateless_apply(
-        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
-        if not self.built:
-            raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
-        known = self._trainable_variables
-        if not len(known) == len(grads) == len(trainable_variables):
-            raise ValueError(
-                f"{self.name!r} was built with {len(known)} trainable variables; got "
-                f"{len(grads)} gradients for {len(trainable_variables)}. After freezing or "
-                f"unfreezing layers compile the model again, with a new optimizer."
-            )
-        if len(optimizer_variables) != len(self.variables):
-            raise ValueError(
-                f"{self.name!r} has {len(self.variables)} variables; got "
-                f"{len(optimizer_variables)} values for them."
-            )
-        self._warn_of_missing(known, grads)
-        return self._step(optimizer_variables, grads, trainable_variables)
-
-    def _warn_of_missing(self: Any, variables: Any, grads: Any) -> None:
-        missing = [v.path for v, g in zip(variables, grads, strict=True) if g is None]
-        if not missing or len(missing) == len(grads):  # all is an error
-            return
-        if isinstance(getattr(self, "inner_optimizer", self), KerasOptimizer):  # Keras's own warn
-            warnings.warn(
-                f"Gradients do not exist for variables {missing} when minimizing the loss. They "
-                f"stay as they are. With model.compile(), is the `loss` argument given?",
-                stacklevel=3,
-            )
-
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
-class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     """Keras's `LossScaleOptimizer`, with any rule, a bounded scale, and an `apply` that works.
 
     It takes the place of Keras's own: `compile` with the policy `mixed_float16` wraps it no more.
@@ -175,7 +96,7 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
 
     def _frozen(self) -> Any:
         """What a compiled step has as constants, and may have become something else."""
-        return self.rule, _constants(self.inner_optimizer)
+        return self.rule, constants(self.inner_optimizer)
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -249,237 +170,3 @@ class LossScaleOptimizer(_Stateless, keras.optimizers.LossScaleOptimizer):
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
-
-
-@keras.saving.register_keras_serializable(PACKAGE, "KerasOptimizer")
-class KerasOptimizer(_Stateless, keras.optimizers.Optimizer):
-    """An optimizer of gainstage as one of Keras, for models that need no loss scaling.
-
-    Args:
-        optimizer: not built, with all its options; it is not changed.
-        name: its name, by default the optimizer's.
-
-    Examples:
-        >>> import gainstage as gs, keras, numpy as np
-        >>> from gainstage.interop.keras import KerasOptimizer
-        >>> model = keras.Sequential([keras.layers.Dense(1)])
-        >>> model.compile(KerasOptimizer(gs.Adam(0.1, global_clipnorm=1.0)), "mse")
-        >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
-        >>> print(int(model.optimizer.iterations.value))
-        1
-    """
-
-    _learning_rate: Any  # a variable, or a schedule
-
-    def __init__(self, optimizer: Optimizer, name: str | None = None):
-        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Scaled):
-            raise TypeError(
-                f"Expected an optimizer of gainstage that does not scale losses; got {optimizer!r}."
-            )
-        if optimizer.built:
-            raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
-        _check_rate(optimizer._rate)
-        super().__init__(learning_rate=0.0, name=name or optimizer.name)
-        for variable in self.variables:  # it has its own
-            self._untrack_variable(variable)
-        self._ours = copy.deepcopy(optimizer)
-        count, rate = self._ours._iterations, self._ours._rate
-        self._iterations = _mirror_of(count, count.value())  # which tracks it
-        number = rate.variable
-        self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
-
-    @keras.src.utils.tracking.no_automatic_dependency_tracking
-    def build(self, variables: Any) -> None:
-        """Creates a Keras variable for each of the optimizer's state, laid out as it says."""
-        planned = [_planned(variable) for variable in variables]
-        self._ours.build(planned)
-        values = [variable.value for variable in variables]
-        starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
-        known = self.variables  # iterations and rate, which may have been set since
-        for slot, mirror in zip(self._ours.variables, known, strict=False):
-            if slot._layout is not None:
-                mirror._layout = slot._layout
-                mirror.assign(jax.device_put(mirror.value, slot._layout))
-        for slot in self._ours.variables[len(known) :]:
-            self._track_variable(_mirror_of(slot, starts[slot]))
-        self._trainable_variables_indices = {
-            self._var_key(variable): i for i, variable in enumerate(variables)
-        }
-        self._trainable_variables = list(variables)
-        self.built = True
-
-    def _step(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        ours, old, before = self._ours, list(trainable_variables), list(optimizer_variables)
-        # What quantized layers measure comes as a gradient, and is the variable's new value.
-        pairs = enumerate(self._trainable_variables)
-        measured = [i for i, v in pairs if self._overwrite_variable_with_gradient(v)]
-        given = [None if i in measured else g for i, g in enumerate(grads)]
-        if all(g is None for g in given) and any(g is not None for g in grads):
-            new, state = list(old), [before[0] + 1, *before[1:]]
-        else:
-            new, state = ours.stateless_apply(before, given, old)
-        steps, taken = self.gradient_accumulation_steps, state[0] != before[0]
-        for i in measured:
-            new[i] = old[i]
-            if grads[i] is None:
-                continue
-            value, due = jnp.asarray(grads[i], old[i].dtype), taken
-            if steps:  # the largest of a window, at its end
-                place, ended = (
-                    ours.variables.index(ours._accumulators[i]),
-                    (before[0] + 1) % steps == 0,
-                )
-                value = jnp.maximum(value, before[place])
-                state[place] = jnp.where(taken, jnp.where(ended, 0, value), before[place])
-                due = taken & ended & (state[0] // steps > before[0] // steps)
-            new[i] = jnp.where(due, value, old[i]).astype(old[i].dtype)
-        return new, state
-
-    def _frozen(self) -> Any:
-        return _constants(self)
-
-    def _mirror(self, ours: Any) -> Any:
-        """The Keras variable of one of the optimizer's."""
-        return self.variables[self._ours.variables.index(ours)]
-
-    @property
-    def _model_variables_moving_average(self) -> list[Any]:
-        """The moving averages, under the name by which Keras's `SwapEMAWeights` finds them."""
-        if not self._ours._averages:
-            raise AttributeError("Expected use_ema=True; there are no moving averages.")
-        return [self._mirror(average) for average in self._ours._averages]
-
-    def scale_loss(self, loss: Any) -> Any:
-        """The loss times `loss_scale_factor`, in float32; the loss itself without one."""
-        return self._ours.scale_loss(loss)
-
-    @property
-    def iterations(self) -> Any:
-        """Updates so far: a variable, or, with gradient accumulation, an integer array."""
-        steps = self.gradient_accumulation_steps
-        return self._iterations.value // steps if steps else self._iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The current rate: a variable, or, with a schedule, its value now."""
-        rate = self._learning_rate
-        if isinstance(rate, keras.Variable):
-            return rate
-        return self._ours._rate.at(self._iterations.value)
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        before: Any = self._learning_rate
-        if isinstance(learning_rate, keras.Variable):
-            learning_rate = learning_rate.value
-        if not callable(learning_rate):
-            self._ours.learning_rate = learning_rate
-            before.assign(learning_rate)
-            return
-        if self.built and isinstance(before, keras.Variable):
-            raise TypeError(
-                f"Expected a number for learning_rate, which was one when {self.name!r} was "
-                f"built; got {learning_rate!r}."
-            )
-        _check_rate(LearningRate(learning_rate, self.name))
-        self._ours.learning_rate = self._learning_rate = learning_rate
-        self._untrack_variable(before)
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Names the variables that do not decay: Keras variables, or parts of their paths."""
-        paths = [f"^{re.escape(variable.path)}$" for variable in var_list or ()]
-        self._ours.exclude_from_weight_decay(var_names=[*paths, *(var_names or ())])
-
-    def finalize_variable_values(self, var_list: Any) -> None:
-        """Gives the variables their moving averages, if there are any yet."""
-        if not self._ours._averages or not int(self._iterations.value):
-            return
-        for variable in var_list:
-            if self._overwrite_variable_with_gradient(variable):
-                continue
-            average = self._ours._averages[self._get_variable_index(variable)]
-            # A copy: `fit` donates both, and no buffer can be donated twice.
-            variable.assign(jnp.copy(self._mirror(average).value))
-
-    def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; the learning rate is the current one."""
-        description = serialize(self._ours)
-        rate: Any = self._learning_rate
-        if isinstance(rate, keras.Variable):
-            description["config"]["learning_rate"] = float(rate.value)
-        return {"optimizer": description, "name": self.name}
-
-    @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` describes."""
-        description = copy.deepcopy(config["optimizer"])
-        rate = description["config"].get("learning_rate")
-        if isinstance(rate, Mapping) and not _is_ours(rate, custom_objects):
-            rate = keras.saving.deserialize_keras_object(rate, custom_objects)
-            description["config"]["learning_rate"] = rate
-        return cls(deserialize(description, Optimizer, custom_objects), config.get("name"))
-
-
-def _constants(optimizer: Any) -> Any:
-    """The options of an optimizer, and its rate unless that is a variable."""
-    rate = optimizer._learning_rate
-    rate = None if isinstance(rate, keras.Variable) else rate
-    return rate, *(getattr(optimizer, name, None) for name in OPTIONS)
-
-
-def _option(name: str) -> property:
-    """An option of `KerasOptimizer`: that of the optimizer in it."""
-
-    def get(self: KerasOptimizer) -> Any:
-        return self._ours._option(name)
-
-    def put(self: KerasOptimizer, value: Any) -> None:
-        if "_ours" in vars(self):  # before that Keras's constructor sets its defaults
-            setattr(self._ours, name, value)
-
-    return property(get, put, doc=f"The optimizer's `{name}`; see `gainstage.Optimizer`.")
-
-
-for _name in OPTIONS:
-    setattr(KerasOptimizer, _name, _option(_name))
-
-
-def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:
-    """Whether a description stands for a schedule of gainstage, or for one of Keras that has a
-    twin there; Keras itself makes all others, with its registry and custom-object scope."""
-    name, registered = schedule.get("class_name"), schedule.get("registered_name")
-    ours = list(family(LearningRateSchedule))
-    if name in (custom_objects or {}):
-        return custom_objects[name] in ours
-    return registered is None and name in [cls.__name__ for cls in ours]
-
-
-def _check_rate(rate: LearningRate) -> None:
-    """Keras compiles steps, and would call a callable of no argument once for all of them."""
-    if rate.variable is None and not rate._takes_step:
-        raise ValueError(
-            f"Expected a number, or a schedule or callable of the step, for learning_rate; got "
-            f"{rate.source!r}."
-        )
-
-
-def _mirror_of(slot: Variable, value: jax.Array) -> Any:
-    """A Keras variable that holds the value of one of ours, laid out as that is."""
-    value = jnp.copy(value)  # Keras donates what its variables hold
-    name = slot.name.replace("/", "_")
-    mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
-    if slot._layout is not None:
-        mirror._layout = slot._layout
-        mirror.assign(jax.device_put(value, slot._layout))
-    return mirror
-
-
-def _planned(variable: Any) -> Variable:
-    """A variable of ours for one of Keras."""
-    value = variable.value
-    layout = value.sharding if isinstance(value.sharding, NamedSharding) else None
-    plan = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=layout)
-    constraint = variable.constraint and (lambda x: jnp.asarray(variable.constraint(x)))
-    return Variable(plan, name=variable.path, constraint=constraint)
