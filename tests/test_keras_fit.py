@@ -474,6 +474,8 @@ def test_a_missing_gradient_is_a_warning(wrap):
     assert [float(a.value[0]), float(b.value[0])] == [0.0, 1.0]
     with pytest.raises(ValueError, match="for at least one variable"):
         opt.apply([None], [a])
+    with pytest.raises(ValueError, match=r"one for each of \['a', 'b'\]; got 1"):
+        opt.apply([jnp.float32([1.0])])
 
 
 @keras.saving.register_keras_serializable("test_keras_fit")

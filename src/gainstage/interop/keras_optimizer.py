@@ -45,6 +45,11 @@ class Stateless:
         known = self._trainable_variables
         chosen = known if trainable_variables is None else list(trainable_variables)
         self._check_variables_are_known(chosen)
+        if len(grads) != len(chosen):
+            raise ValueError(
+                f"Expected {len(chosen)} gradients, one for each of {[v.path for v in chosen]}; "
+                f"got {len(grads)}."
+            )
         self._warn_of_missing(chosen, grads)
         ordered: list[Any] = [None] * len(known)
         for variable, gradient in zip(chosen, grads, strict=True):
