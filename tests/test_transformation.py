@@ -429,13 +429,37 @@ def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
     moved, after = mapped(params, state, grads)
     assert float(moved["w"].min()) < 1 > float(moved["b"].min())
-    if checked:
-        np.testing.assert_allclose(gs.telemetry(after).grad_norm, np.sqrt(12 * size), rtol=1e-5)
+    norm = np.sqrt(12 * size) if checked else np.nan  # which is not known then
+    np.testing.assert_allclose(gs.telemetry(after).grad_norm, norm, rtol=1e-5)
     bad = {**grads, "w": put(jnp.ones((8, size)).at[3, 0].set(jnp.nan), "data")}
     same, after = mapped(params, state, bad)
     assert [float(x.data) for x in after.loss_scale.scale.addressable_shards] == [2.0**14] * 8
     for name, old in params.items():
         assert np.asarray(same[name]).tobytes() == np.asarray(old).tobytes()
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_norm_of_unknown_parts_is_refused(clip, wrapped):
+    """Inside of `shard_map(check_vma=False)` a clip by a norm is an error that names the remedy,
+    for parts of one gradient look like copies of it; with `check_vma=True` it is right."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    inner = gs.SGD(1.0, **{clip: 1.0})
+    tx = gs.to_optax(gs.LossScaleOptimizer(inner) if wrapped else inner)
+
+    def move(grads, **options):
+        def step(grads):
+            params = grads * 0
+            return tx.update(grads, tx.init(params), params)[0]
+
+        spec = PartitionSpec("data")
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+        return jax.jit(mapped)(grads)
+
+    grads = jnp.float32([0.1, 0.1, 0, 0, 30, 40, 0, 0])
+    np.testing.assert_allclose(move(grads), -grads / 50, rtol=1e-5)
+    with pytest.raises(ValueError, match=f"{clip} needs to know .* Use check_vma=True"):
+        move(grads, check_vma=False)
 
 
 def test_the_state_is_stored_by_orbax_and_msgpack(tmp_path):

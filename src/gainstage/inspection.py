@@ -14,7 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage.bridge import compiled_if_eager
 from gainstage.gradients import real_parts, wide
 from gainstage.joining import Reduction, bundle, by_rows, reduce_each
-from gainstage.sharding import axes_of, is_first, typed_layout, varying, varying_axes, varying_like
+from gainstage.sharding import (
+    axes_of,
+    is_first,
+    knows_what_varies,
+    typed_layout,
+    varying,
+    varying_axes,
+    varying_like,
+)
 from gainstage.variable import placed
 
 
@@ -65,7 +73,11 @@ def inspect(
             finite, and so has the norm of all of them if `limits` has one.
         layouts: the sharding of each, None for those that are on one device; if empty, only what
             the arrays themselves tell is known.
-        norm: whether the norm of all of them together is wanted, even if clipping needs none.
+        norm: whether the norm of all of them together is wanted, even if clipping needs none; nan
+            of finite gradients inside of `jax.shard_map(check_vma=False)`.
+
+    Raises:
+        ValueError: a limit for a norm inside of `jax.shard_map(check_vma=False)`.
     """
     known = bool(layouts) or jax.device_count() == 1
     layouts = layouts or [typed_layout(gradient) for gradient in grads]
@@ -81,6 +93,14 @@ def inspect(
     if norm and not clips:
         limits = {"global_clipnorm": math.inf}
     mesh = jax.sharding.get_abstract_mesh()
+    unknown = bool(mesh.manual_axes) and not knows_what_varies(mesh)
+    if unknown and clips:
+        (name,) = limits
+        raise ValueError(
+            f"{name} needs to know which gradients differ between devices, and "
+            f"jax.shard_map(check_vma=False) does not tell. Use check_vma=True, or clip the "
+            f"gradients before the step."
+        )
     if mesh.manual_axes:  # inside of `jax.shard_map`
         axes = [varying_axes(leaf) for leaf in leaves]
         ordered = set(mesh.manual_axes) == set(mesh.axis_names)
@@ -97,6 +117,7 @@ def inspect(
     if norms is None:
         return Inspection(reading.finite, [], None)
     whole = _norm_of(norms) if "clipnorm" in limits else norms[0]
+    whole = jnp.where(reading.finite, jnp.nan, whole) if unknown else whole
     finite = reading.finite & jnp.isfinite(norms).all() if clips else reading.finite
     return Inspection(finite, list(norms) if clips else [], whole if norm else None)
 

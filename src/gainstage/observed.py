@@ -26,7 +26,9 @@ class StepInfo(NamedTuple):
     finite: jax.Array  # bool: whether it was applied, and not skipped; True before the first
     loss_scale: jax.Array  # float32: the scale of its loss; the next step's may be another
     skipped_steps: jax.Array  # int32: how many steps have been skipped so far
-    grad_norm: jax.Array  # float32: of all true gradients together, before clipping; 0 at first
+    # float32: of all true gradients together, before clipping; 0 at first, nan inside of
+    # `jax.shard_map(check_vma=False)`, where parts and copies cannot be told apart
+    grad_norm: jax.Array
     applied_steps: jax.Array  # int32: how many have not
     # float32: the largest finite element of the true gradients, 0 at first; of this step, or of the
     # last in which it was looked for

@@ -73,6 +73,13 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(axes)
 
 
+def knows_what_varies(mesh: Any) -> bool:
+    """Whether `varying_axes` is right inside of `jax.shard_map`: it is not with `check_vma=False`,
+    unless there is one device alone."""
+    axes = [axis for axis in mesh.manual_axes if lax.axis_size(axis) > 1]
+    return all(varying_axes(lax.axis_index(axis)) for axis in axes)
+
+
 def varying_like(tree: Any, arrays: Iterable[Any]) -> Any:
     """A pytree of arrays as of a type that differs wherever one of `arrays` does: such are what a
     loop or a branch that reads them starts from."""
