@@ -669,3 +669,18 @@ def test_iterations_and_rate_read_alike_whatever_the_options(scaled):
             assert isinstance(variable, gs.Variable)
             with pytest.raises(TypeError, match="is computed and cannot be assigned"):
                 variable.assign(1)
+
+
+RULES = [(gs.Adam, {}), (gs.Adam, {"amsgrad": True}), (gs.RMSprop, {"centered": True})]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"), [*RULES, (gs.RMSprop, {}), (gs.Adadelta, {}), (gs.Adagrad, {})]
+)
+def test_a_gradient_whose_square_overflows_leaves_a_finite_state(rule, options):
+    """After a finite gradient of 1e20 weights and slots are finite, and no step was a large one."""
+    w, opt = gs.Variable([0.0]), rule(0.1, **options)
+    for gradient in (1.0, 1e20, 1.0, 1.0):
+        opt.apply([jnp.float32([gradient])], [w])
+    assert all(np.isfinite(v.numpy()).all() for v in [w, *opt.variables])
+    assert abs(float(w[0])) < 3

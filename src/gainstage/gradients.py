@@ -48,6 +48,12 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
     return loss * jnp.asarray(scale, loss.dtype)
 
 
+def with_square(gradient: jax.Array) -> jax.Array:
+    """The gradient, clipped to numbers whose square is finite: 2**63 in float32."""
+    largest = 2.0 ** (jnp.finfo(gradient.dtype).maxexp // 2 - 1)
+    return jnp.clip(gradient, -largest, largest)
+
+
 def real_parts(arrays: Iterable[Any]) -> list[Any]:
     """The arrays, with the real and the imaginary part in the place of each complex one."""
     parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in arrays]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.gradients import with_square
 from gainstage.optimizer import Optimizer
 from gainstage.options import OptimizerOptions
 from gainstage.variable import Variable
@@ -64,6 +65,7 @@ class Adadelta(Optimizer):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         i, rho = self._get_variable_index(variable), self.rho
+        gradient = with_square(gradient)
         a, d = self.accumulated_grads[i], self.accumulated_steps[i]
         self.assign(a, rho * a + (1 - rho) * jnp.square(gradient))
         step = -gradient * jnp.sqrt(d + self.epsilon) / jnp.sqrt(a + self.epsilon)

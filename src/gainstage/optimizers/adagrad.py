@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.gradients import with_square
 from gainstage.optimizer import Optimizer
 from gainstage.options import OptimizerOptions
 from gainstage.variable import Variable
@@ -66,5 +67,6 @@ class Adagrad(Optimizer):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         a = self.accumulators[self._get_variable_index(variable)]
+        gradient = with_square(gradient)
         self.assign_add(a, jnp.square(gradient))
         self.assign_sub(variable, learning_rate * gradient / jnp.sqrt(a.value() + self.epsilon))

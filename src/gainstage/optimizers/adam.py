@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.gradients import with_square
 from gainstage.optimizer import Optimizer
 from gainstage.options import OptimizerOptions
 from gainstage.variable import Variable
@@ -72,6 +73,7 @@ class Adam(Optimizer):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         i = self._get_variable_index(variable)
+        gradient = with_square(gradient)
         m, v = self.momentums[i], self.velocities[i]
         t = jnp.asarray(self.iterations, variable.dtype) + 1
         alpha = learning_rate * jnp.sqrt(1 - self.beta_2**t) / (1 - self.beta_1**t)

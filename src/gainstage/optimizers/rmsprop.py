@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import checks
+from gainstage.gradients import with_square
 from gainstage.optimizer import Optimizer
 from gainstage.options import OptimizerOptions
 from gainstage.variable import Variable
@@ -73,6 +74,7 @@ class RMSprop(Optimizer):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         i, rho = self._get_variable_index(variable), self.rho
+        gradient = with_square(gradient)
         v = self.velocities[i]
         self.assign(v, rho * v + (1 - rho) * jnp.square(gradient))
         variance = v.value()
