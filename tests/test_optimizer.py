@@ -684,3 +684,12 @@ def test_a_gradient_whose_square_overflows_leaves_a_finite_state(rule, options):
         opt.apply([jnp.float32([gradient])], [w])
     assert all(np.isfinite(v.numpy()).all() for v in [w, *opt.variables])
     assert abs(float(w[0])) < 3
+
+
+def test_a_centered_variance_is_never_negative():
+    """RMSprop on gradients that hardly change: v - a**2 rounds below 0, and no weight is NaN."""
+    g = np.float32(3.3 * (1 + 1e-4 * np.random.default_rng(0).normal(size=(8, 4096))))
+    w, opt = gs.Variable(np.zeros(4096, np.float32)), gs.RMSprop(1e-3, centered=True)
+    for i in range(160):
+        opt.apply([g[i % 8]], [w])
+    assert np.isfinite(w.numpy()).all()

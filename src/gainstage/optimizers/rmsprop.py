@@ -18,7 +18,7 @@ class RMSprop(Optimizer):
 
         v = rho * v + (1 - rho) * g**2
         a = rho * a + (1 - rho) * g                     # centered; else a = 0
-        step = learning_rate * g / sqrt(v - a**2 + epsilon)
+        step = learning_rate * g / sqrt(max(v - a**2, 0) + epsilon)
         m = momentum * m + step                         # momentum > 0; else m = step
         w -= m
 
@@ -81,7 +81,7 @@ class RMSprop(Optimizer):
         if self.centered:
             a = self.averages[i]
             self.assign(a, rho * a + (1 - rho) * gradient)
-            variance = variance - jnp.square(a.value())
+            variance = jnp.maximum(variance - jnp.square(a.value()), 0)  # rounding may go below
         step = learning_rate * gradient / jnp.sqrt(variance + self.epsilon)
         if self.momentum:
             m = self.momentums[i]
