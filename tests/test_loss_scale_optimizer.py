@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage.compat import tf2, v1
 
 OPTIONS = [
     {"clipnorm": 0.5},
@@ -335,3 +336,17 @@ def test_an_optimizer_with_a_past_can_be_wrapped(how):
     opt.apply([jnp.array([jnp.nan, 0.0])])
     assert w.numpy().tolist() == [0.5, 1.0]
     assert gs.report(opt).counts.tolist() == [[0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("verb", ["apply", "apply_gradients", "compute_gradients"])
+def test_a_step_that_would_be_bypassed_is_refused(verb):
+    """A class that overrides how a step is taken is refused where the override is not called."""
+    changed = type("Changed", (gs.SGD,), {verb: lambda self, *args, **kwargs: None})
+    wrappers = [gs.LossScaleOptimizer, tf2.LossScaleOptimizer]
+    for wrap in wrappers if verb == "compute_gradients" else [*wrappers, gs.to_optax]:
+        with pytest.raises(TypeError, match=f"Changed overrides {verb}, which .* Override update_"):
+            wrap(changed(0.5))
+    if verb != "apply":
+        old = type("Old", (v1.GradientDescentOptimizer,), {verb: lambda self, *args: None})
+        with pytest.raises(TypeError, match=f"Old overrides {verb}"):
+            v1.MixedPrecisionLossScaleOptimizer(old(0.5), 8.0)

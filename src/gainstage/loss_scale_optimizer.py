@@ -14,6 +14,7 @@ from gainstage.checks import LARGEST, SMALLEST
 from gainstage.configurable import deserialize, serialize
 from gainstage.inspection import all_finite
 from gainstage.measures import measure, measured_of_both
+from gainstage.minimizer import check_verbs
 from gainstage.observed import Observed, at_first, check_telemetry, observed
 from gainstage.optimizer import Optimizer
 from gainstage.optimizers.optax import Optax
@@ -52,7 +53,8 @@ class LossScaleOptimizer(Optimizer):
             lies. `loss_scale_factor` multiplies the scale.
 
     Raises:
-        TypeError: `inner_optimizer` is no optimizer, or is a `LossScaleOptimizer`.
+        TypeError: `inner_optimizer` is no optimizer, or is a `LossScaleOptimizer`, or its class
+            overrides `apply` or another method that takes a step, which would not be called.
         ValueError: an inner optimizer that another wrapper has; an option given to both; `rule`
             together with another scale argument; an argument out of range.
 
@@ -422,6 +424,7 @@ def _check_inner(inner: Any, given: set[str]) -> None:
         raise TypeError(
             f"Expected an optimizer that is not wrapped for inner_optimizer; got {inner!r}."
         )
+    check_verbs(inner, "LossScaleOptimizer")
     if inner._wrapper is not None:
         raise ValueError(
             f"{inner.name!r} is already wrapped by {inner._wrapper.name!r}. Create a new "

@@ -335,6 +335,20 @@ def _signature(grads: list[Any], variables: Any) -> Any:
     return order, [gradient.aval for gradient in grads], [gradient.sharding for gradient in grads]
 
 
+VERBS = ("minimize", "compute_gradients", "apply_gradients", "apply", "stateless_apply")
+
+
+def check_verbs(optimizer: Any, caller: str, verbs: Sequence[str] = VERBS) -> None:
+    """A TypeError if the user's class overrides one of `verbs`, which `caller` does not call."""
+    for verb in verbs:
+        owner = next(cls for cls in type(optimizer).__mro__ if verb in vars(cls))
+        if owner.__module__.partition(".")[0] != "gainstage":
+            raise TypeError(
+                f"{owner.__name__} overrides {verb}, which {caller} does not call. Override "
+                f"update_step, or change the gradients before they are given to the optimizer."
+            )
+
+
 def check_floating(variables: Sequence[Variable]) -> None:
     """A TypeError that names the first variable that cannot be trained."""
     for variable in variables:

@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.minimizer import check_verbs
 from gainstage.optimizer import Optimizer
 from gainstage.options import OPTIONS
 from gainstage.stateful import unique_names
@@ -31,7 +32,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         and the old ones, so that `optax.apply_updates` may round in the last bit.
 
     Raises:
-        TypeError: no optimizer.
+        TypeError: no optimizer, or one whose class overrides `apply` or `apply_gradients`.
         ValueError: one that is built, or an option that means nothing here: `loss_scale_factor`
             (give a `rule`), `shard_state_over`, an `on_bad_microbatch` other than "extend",
             `master_weights` with loss scaling, variables excluded from decay (give names).
@@ -55,6 +56,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             f"Expected {opt.name!r} without loss_scale_factor for to_optax; wrap it in "
             f"LossScaleOptimizer(..., rule=FixedLossScale(factor))."
         )
+    check_verbs(opt, "to_optax", ("apply", "apply_gradients"))
     inner = opt.inner_optimizer if isinstance(opt, LossScaleOptimizer) else opt
     if inner._undecayed:
         raise ValueError(

@@ -15,6 +15,7 @@ from gainstage.compat.live import (
     LossScale,
     UnscaledLossScaleOptimizer,
 )
+from gainstage.minimizer import check_verbs
 from gainstage.sharding import varying_axes
 from gainstage.variable import Variable
 
@@ -251,6 +252,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         use_locking, name: by default those of `opt`.
 
     Raises:
+        TypeError: the class of `opt` overrides a method that takes a step.
         ValueError: no v1 optimizer, any other `loss_scale`, a malformed name.
 
     Source: `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`.
@@ -265,6 +267,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
     ):
         if not isinstance(opt, Optimizer) or isinstance(opt, MixedPrecisionLossScaleOptimizer):
             raise ValueError(f"Expected a v1 optimizer that is not wrapped for opt; got {opt!r}.")
+        check_verbs(opt, type(self).__name__, ("minimize", "compute_gradients", "apply_gradients"))
         self._inner = opt
         # A user's own scale decides by itself: for the core the scale then is 1.
         ours = type(loss_scale) in (FixedLossScale, DynamicLossScale)
