@@ -693,3 +693,22 @@ def test_a_centered_variance_is_never_negative():
     for i in range(160):
         opt.apply([g[i % 8]], [w])
     assert np.isfinite(w.numpy()).all()
+
+
+@pytest.mark.parametrize("base", [gs.SGD, gs.LossScaleOptimizer])
+def test_building_again_adds_no_variable(base):
+    """`add_variable` inside of `build` makes its variables once; elsewhere each call makes one."""
+
+    class Counting(base):
+        def build(self, var_list):
+            super().build(var_list)
+            self.counts = [self.add_variable((), name="count") for _ in range(2)]
+
+    w, opt = gs.Variable(1.0), Counting(*([gs.SGD(0.5)] if base is gs.LossScaleOptimizer else []))
+    before = opt.add_variable((), name="count")
+    opt.build([w])
+    first, variables = opt.counts, opt.variables
+    opt.build([w])
+    assert opt.counts == first
+    assert opt.variables == variables
+    assert len({*first, before, opt.add_variable((), name="count")}) == 4

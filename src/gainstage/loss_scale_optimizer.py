@@ -320,6 +320,7 @@ class LossScaleOptimizer(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
         _check_one_scale(self.inner_optimizer, var_list)
+        self._asked.clear()
         self.inner_optimizer.build(var_list)
 
     def _build_around(self, variables: Sequence[Variable]) -> None:

@@ -143,7 +143,8 @@ class Optimizer(Step):
         self._wrapper_reference: weakref.ref[Optimizer] | None = None  # it keeps this one
         self._slots: list[Variable] = []
         self._slot_of: dict[tuple[Variable, str, int], Variable] = {}
-        self._asked: Counter[tuple[Variable, str]] = Counter()
+        self._asked: Counter[Any] = Counter()
+        self._added: dict[Any, Variable] = {}
         self._group_of: dict[Variable, Group] = {}
         self._program = self._last_kind = self._loss = None
 

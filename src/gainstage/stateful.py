@@ -34,7 +34,8 @@ class Stateful(Configurable, abc.ABC):
     mesh: Mesh | None
     _slots: list[Variable]
     _slot_of: dict[tuple[Variable, str, int], Variable]  # the last: which of those alike
-    _asked: Counter[tuple[Variable, str]]  # how many slots each build has asked for so far
+    _asked: Counter[Any]  # how many variables of each kind a build has asked for so far
+    _added: dict[Any, Variable]  # those that builds have added beside slots, by kind and number
     _group_of: dict[Variable, Group]
 
     @property
@@ -65,7 +66,7 @@ class Stateful(Configurable, abc.ABC):
         aggregation: str = "mean",
         name: str | None = None,
     ) -> Variable:
-        """A new variable of the optimizer's state.
+        """A new variable of the optimizer's state. A second `build` gets those of the first.
 
         Args:
             shape: its shape.
@@ -75,8 +76,16 @@ class Stateful(Configurable, abc.ABC):
             name: its name, which the optimizer's is put before.
         """
         dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        kind = (name, tuple(shape), dtype)
+        key = (*kind, self._asked[kind])
+        if self.built:  # `Optimizer.build` has begun
+            self._asked[kind] += 1
+            if key in self._added:
+                return self._added[key]
         value = _initialized(initializer, tuple(shape), dtype)
         variable = Variable(value, dtype, f"{self.name}/{name or 'variable'}", trainable=False)
+        if self.built:
+            self._added[key] = variable
         self._slots.append(variable)
         self._forget_program()
         return variable
