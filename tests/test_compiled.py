@@ -159,7 +159,7 @@ def test_nothing_is_transferred_after_the_first_step():
     assert float(optimizer.loss_scale) == 2.0**15  # doubled once, halved once
 
 
-@pytest.mark.parametrize("rate", [0.1, gs.schedules.ExponentialDecay(0.1, 10, 0.5), lambda: 0.1])
+@pytest.mark.parametrize("rate", [0.1, gs.schedules.ExponentialDecay(0.1, 10, 0.5)])
 def test_the_whole_eager_step_traces(rate):
     """`apply` reads nothing back: all of it traces into a jaxpr, with no callback in it."""
     var = gs.Variable(np.ones(4))
@@ -179,8 +179,8 @@ def test_compiled_step_has_no_host_callback(rate):
     var = gs.Variable(np.ones(4))
     optimizer = gs.LossScaleOptimizer(gs.Adam(rate, clipnorm=1.0, use_ema=True))
     optimizer.build([var])
-    step = gs.jit(optimizer.apply, ([var], optimizer.variables))
-    program = step.lower([jnp.ones(4)]).compile().as_text()
+    optimizer.apply([jnp.ones(4)])
+    program = optimizer._program.lower([jnp.ones(4)], optimizer._rate_now()).compile().as_text()
     called = re.findall(r'custom_call_target="([^"]*)"', program)
     assert not [target for target in called if "callback" in target or "host" in target.lower()]
     assert not re.search(r"= .*(infeed|outfeed|send|recv)\(", program)
@@ -285,3 +285,23 @@ def test_a_dropped_optimizer_frees_its_arrays_at_once(wrap):
         assert [reference() for reference in kept] == [None] * len(kept)
     finally:
         gc.enable()
+
+
+def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
+    """A callable of no argument is called once per eager step; where a program would keep its first
+    value it is an error that says what to use."""
+    rates = iter([0.5, 0.25, 0.125, 1.0])
+    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(gs.SGD(lambda: next(rates)), 1.0)
+    for expected in (-0.5, -0.75):
+        opt.apply([1.0], [w])
+        assert float(w) == expected
+    values = [w.value()], [v.value() for v in opt.variables]
+    assert opt.stateless_apply(values[1], [1.0], values[0])[0] == [-0.875]
+    for compiled in (
+        lambda: gs.jit(opt.apply, ([w], opt.variables))([1.0]),
+        lambda: jax.jit(lambda w, s: opt.stateless_apply(s, [1.0], w))(*values),
+        lambda: gs.to_optax(gs.SGD(lambda: 0.5)),
+    ):
+        with pytest.raises(ValueError, match=r"a callable of no argument.* Use a schedule"):
+            compiled()
+    assert float(w) == -0.75

@@ -161,7 +161,8 @@ class jit:  # noqa: N801 - reads as the function it stands for
     """Compiles `fn`, its assignments to the variables of `state` included, into one XLA program.
 
     Everything else that `fn` reads is a constant of the program, as under `jax.jit`: a weight decay
-    or a schedule that is changed later, a learning rate that is a callable of no argument.
+    or a schedule that is changed later. A learning rate that is a callable of no argument is an
+    error.
 
     Args:
         fn: a function of arrays (pytrees of them), to be called as often as you like.

@@ -11,7 +11,7 @@ import numpy as np
 from gainstage import checks
 from gainstage.configurable import serialize
 from gainstage.schedules import LearningRateSchedule
-from gainstage.variable import Variable
+from gainstage.variable import Variable, is_tracing
 
 
 class LearningRate:
@@ -19,7 +19,8 @@ class LearningRate:
 
     A number lives in a variable, so that a compiled step takes a new one without being compiled
     again. A callable of the step is traced into the step; a callable of no argument is called by
-    Python, once per eager step, and its value enters the step as an argument.
+    Python, once per eager step, and its value enters the step as an argument. Inside of a traced
+    function, which would keep its first value, the latter is an error.
 
     Raises:
         TypeError: neither a number nor a callable of at most one argument.
@@ -27,7 +28,7 @@ class LearningRate:
     """
 
     def __init__(self, source: Any, owner: str):
-        self.source = source
+        self.source, self._owner = source, owner
         self.variable: Variable | None = None
         self._takes_step = False
         if not callable(source) or isinstance(source, Variable):
@@ -42,10 +43,25 @@ class LearningRate:
         else:
             self._takes_step = _takes_step(source)
 
+    @property
+    def is_called(self) -> bool:
+        """Whether Python calls it once per eager step."""
+        return self.variable is None and not self._takes_step
+
     def now(self) -> jax.Array | None:
-        """The value to pass to a compiled step; None where the step finds its rate itself."""
-        if self.variable is not None or self._takes_step:
+        """The value to pass to a compiled step; None where the step finds its rate itself.
+
+        Raises:
+            ValueError: a callable of no argument, inside of a traced function.
+        """
+        if not self.is_called:
             return None
+        if is_tracing():
+            raise ValueError(
+                f"The learning rate of {self._owner!r} is a callable of no argument, whose value "
+                f"would be a constant of the compiled function. Use a schedule or callable of the "
+                f"step, or a number, and assign `learning_rate` between steps."
+            )
         rate = self.source()
         if isinstance(rate, Variable):
             rate = rate.value()

@@ -36,7 +36,7 @@ class Optimizer(Step):
     Args:
         learning_rate: a number; a schedule or another callable of the number of steps taken before
             (those that only accumulate count too; traced into the program); or a callable of no
-            argument (called by Python once per eager step).
+            argument (called by Python once per eager step; an error in a traced function).
         weight_decay: decoupled decay, >= 0: `w -= w * weight_decay * learning_rate`.
         clipnorm: the largest norm of each variable's gradient, > 0.
         clipvalue: the largest absolute value of a gradient's element, > 0.

@@ -35,7 +35,8 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         TypeError: no optimizer, or one whose class overrides `apply` or `apply_gradients`.
         ValueError: one that is built, or an option that means nothing here: `loss_scale_factor`
             (give a `rule`), `shard_state_over`, an `on_bad_microbatch` other than "extend",
-            `master_weights` with loss scaling, variables excluded from decay (give names).
+            `master_weights` with loss scaling, variables excluded from decay (give names), a
+            learning rate that is a callable of no argument.
 
     Examples:
         >>> import gainstage as gs
@@ -68,6 +69,11 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         raise ValueError(
             "Expected on_bad_microbatch='extend' for to_optax, where a step that is not finite is "
             f"no step; got {inner._option('on_bad_microbatch')!r}."
+        )
+    if inner._rate.is_called:
+        raise ValueError(
+            f"The learning rate of {inner.name!r} is a callable of no argument, which a "
+            f"transformation cannot call at each step. Use a schedule or callable of the step."
         )
     in_force = {name: inner._option(name) for name in OPTIONS}  # a wrapper's, too
     inner = copy.deepcopy(inner)

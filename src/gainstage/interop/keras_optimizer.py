@@ -306,7 +306,7 @@ def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:
 
 def _check_rate(rate: LearningRate) -> None:
     """Keras compiles steps, and would call a callable of no argument once for all of them."""
-    if rate.variable is None and not rate._takes_step:
+    if rate.is_called:
         raise ValueError(
             f"Expected a number, or a schedule or callable of the step, for learning_rate; got "
             f"{rate.source!r}."
