@@ -218,3 +218,19 @@ def test_a_local_scale_changes_no_result_and_no_other_gradient(rng):
         )
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("wrong", [lambda: False, "False", {}, 0, 1.0, [True], np.array([True])])
+def test_only_a_bool_scalar_decides(wrong):
+    """Anything else for `only_if` is an error, and nothing is built or changed; a bool of Python,
+    numpy or JAX, and a variable of one, decides."""
+    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5), 1.0)
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for only_if; got"):
+        opt.apply([1.0], [w], only_if=wrong)
+    with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for only_if; got"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), only_if=wrong)
+    assert not opt.built
+    for right in (False, np.False_, jnp.array(False), gs.Variable(False)):
+        opt.apply([1.0], [w], only_if=right)
+    assert float(w) == 1.0

@@ -5,6 +5,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
@@ -98,6 +99,21 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"Expected a bool for {name}; got {value!r}.")
     return bool(value)
+
+
+def condition(name: str, value: Any) -> jax.Array:
+    """`value` as a bool array, if it is a bool scalar: Python's, numpy's, or an array's.
+
+    Raises:
+        TypeError: anything else.
+        ValueError: an array of bools that is no scalar.
+    """
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.dtype(bool)
+    if not is_bool:
+        raise TypeError(f"Expected a bool scalar for {name}; got {value!r}.")
+    if np.shape(value):
+        raise ValueError(f"Expected a bool scalar for {name}; got shape {np.shape(value)}.")
+    return jnp.asarray(value)
 
 
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:

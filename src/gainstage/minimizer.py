@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from gainstage import checks
 from gainstage.bridge import functional, jit, read, run, variables_in
 from gainstage.gradients import widen
 from gainstage.stateful import Stateful, check_count
@@ -185,12 +186,13 @@ class Minimizer(Stateful):
                     opt_b.apply(grads_b, only_if=fine)
 
         Raises:
-            TypeError: a gradient of an integer, boolean or complex dtype.
+            TypeError: a gradient of an integer, boolean or complex dtype; `only_if` is no bool.
             ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
                 None, not built and no variables given.
             FloatingPointError: with `on_bad_microbatch="fail"`, after one.
         """
         grads = list(grads)
+        only_if = None if only_if is None else checks.condition("only_if", only_if)
         if not grads:
             return
         self._raise_if_failed()
@@ -206,7 +208,6 @@ class Minimizer(Stateful):
             self._last_kind = signature if as_given else None
         loss = self._loss if loss is None else loss
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
-        only_if = None if only_if is None else jnp.asarray(only_if, bool)
         if any([variable._traces for variable in self.variables]):
             self._last_kind = None  # nothing was asked about where arrays lie
             self._apply(grads, None, loss, only_if)  # already inside of a traced function

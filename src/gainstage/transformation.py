@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage import gradients
+from gainstage import checks, gradients
 from gainstage.bridge import select
 from gainstage.inspection import inspect
 from gainstage.measures import measure
@@ -107,6 +107,7 @@ def loss_scaled_within(
     def update(
         updates: Any, state: Any, params: Any = None, *, only_if: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
+        only_if = None if only_if is None else checks.condition("only_if", only_if)
         grads, params = gradients.widen(updates), gradients.widen(params)
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
@@ -119,7 +120,7 @@ def loss_scaled_within(
         def step(inner: Any) -> Any:
             return tx.update(grads, inner, params, **extra)
 
-        keep = finite if only_if is None else finite & jnp.asarray(only_if, bool)
+        keep = finite if only_if is None else finite & only_if
         updates, inner = select(keep, step, state.inner)
         updates = jax.tree.map(lambda u: _kept_if(keep, u), updates)
         scale = advance(rule, state.loss_scale, finite, **measured)
