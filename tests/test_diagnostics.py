@@ -27,7 +27,7 @@ from gainstage.diagnostics.runs import measures
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
     applied, largest = jnp.int32(7), jnp.float32(norm / 2)
     before = (jnp.array(finite), jnp.float32(scale), jnp.int32(skipped), jnp.float32(norm))
-    return gs.StepInfo(*before, applied, largest)
+    return gs.StepInfo(*before, applied, largest, jnp.array(finite))
 
 
 KNOWN = {"inf": 3, "nan": 0, "first": 5, "last": 9}
@@ -514,7 +514,7 @@ def test_tensorboard_has_every_number(tmp_path):
         board.write(3, info(False, 4.0, 1, 2.5), loss=0.5)
     values = events(tmp_path)
     wanted = {"finite": 0.0, "loss_scale": 4.0, "skipped_steps": 1.0, "grad_norm": 2.5, "loss": 0.5}
-    wanted |= {"applied_steps": 7.0, "max_abs": 1.25}
+    wanted |= {"applied_steps": 7.0, "max_abs": 1.25, "applied": 0.0}
     assert values == {(3, f"train/{name}"): value for name, value in wanted.items()}
 
 

@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.diagnostics.findings import headline
+from gainstage.diagnostics.runs import Run, why_skipped
 
 
 def pair():
@@ -234,3 +236,28 @@ def test_only_a_bool_scalar_decides(wrong):
     for right in (False, np.False_, jnp.array(False), gs.Variable(False)):
         opt.apply([1.0], [w], only_if=right)
     assert float(w) == 1.0
+
+
+def test_a_veto_is_no_overflow():
+    """Where `only_if` turns down finite gradients telemetry says that they were finite and the step
+    was not applied; a recorded run puts it down to `only_if`."""
+    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5), 8.0, telemetry=True)
+    tx = gs.loss_scaled(optax.sgd(0.5), telemetry=True)
+    params = jnp.ones(())
+    state = tx.init(params)
+    infos = []
+    for gradient, only_if in ((1.0, True), (1.0, False), (np.inf, False), (np.inf, True)):
+        opt.apply([gradient], [w], only_if=only_if)
+        _, state = tx.update(jnp.float32(gradient), state, params, only_if=only_if)
+        infos.append(gs.telemetry(opt))
+        for info in (infos[-1], gs.telemetry(state)):
+            finite = np.isfinite(gradient)
+            assert (bool(info.finite), bool(info.applied)) == (finite, finite and only_if)
+    assert (int(info.applied_steps), int(info.skipped_steps)) == (1, 3)
+    assert gs.report(opt).counts.tolist() == [[2, 0, 2, 3]]
+    columns = {name: np.float64([getattr(i, name) for i in infos]) for name in info._fields}
+    run = Run(np.arange(4), columns)
+    assert why_skipped(run)["overflow"].tolist() == [False, False, True, True]
+    shown = headline(run)
+    assert shown["Skipped, of those recorded"] == "2 (50.0%)"
+    assert shown["Finite, but turned down by only_if"] == "1"

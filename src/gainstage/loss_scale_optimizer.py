@@ -44,7 +44,7 @@ class LossScaleOptimizer(Optimizer):
         rule: a `LossScale` in the place of the three arguments before.
         name: the prefix of the names of the wrapper's own variables.
         telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
-            `gainstage.report` which tensors overflowed; adds six scalars to the state, and four
+            `gainstage.report` which tensors overflowed; adds seven scalars to the state, and four
             integers for each variable.
         underflow_every: after so many steps `telemetry` also counts how large the elements of each
             gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
@@ -231,8 +231,9 @@ class LossScaleOptimizer(Optimizer):
         ordered = all(layout is None for layout in inner._layouts())
         measured = measure(self.rule.measures, grads, seen.finite, loss, scale, ordered)
         if self._observed is not None and seen.norm is not None:
-            told = (scale, applied, seen.norm, measured.get("max_abs"), self._loss_scale())
-            new = observed(read(self._observed), grads, *told, self.underflow_every, ordered)
+            told = (scale, seen.finite, applied, seen.norm, measured.get("max_abs"))
+            more = (self._loss_scale(), self.underflow_every, ordered)
+            new = observed(read(self._observed), grads, *told, *more)
             jax.tree.map(Variable.assign, self._observed, new)
         if before is None:
             self._advance(seen.finite, measured)

@@ -23,7 +23,7 @@ LOOK = 17  # applied steps between looks for the largest element; a prime, so th
 class StepInfo(NamedTuple):
     """What the last step was like: device scalars, to be returned from a compiled step."""
 
-    finite: jax.Array  # bool: whether it was applied, and not skipped; True before the first
+    finite: jax.Array  # bool: whether its gradients were finite; True before the first
     loss_scale: jax.Array  # float32: the scale of its loss; the next step's may be another
     skipped_steps: jax.Array  # int32: how many steps have been skipped so far
     # float32: of all true gradients together, before clipping; 0 at first, nan inside of
@@ -33,6 +33,8 @@ class StepInfo(NamedTuple):
     # float32: the largest finite element of the true gradients, 0 at first; of this step, or of the
     # last in which it was looked for
     max_abs: jax.Array
+    # bool: whether it was applied, and not skipped; a finite one is not where `only_if` is False
+    applied: jax.Array | bool = True
 
 
 class Exponents(NamedTuple):
@@ -70,6 +72,7 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
         grad_norm=zero(),
         applied_steps=zero(jnp.int32),
         max_abs=zero(),
+        applied=jnp.array(True),
     )
     causes = jnp.tile(jnp.array([0, 0, -1, -1], jnp.int32), (count, 1))
     exponents = Exponents(jnp.int32(-1), zero(), jnp.zeros((count, BINS), jnp.float32))
@@ -82,6 +85,7 @@ def observed(
     grads: Sequence[Any],
     scale: jax.Array | float,
     finite: jax.Array,
+    applied: jax.Array,
     norm: jax.Array,
     max_abs: jax.Array | None,
     loss_scale: jax.Array,
@@ -95,7 +99,8 @@ def observed(
         grads: its gradients, arrays or None, which are read only where the step is skipped, or the
             largest element or exponents are due.
         scale: what they were multiplied by: `loss_scale`, or 1 if they are the true ones.
-        finite: whether it was applied.
+        finite: whether they are finite.
+        applied: whether the step was applied.
         norm: of all true gradients together.
         max_abs: their largest finite element, if it has been measured.
         loss_scale: the scale of its loss.
@@ -107,7 +112,7 @@ def observed(
     scale = jnp.asarray(scale, jnp.float32)
     largest = max_abs
     if largest is None:
-        due = ~finite | ~info.finite | (info.applied_steps % LOOK == 0)
+        due = ~applied | ~info.applied | (info.applied_steps % LOOK == 0)
         largest = lax.cond(
             due,
             lambda: measure(["max_abs"], grads, finite, scale=scale, ordered=ordered)["max_abs"],
@@ -116,10 +121,11 @@ def observed(
     new = StepInfo(
         finite=finite,
         loss_scale=jnp.float32(loss_scale),
-        skipped_steps=info.skipped_steps + jnp.where(finite, 0, 1).astype(jnp.int32),
+        skipped_steps=info.skipped_steps + jnp.where(applied, 0, 1).astype(jnp.int32),
         grad_norm=norm.astype(jnp.float32),
-        applied_steps=info.applied_steps + jnp.where(finite, 1, 0).astype(jnp.int32),
+        applied_steps=info.applied_steps + jnp.where(applied, 1, 0).astype(jnp.int32),
         max_abs=largest,
+        applied=applied,
     )
     one = on_one_device(ordered)
     causes = lax.cond(

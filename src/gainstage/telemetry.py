@@ -25,8 +25,9 @@ from gainstage.variable import Variable
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:
-    """What the last step was like: whether it was `finite`, its `loss_scale`, the `skipped_steps`
-    and `applied_steps` so far, and `grad_norm` and `max_abs` of the true gradients.
+    """What the last step was like: whether its gradients were `finite` and it was `applied`, its
+    `loss_scale`, the `skipped_steps` and `applied_steps` so far, and `grad_norm` and `max_abs` of
+    the true gradients.
 
     Return it from a compiled step beside the loss: nothing waits for it until somebody reads it.
     The largest element is looked for in every 17th applied step, in skipped ones and the first

@@ -45,7 +45,7 @@ def loss_scaled(
         tx: the transformation that makes updates out of gradients.
         rule: a `LossScale`, by default `DynamicLossScale()`.
         telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
-            `gainstage.report` which tensors overflowed; adds six scalars to the state, and four
+            `gainstage.report` which tensors overflowed; adds seven scalars to the state, and four
             integers for each parameter.
         underflow_every: after so many steps `telemetry` also counts how large the elements of each
             gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
@@ -127,7 +127,7 @@ def loss_scaled_within(
         told = None
         if norm is not None:
             true, now = leaves_and_none(arrays), state.loss_scale.scale
-            more = (keep, norm, measured.get("max_abs"), now, every)
+            more = (finite, keep, norm, measured.get("max_abs"), now, every)
             told = observed(state.observed, true, 1.0, *more)
         return updates, LossScaledState(scale, inner, keep, told)
 

@@ -40,6 +40,11 @@ class Run(NamedTuple):
         """Which steps were skipped: those recorded as not finite."""
         return self.get("finite") == 0
 
+    @property
+    def vetoed(self) -> np.ndarray:
+        """Which steps were finite and not applied, because `only_if` was False."""
+        return (self.get("finite") == 1) & (self.get("applied") == 0)
+
 
 def read_run(path: str | Path) -> Run:
     """A run that `JsonLines` has written.
@@ -144,6 +149,8 @@ def measures(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": len(run.steps), "first": run.steps[0], "last": run.steps[-1]}
     if "finite" in run.numbers:
         found |= {"skipped": int(skipped.sum()), "longest": _longest(skipped)}
+    if run.vetoed.any():
+        found["vetoed"] = int(run.vetoed.sum())
     scale = scale[np.isfinite(scale)]
     if scale.size:
         found |= {
