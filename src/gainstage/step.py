@@ -52,8 +52,8 @@ class Step(Windows):
         return [self._state_layout(variable) for variable in self._index]
 
     def _limits(self) -> dict[str, float]:
-        """The clip option whose norm has to be finite for a step; with accumulation that of the
-        mean is looked at, where there is one."""
+        """The clip option whose norm has to be finite for a step of gradients that do not
+        accumulate."""
         return {} if self._option("gradient_accumulation_steps") else self._clips()
 
     def scale_loss(self, loss: Any) -> Any:
@@ -125,7 +125,7 @@ class Step(Windows):
         Returns:
             What was seen of the gradients, and whether the step was taken.
         """
-        limits, layouts = self._limits(), self._layouts()
+        limits, layouts = self._clips(), self._layouts()
         seen = inspect(grads, scale, limits, read(self._accumulators), layouts, norm)
 
         def update(fine: jax.Array | None = None) -> None:
@@ -199,9 +199,8 @@ class Step(Windows):
                 self._update_weights(gradients.divided(means), norms, rate)
 
             conditions = [] if enough is None else [enough]
-            if norms and (
-                self._skips() or self._guarded
-            ):  # finite means may have a norm that is not
+            # Whoever skips steps elsewhere has not seen the norm of the mean.
+            if norms and (self._skips() or self._guarded):
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
             if conditions:
                 keep = jnp.array(conditions).all()
