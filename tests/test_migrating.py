@@ -1142,6 +1142,11 @@ def _():
     assert values(opt.variables()) == before
 
 
+@row(PURPOSE, "a wrapper around a wrapper")
+def _():
+    failing(ValueError, "not wrapped", v1.MixedPrecisionLossScaleOptimizer, v1_wrapped(), 2)
+
+
 row(2, "ValueError: no variables")(
     lambda: failing(ValueError, "at least one", v1_wrapped().apply_gradients, [])
 )
