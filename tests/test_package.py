@@ -14,7 +14,7 @@ SRC = Path(gs.__file__).parent
 ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
-    {"checks", "configurable", "joining", "sharding", "signals", "variable"},
+    {"_lazy", "checks", "configurable", "joining", "sharding", "signals", "variable"},
     {"fp8"},
     {"bridge", "gradients", "options", "policy", "rules", "schedules"},
     {"adaptive", "groups", "inspection", "learning_rate", "local", "measures"},
@@ -26,7 +26,7 @@ LAYERS = [
     {"optimizers"},
     {"transformation"},
     {"loss_scale_optimizer"},
-    {"serialization", "telemetry", "to_optax"},
+    {"_telemetry", "_to_optax", "serialization"},
     {"compat", "diagnostics", "distributed"},
     {"interop"},
     {"demo", "doctor", "__main__"},
@@ -95,6 +95,31 @@ def test_import_needs_no_extra():
     extras = ["keras", "flax", "orbax", "matplotlib", "rich", "tensorboardX", "sklearn", "torch"]
     code = f"import sys, gainstage; print([m for m in {extras} if m in sys.modules])"
     assert fresh(code) == "[]"
+
+
+def test_the_package_shows_its_public_names():
+    """`dir` lists public names alone; packages are imported when they are first used."""
+    code = """
+import sys, gainstage as gs
+assert set(gs.__all__) <= set(dir(gs)) and sorted(n for n in dir(gs) if n not in gs.__all__
+    and not n.startswith("__")) == ["compat", "diagnostics", "distributed", "interop"]
+assert "gainstage.compat.tf2" not in sys.modules and "gainstage.diagnostics" not in sys.modules
+print(gs.compat.tf2.LossScaleOptimizer.__name__, gs.interop.peers.from_torch.__name__)
+print(gs.diagnostics.JsonLines.__name__, gs.distributed.Watchdog.__name__, dir(gs.compat)[-4:])
+"""
+    assert fresh(code).splitlines() == [
+        "LossScaleOptimizer from_torch",
+        "JsonLines Watchdog ['dtensor', 'experimental', 'tf2', 'v1']",
+    ]
+    for package in (gs, gs.compat, gs.interop):
+        with pytest.raises(AttributeError, match="has no attribute 'typo'"):
+            _ = package.typo
+
+
+def test_no_module_has_the_name_of_a_function():
+    """A public function hides a module of its name: what is in that could not be reached."""
+    modules = {path.stem for path in SRC.iterdir() if path.name != "__init__.py"}
+    assert modules & set(gs.__all__) == {"fp8", "schedules"}  # which are modules
 
 
 def public_objects():

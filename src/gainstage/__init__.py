@@ -1,8 +1,12 @@
 """Keras-style optimizers with static and dynamic loss scaling, on JAX."""
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
 
 from gainstage import fp8, schedules
+from gainstage._lazy import lazy
+from gainstage._telemetry import Report, Underflow, report, telemetry
+from gainstage._to_optax import to_optax
 from gainstage.adaptive import AdaptiveLossScale
 from gainstage.bridge import functional, jit
 from gainstage.local import locally_scaled
@@ -13,8 +17,6 @@ from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Opta
 from gainstage.policy import Policy, global_policy, set_global_policy
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage.serialization import deserialize, get, serialize
-from gainstage.telemetry import Report, report, telemetry
-from gainstage.to_optax import to_optax
 from gainstage.transformation import (
     LossScaledState,
     loss_scale,
@@ -24,6 +26,14 @@ from gainstage.transformation import (
     value_and_grad,
 )
 from gainstage.variable import Variable
+
+if TYPE_CHECKING:
+    from gainstage import compat as compat
+    from gainstage import diagnostics as diagnostics
+    from gainstage import distributed as distributed
+    from gainstage import interop as interop
+else:
+    __getattr__, __dir__ = lazy(globals(), "compat", "diagnostics", "distributed", "interop")
 
 __version__ = _version("gainstage")
 
@@ -47,6 +57,7 @@ __all__ = [
     "Report",
     "ScaleState",
     "StepInfo",
+    "Underflow",
     "Variable",
     "deserialize",
     "fp8",

@@ -1,1 +1,13 @@
 """Older TensorFlow APIs over the same objects: signatures and conversions, no rules."""
+
+from typing import TYPE_CHECKING
+
+from gainstage._lazy import lazy
+
+if TYPE_CHECKING:
+    from gainstage.compat import dtensor as dtensor
+    from gainstage.compat import experimental as experimental
+    from gainstage.compat import tf2 as tf2
+    from gainstage.compat import v1 as v1
+else:
+    __getattr__, __dir__ = lazy(globals(), "dtensor", "experimental", "tf2", "v1")

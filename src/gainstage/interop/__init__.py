@@ -1,1 +1,13 @@
 """Bridges to other libraries, one file each."""
+
+from typing import TYPE_CHECKING
+
+from gainstage._lazy import lazy
+
+if TYPE_CHECKING:
+    from gainstage.interop import keras as keras
+    from gainstage.interop import orbax as orbax
+    from gainstage.interop import peers as peers
+    from gainstage.interop import tensorboard as tensorboard
+else:
+    __getattr__, __dir__ = lazy(globals(), "keras", "orbax", "peers", "tensorboard")

@@ -71,6 +71,8 @@ class Underflow:
     In float16 a number below `2**-25` becomes 0, and one below `2**-14` is *subnormal*: it loses
     digits. Gradients that have been float16 before contain no such small numbers any more, but
     zeros in their place.
+
+    Source: Micikevicius et al., 2018, arXiv:1710.03740, figure 3.
     """
 
     step: int
