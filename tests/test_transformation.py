@@ -118,6 +118,51 @@ def test_a_skipped_step_changes_nothing_but_the_scale(dtype, bad, compiled):
     assert (float(new.loss_scale.scale), int(new.loss_scale.good_steps)) == (2.0**14, 0)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_apply_updates_leaves_the_weights_of_a_skipped_step_alone(compiled):
+    """Bit for bit, subnormal ones and those that a transformation behind would move included."""
+    tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
+    params = {
+        "w": jnp.array([1e-40, -0.0, 1.0]),
+        "half": jnp.array([6e-8, -1.0], jnp.float16),
+        "fixed": jnp.arange(2),
+        "none": None,
+    }
+
+    def step(params, grads, state):
+        weights = {"w": params["w"], "half": params["half"]}
+        updates, state = tx.update(grads, state, weights)
+        updates |= {"fixed": np.zeros(2, jax.dtypes.float0), "none": None}
+        return gs.apply_updates(params, updates, state)
+
+    step = jax.jit(step) if compiled else step
+    grads = {"w": jnp.ones(3), "half": jnp.ones(2)}
+    state = tx.init({"w": params["w"], "half": params["half"]})
+    new = step(params, grads, state)
+    np.testing.assert_array_equal(new["w"], [-0.5, -0.5, 0.0])
+    assert (new["half"].dtype, new["half"].tolist()) == (jnp.float16, [-0.5, -1.0])
+    kept = step(params, {**grads, "w": grads["w"] * jnp.nan}, state)
+    for name in ("w", "half", "fixed"):
+        assert np.asarray(kept[name]).tobytes() == np.asarray(params[name]).tobytes()
+    assert kept["none"] is None
+
+
+def test_one_loss_has_one_scale():
+    """A state with a scale for each group is refused; one scale around the groups skips both."""
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    groups = {"a": optax.sgd(0.5), "b": optax.adam(0.5)}
+    scaled = {name: gs.loss_scaled(tx) for name, tx in groups.items()}
+    state = optax.multi_transform(scaled, {"a": "a", "b": "b"}).init(params)
+    with pytest.raises(ValueError, match=r"One loss has one scale: loss_scaled\(optax.multi_tr"):
+        gs.value_and_grad(loss_fn, state)
+    tx = gs.loss_scaled(optax.multi_transform(groups, {"a": "a", "b": "b"}))
+    state = tx.init(params)
+    updates, state = tx.update({"a": jnp.ones(2), "b": jnp.full(2, jnp.nan)}, state, params)
+    kept = gs.apply_updates(params, updates, state)
+    assert jax.tree.map(lambda x: x.tolist(), kept) == {"a": [1, 1], "b": [1, 1]}
+    assert float(gs.loss_scale(state)) == 2.0**14
+
+
 def test_finite_steps_are_those_of_the_wrapped_transformation():
     """Without an overflow the run is that of plain optax, and the scale grows as the rule says."""
     rule = gs.DynamicLossScale(4.0, increment_period=2)

@@ -19,6 +19,7 @@ from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleSt
 from gainstage.serialization import deserialize, get, serialize
 from gainstage.transformation import (
     LossScaledState,
+    apply_updates,
     loss_scale,
     loss_scaled,
     scale_loss,
@@ -59,6 +60,7 @@ __all__ = [
     "StepInfo",
     "Underflow",
     "Variable",
+    "apply_updates",
     "deserialize",
     "fp8",
     "functional",

@@ -36,10 +36,13 @@ def loss_scaled(
     """An optax transformation that skips steps that are not finite, and adapts the loss scale.
 
     It takes the true gradients that `gainstage.value_and_grad` returns. On a step with one that is
-    not finite the updates are -0.0, which leave every weight bit for bit as it is, and the state of
-    `tx` does not change. `tx` sees gradients and parameters, and keeps its state, in float32 where
-    they are half precision. Wrap all there is, `loss_scaled(optax.chain(...))`: what stands in
-    front, such as `optax.clip`, would hide an overflow or, such as `optax.MultiSteps`, keep it.
+    not finite the updates are -0.0, and the state of `tx` does not change. `apply_updates` then
+    leaves every weight as it is, bit for bit; `optax.apply_updates` may make subnormal ones 0. `tx`
+    sees gradients and parameters, and keeps its state, in float32 where they are half precision.
+
+    Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation in front can hide an
+    overflow (`optax.clip`) or store it (`optax.MultiSteps`); one behind still runs on a skipped
+    step. In `optax.multi_transform` only the gradients of the wrapped group are checked: wrap it.
 
     Args:
         tx: the transformation that makes updates out of gradients.
@@ -68,7 +71,7 @@ def loss_scaled(
         >>> opt_state = tx.init(params)
         >>> loss, grads = gs.value_and_grad(lambda w: w**2, opt_state)(params)
         >>> updates, opt_state = tx.update(grads, opt_state, params)
-        >>> print(loss, grads, optax.apply_updates(params, updates))
+        >>> print(loss, grads, gs.apply_updates(params, updates, opt_state))
         1.0 2.0 0.0
 
     Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740.
@@ -253,15 +256,51 @@ def step_was_applied(opt_state: Any) -> jax.Array:
     return loss_scaled_state(opt_state).applied
 
 
+def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
+    """`optax.apply_updates`, which on a skipped step returns the parameters bit for bit.
+
+    It keeps subnormal weights, which become 0 where -0.0 is added on a CPU, and takes no update
+    that a transformation behind `loss_scaled` has made of a skipped step. A parameter whose update
+    is None or float0 stays as it is.
+
+    Args:
+        params: a pytree of parameters.
+        updates: their updates, as `update` returned them.
+        opt_state: as for `value_and_grad`, as `update` returned it.
+
+    Raises:
+        ValueError: no loss-scale state, or several, in `opt_state`.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
+        >>> params = jnp.float32(1.0)
+        >>> updates, opt_state = tx.update(jnp.float32(jnp.nan), tx.init(params), params)
+        >>> print(updates, gs.apply_updates(params, updates, opt_state))
+        -0.5 1.0
+    """
+    applied = step_was_applied(opt_state)
+
+    def one(param: Any, update: Any) -> Any:
+        if param is None or update is None or gradients.is_float0(update):
+            return param
+        param = jnp.asarray(param)
+        return jnp.where(applied, (param + update).astype(param.dtype), param)
+
+    return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)
+
+
 def loss_scaled_state(opt_state: Any) -> LossScaledState:
     """The one state of `loss_scaled` anywhere inside of an optax state, or a ValueError."""
 
     found = states_in(opt_state)
     if len(found) != 1:
+        more = " One loss has one scale: loss_scaled(optax.multi_transform(...))." if found else ""
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
             f"got {len(found)} in a {type(opt_state).__name__} of "
-            f"{jax.tree.structure(opt_state, is_leaf=_is_state)}."
+            f"{jax.tree.structure(opt_state, is_leaf=_is_state)}.{more}"
         )
     return _unboxed(found[0])
 
