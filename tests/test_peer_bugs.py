@@ -396,7 +396,7 @@ def test_h10_nan_is_applied_after_enough_bad_steps():
     for _ in range(300):
         updates, state = update(jnp.float32(jnp.nan), state, params)
         params = optax.apply_updates(params, updates)
-    assert (float(params), float(state.loss_scale.scale)) == (1.0, 2.0**-24)
+    assert (float(params), float(state.loss_scale.scale)) == (1.0, 1.0)
 
     peer = optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=5)
     state, update = peer.init(params), jax.jit(peer.update)

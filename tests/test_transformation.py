@@ -163,6 +163,33 @@ def test_one_loss_has_one_scale():
     assert float(gs.loss_scale(state)) == 2.0**14
 
 
+def test_training_goes_on_after_a_storm_of_bad_batches(rng):
+    """By default a float16 run reaches the same loss after 60 batches of NaN as without them."""
+    x = jnp.asarray(rng.normal(size=(64, 8)), jnp.float16)
+    params = {"w": jnp.asarray(rng.normal(size=(8, 16)), jnp.float32) / 3, "v": jnp.ones(16) / 4}
+    tx = gs.loss_scaled(optax.adam(0.01))
+
+    def loss(params, bad):
+        hidden = jnp.tanh(jnp.where(bad, jnp.nan, x) @ params["w"].astype(jnp.float16))
+        predicted = (hidden @ params["v"].astype(jnp.float16)).astype(jnp.float32)
+        return jnp.mean((predicted - x[:, 0] * x[:, 1]) ** 2)
+
+    def step(carry, bad):
+        params, state = carry
+        value, grads = gs.value_and_grad(loss, state)(params, bad)
+        updates, state = tx.update(grads, state, params)
+        return (gs.apply_updates(params, updates, state), state), value
+
+    @jax.jit
+    def losses(storm):
+        bad = (jnp.arange(360) >= 20) & (jnp.arange(360) < 20 + storm)
+        return jax.lax.scan(step, (params, tx.init(params)), bad)[1]
+
+    calm, stormy = losses(0)[:300], losses(60)
+    assert calm[-1] < calm[20] / 4
+    np.testing.assert_allclose(stormy[-1], calm[-1], rtol=0.1)
+
+
 def test_finite_steps_are_those_of_the_wrapped_transformation():
     """Without an overflow the run is that of plain optax, and the scale grows as the rule says."""
     rule = gs.DynamicLossScale(4.0, increment_period=2)

@@ -46,7 +46,8 @@ def loss_scaled(
 
     Args:
         tx: the transformation that makes updates out of gradients.
-        rule: a `LossScale`, by default `DynamicLossScale()`.
+        rule: a `LossScale`, by default `DynamicLossScale(min_scale=1.0)`, with which float16
+            training goes on after any number of bad batches.
         telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
             `gainstage.report` which tensors overflowed; adds seven scalars to the state, and four
             integers for each parameter.
@@ -92,7 +93,7 @@ def loss_scaled_within(
         limits: the clip option in force, as for `gradients.clip`.
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
     """
-    rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
+    rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
     tx = optax.with_extra_args_support(tx)
