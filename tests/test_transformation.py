@@ -291,6 +291,30 @@ def test_wrong_arguments():
         gs.loss_scaled(optax.sgd(0.1), 128.0)
 
 
+def test_errors_name_the_remedy():
+    """An optimizer in the wrong place, an unknown rule or a loss with a shape says what to do."""
+    adam, tx = gs.Adam(), optax.adam(0.1)
+    with pytest.raises(TypeError, match=r"Use gainstage.to_optax\(optimizer\)"):
+        gs.loss_scaled(adam)
+    with pytest.raises(TypeError, match=r"Use gainstage.Optax\(tx\), or gainstage.loss_scaled"):
+        gs.LossScaleOptimizer(tx)
+    for wrap in (
+        lambda: gs.loss_scaled(tx, "dynamic"),
+        lambda: gs.LossScaleOptimizer(adam, rule="dynamic"),
+    ):
+        with pytest.raises(
+            TypeError, match=r"rule: DynamicLossScale\(\), AdaptiveLossScale\(\), F"
+        ):
+            wrap()
+    state = gs.loss_scaled(tx).init(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"got shape \(3,\)"):
+        gs.value_and_grad(lambda w: w**2, state)(jnp.ones(3))
+    w, opt = gs.Variable([1.0]), gs.LossScaleOptimizer(adam)
+    opt.build([w])
+    with pytest.raises(ValueError, match=r"of an optimizer: all of `optimizer.variables`"):
+        gs.jit(lambda: opt.minimize(lambda: w.value().sum(), [w]), [w])()
+
+
 def test_a_skipped_step_costs_one_temporary_at_most():
     """The compiled update needs no more temporary memory than one copy of the parameters."""
     params, tx, state = make(optax.adam(1e-3), size=1 << 18)

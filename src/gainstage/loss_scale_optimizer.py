@@ -423,8 +423,10 @@ def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
 
 def _check_inner(inner: Any, given: set[str]) -> None:
     if not isinstance(inner, Optimizer) or isinstance(inner, LossScaleOptimizer):
+        is_optax = hasattr(inner, "init") and hasattr(inner, "update")
+        advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)." if is_optax else ""
         raise TypeError(
-            f"Expected an optimizer that is not wrapped for inner_optimizer; got {inner!r}."
+            f"Expected an optimizer that is not wrapped for inner_optimizer; got {inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
     if inner._wrapper is not None:

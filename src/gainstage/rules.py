@@ -252,7 +252,10 @@ def as_rule(name: str, value: Any) -> LossScale:
     """
     value = getattr(value, "rule", value)
     if not isinstance(value, LossScale):
-        raise TypeError(f"Expected a gainstage.LossScale for {name}; got {value!r}.")
+        raise TypeError(
+            f"Expected a gainstage.LossScale for {name}: DynamicLossScale(), AdaptiveLossScale(), "
+            f"FixedLossScale(value) or one of your own; got {value!r}."
+        )
     return value
 
 

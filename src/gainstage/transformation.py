@@ -15,6 +15,7 @@ from gainstage.bridge import select
 from gainstage.inspection import inspect
 from gainstage.measures import measure
 from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed
+from gainstage.optimizer import Optimizer
 from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
 
 
@@ -95,7 +96,8 @@ def loss_scaled_within(
     """
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
+        advice = " Use gainstage.to_optax(optimizer)." if isinstance(tx, Optimizer) else ""
+        raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.{advice}")
     tx = optax.with_extra_args_support(tx)
     telemetry, every = check_telemetry(telemetry, underflow_every)
 
@@ -196,7 +198,8 @@ def value_and_grad(
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             raise TypeError(
-                f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got {loss!r}."
+                f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
+                f"{jax.tree.map(_shape, loss)}."
             )
         return scale_loss(loss, opt_state), (gradients.widen(loss), aux)
 
@@ -205,6 +208,10 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
     return true
+
+
+def _shape(loss: Any) -> Any:
+    return f"shape {jnp.shape(loss)}" if hasattr(loss, "shape") else loss
 
 
 def loss_scale(opt_state: Any) -> jax.Array:

@@ -106,8 +106,9 @@ class Variable:
                 raise ValueError(
                     f"Expected every variable used inside a traced function to be in its state; "
                     f"got {self.name!r}, whose value would be frozen into the program. Add it to "
-                    f"the `state` of `gainstage.jit` (inside an optimizer: make it with "
-                    f"`add_variable`), or read `value()` outside and pass it in."
+                    f"the `state` of `gainstage.jit` (of an optimizer: all of "
+                    f"`optimizer.variables`; inside one: make it with `add_variable`), or read "
+                    f"`value()` outside and pass it in."
                 )
             if self._is_planned:
                 raise ValueError(f"Expected {self.name!r} to have a value; it is only planned.")
