@@ -145,6 +145,26 @@ def test_orbax(stops, tmp_path):
     checkpoints.close()
 
 
+def test_orbax_of_an_optax_state(tmp_path):
+    """`Checkpoints` refuses an optax state, and Orbax itself saves it, as the error says."""
+    orbax = pytest.importorskip("gainstage.interop.orbax", reason="orbax is not installed")
+    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
+    params = {"w": jnp.ones(3)}
+    state = tx.update({"w": jnp.full(3, 2.0)}, tx.init(params), params)[1]
+    checkpoints = orbax.Checkpoints(tmp_path / "ours")
+    advice = "got LossScaledState. An optax state is a pytree of arrays: save it with orbax"
+    with pytest.raises(TypeError, match=advice):
+        checkpoints.save(1, [], state)
+    assert checkpoints.latest is None
+    checkpoints.close()
+    with orbax.ocp.StandardCheckpointer() as theirs:
+        theirs.save(tmp_path / "theirs", (params, state))
+        theirs.wait_until_finished()
+        restored = theirs.restore(tmp_path / "theirs", (params, tx.init(params)))
+    assert bits(jax.tree.leaves(restored)) == bits(jax.tree.leaves((params, state)))
+    assert jax.tree.structure(restored) == jax.tree.structure((params, state))
+
+
 def test_msgpack_of_an_optax_state():
     """Parameters and state of `loss_scaled` in flax's msgpack, from each of the 50 steps."""
     serialization = pytest.importorskip("flax.serialization", reason="flax is not installed")

@@ -78,6 +78,7 @@ class Checkpoints:
             optimizer: built.
 
         Raises:
+            TypeError: no optimizer, but an optax state.
             ValueError: not built; a checkpoint of this step exists.
         """
         named = _named(variables, optimizer)
@@ -121,6 +122,7 @@ class Checkpoints:
             The step, None if there is no checkpoint.
 
         Raises:
+            TypeError: no optimizer, but an optax state.
             ValueError: not built; no checkpoint of that step; another format, class or
                 configuration; a name, shape or dtype that differs, with the first that does; a
                 damaged file.
@@ -190,6 +192,11 @@ def _differing(saved: Sums, ours: Sums) -> list[str]:
 
 
 def _named(variables: Sequence[Variable], optimizer: Optimizer) -> Named:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Expected an optimizer of gainstage; got {type(optimizer).__name__}. An optax state "
+            f"is a pytree of arrays: save it with orbax.checkpoint.StandardCheckpointer."
+        )
     if not optimizer.built:
         raise ValueError(f"Expected {optimizer.name!r} to be built before its checkpoint.")
     parts = {"variables": list(variables), "optimizer": optimizer.variables}
