@@ -14,7 +14,8 @@ SRC = Path(gs.__file__).parent
 ROOT = Path(__file__).parents[1]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
-    {"_lazy", "checks", "configurable", "joining", "sharding", "signals", "variable"},
+    {"_jax", "_lazy", "checks", "configurable", "signals"},
+    {"joining", "sharding", "variable"},
     {"fp8"},
     {"bridge", "gradients", "options", "policy", "rules", "schedules"},
     {"adaptive", "groups", "inspection", "learning_rate", "local", "measures"},
@@ -67,6 +68,24 @@ def test_imports_point_down(path):
 def test_the_layers_are_those_of_the_tree():
     """A back edge would be seen: the checked files do import each other."""
     assert {"optimizer", "rules", "variable"} <= set(imported(SRC / "loss_scale_optimizer.py"))
+
+
+def test_only_one_file_imports_what_jax_may_move():
+    """JAX's private and experimental names come from `_jax.py`, so a new JAX is met in one file."""
+    places = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters")
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Attribute):
+                names = [ast.unparse(node)]
+            if any(f"{name}.".startswith(f"{place}.") for name in names for place in places):
+                found.add(path.name)
+    assert found == {"_jax.py"}
 
 
 def fresh(code, **environment):

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 
+from gainstage._jax import Tracer
 from gainstage.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.minimizer import check_verbs
 from gainstage.optimizer import Optimizer

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
-from jax.extend.core import Literal, get_opaque_trace_state
 
+from gainstage._jax import Literal, Tracer, get_opaque_trace_state
 from gainstage.signals import deferred_signals
 from gainstage.variable import Variable, is_inside
 
@@ -224,7 +223,7 @@ class jit:  # noqa: N801 - reads as the function it stands for
             write(self._state, values)
             return result
         if self._calls_back is None:
-            self._calls_back = _calls_back(self._compiled.trace(*arguments).jaxpr.jaxpr)
+            self._calls_back = _calls_back(self._compiled.trace(*arguments).jaxpr)
         if self._calls_back:
             values, result = jax.block_until_ready(self._keeping(*arguments))
             write(self._state, values)
@@ -250,8 +249,7 @@ def _calls_back(program: Any) -> bool:
         if "callback" in equation.primitive.name:
             return True
         params = [p if isinstance(p, tuple) else (p,) for p in equation.params.values()]
-        inner = [getattr(p, "jaxpr", p) for parts in params for p in parts]
-        if any(_calls_back(p) for p in inner if hasattr(p, "eqns")):
+        if any(_calls_back(p) for parts in params for p in parts if hasattr(p, "eqns")):
             return True
     return False
 
@@ -313,10 +311,9 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
             lambda n, o: lax.select(keep, jnp.asarray(n, o.dtype), o), new, old
         )
     before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
-    program, shapes = jax.make_jaxpr(fn, return_shape=True)(old)
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old)
     _check_structure(shapes[1], old)
-    jaxpr = program.jaxpr
-    known = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    known = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     known |= zip(jaxpr.invars, before, strict=True)
     outputs = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
     wanted = {v: b for v, b in zip(outputs, before, strict=True) if not isinstance(v, Literal)}

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
-from jax.experimental.layout import Layout, with_layout_constraint
 
+from gainstage._jax import Layout, Tracer, with_layout_constraint
 from gainstage.fp8 import Seen
 from gainstage.variable import placed
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from gainstage import checks
+from gainstage._jax import Tracer, used_arguments
 from gainstage.bridge import functional, jit, read, run, variables_in
 from gainstage.gradients import widen
 from gainstage.stateful import Stateful, check_count
@@ -142,7 +141,7 @@ class Minimizer(Stateful):
             )
             raise
         # A gradient is None where nothing flows back to: known from the program, not from zeros.
-        _, depends = dce_jaxpr(jax.make_jaxpr(linear)(values).jaxpr, [True])
+        depends = used_arguments(jax.make_jaxpr(linear)(values))
         (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
         if not is_inside():  # a gradient may be the very array of a weight, which a step reuses
             memory = set(itertools.chain(*map(_buffers, (*grads, value))))

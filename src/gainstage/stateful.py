@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from gainstage import checks, gradients
+from gainstage._jax import Tracer
 from gainstage.bridge import assign, read
 from gainstage.configurable import Configurable
 from gainstage.groups import Group

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage import checks, gradients
+from gainstage._jax import Tracer
 from gainstage.bridge import select
 from gainstage.inspection import inspect
 from gainstage.measures import measure

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
+
+from gainstage._jax import Tracer, get_opaque_trace_state
 
 
 def _operator(name: str) -> Callable[..., jax.Array]:

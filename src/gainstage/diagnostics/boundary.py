@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from gainstage._jax import Literal
 from gainstage.checks import LARGEST
 
 
@@ -54,7 +54,7 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
 
     program = jax.make_jaxpr(backward)(jnp.float32(1), *args)
     limits: list[float] = []
-    unknown = [None] * (len(program.jaxpr.invars) - 1)
+    unknown = [None] * (len(program.invars) - 1)
     _follow(program, [_Number(1.0, True), *unknown], limits)
     return min(limits, default=math.inf)
 
@@ -72,33 +72,32 @@ _MOVES = frozenset(
 
 
 def _follow(
-    program: ClosedJaxpr, inputs: Sequence[_Number | None], limits: list[float]
+    program: Any, inputs: Sequence[_Number | None], limits: list[float]
 ) -> list[_Number | None]:
     """Follows the scale through a program, as long as it only meets constants.
 
     Args:
-        program: a jaxpr.
+        program: a jaxpr, with or without its constants.
         inputs: what is known of its arguments.
         limits: of the scale, added to wherever it passes through a smaller dtype.
 
     Returns:
         What is known of its results.
     """
-    jaxpr = program.jaxpr
-    constants = [_constant(value) for value in program.consts]
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+    constants = [_constant(value) for value in getattr(program, "consts", ())]
+    known = dict(zip((*program.constvars, *program.invars), (*constants, *inputs), strict=True))
 
     def of(variable: Any) -> _Number | None:
         if isinstance(variable, Literal):
             return _constant(variable.val)
         return known.get(variable)
 
-    for equation in jaxpr.eqns:
+    for equation in program.eqns:
         operands = [of(variable) for variable in equation.invars]
-        inner = [p for p in equation.params.values() if isinstance(p, (ClosedJaxpr, Jaxpr))]
+        inner = [p for p in equation.params.values() if hasattr(p, "eqns")]
         if inner and equation.primitive.name not in ("scan", "while", "cond"):
-            closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], [])
-            results = _follow(closed, operands, limits) if _fits(closed, operands) else []
+            fits = len(inner[0].invars) == len(operands)
+            results = _follow(inner[0], operands, limits) if fits else []
         else:
             results = [_computed(equation, operands)]
         for variable, result in zip(equation.outvars, results, strict=False):
@@ -107,16 +106,12 @@ def _follow(
                 most = float(jnp.finfo(variable.aval.dtype).max)
                 if result.value and most < LARGEST:
                     limits.append(most / abs(result.value))
-    return [of(variable) for variable in jaxpr.outvars]
+    return [of(variable) for variable in program.outvars]
 
 
 def _constant(value: Any) -> _Number | None:
     number = np.size(value) == 1 and jnp.issubdtype(jnp.result_type(value), jnp.number)
     return _Number(float(np.real(value)), False) if number else None
-
-
-def _fits(program: ClosedJaxpr, operands: Sequence[Any]) -> bool:
-    return len(program.jaxpr.invars) == len(operands)
 
 
 def _computed(equation: Any, operands: Sequence[_Number | None]) -> _Number | None:

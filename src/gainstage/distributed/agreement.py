@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gainstage._jax import multihost_utils
 from gainstage.configurable import readable
 from gainstage.optimizer import Optimizer
 from gainstage.sharding import axes_of, is_first

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
+from gainstage._jax import multihost_utils
 from gainstage.distributed.watchdog import TEMPORARY, Watchdog
 
 TOKEN = 16  # bytes that tell a peer from a stranger
