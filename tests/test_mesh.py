@@ -442,13 +442,18 @@ def test_master_weights_are_a_float32_run_rounded():
     start = rng.normal(size=(8, 3)).astype(np.float16)
     half, full = gs.Variable(start), gs.Variable(start.astype(np.float32))
     opt, reference = gs.Adam(0.01, master_weights=True, use_ema=True), gs.Adam(0.01)
+    largest = np.abs(full.numpy())
     for _ in range(20):
         gradient = rng.normal(size=(8, 3)).astype(np.float16)
         opt.apply([gradient], [half])
         reference.apply([gradient.astype(np.float32)], [full])
         assert (half.numpy() == full.numpy().astype(np.float16)).all()
+        largest = np.maximum(largest, np.abs(full.numpy()))
     (master,) = [v for v in opt.variables if "master" in v.name]
-    np.testing.assert_allclose(master.numpy(), full.numpy(), rtol=1e-6)
+    # XLA for jax 0.12 computes `m + (g - m) * c` with one rounding in one of these two programs and
+    # with two in the other. A weight of 0.09 then differs by its last bit, 7.5e-9, and still does
+    # after it has shrunk to 0.001: the error is relative to the largest value that it had.
+    assert (np.abs(master.numpy() - full.numpy()) <= 1e-6 * largest).all()
     assert gs.Adam.from_config(opt.get_config()).master_weights is True
 
 

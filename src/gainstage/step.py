@@ -247,10 +247,13 @@ class Step(Windows):
         steps = self._option("gradient_accumulation_steps")
         updates = self._iterations.value() // (steps or 1)
         momentum = jnp.where(updates <= 0, 0.0, self._option("ema_momentum"))
+        # A 1 that XLA does not know. XLA for CPU may round `b * c` in `a + b * c`, or may not; with
+        # jax 0.12 that depends on the mesh. In `a + b * c * one` the product is always rounded.
+        one = jnp.where(updates < 0, 0.0, 1.0)
         for variable, average in zip(self._index, self._averages, strict=True):
-            # One product: XLA may fuse either of two into the sum, which rounds differently.
             new, old = variable.value(), average.value()
-            average.assign(old + (1 - momentum) * jnp.where(new == old, 0.0, new - old))
+            change = (1 - momentum) * jnp.where(new == old, 0.0, new - old)
+            average.assign(old + change * one)
             if frequency:
                 due = (updates + 1) % frequency == 0
                 variable.assign(jnp.where(due, average.value(), variable.value()))
