@@ -99,7 +99,7 @@ class LossScaleOptimizer(Optimizer):
         self._scale_state = variables_like(state, self.name, _DOCUMENTED)
         self._observed: Observed | None = None
         self._measured: dict[str, Variable] = {}  # of the window so far
-        self._initial_scale = checks.shortest(read(self._scale_state.scale))
+        self._initial_scale = checks.shortest(self._scale_state.scale.numpy())
         self._has_scaled = False  # whether anybody has asked for the scale, to multiply a loss by
         # An option is an attribute of the wrapper only if it was given to it.
         for option, value in options.items():

@@ -223,17 +223,23 @@ class Variable:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._read(), dtype=dtype)
 
+    def _number(self) -> Any:
+        """The value, to be converted to a number of Python."""
+        value = self._read()
+        # jax 0.11 converts a scalar through a view that it keeps, so it could not be donated.
+        return value if isinstance(value, Tracer) or value.ndim else np.array(value)
+
     def __float__(self) -> float:
-        return float(self._read())
+        return float(self._number())
 
     def __int__(self) -> int:
-        return int(self._read())
+        return int(self._number())
 
     def __index__(self) -> int:
-        return self._read().__index__()
+        return self._number().__index__()
 
     def __bool__(self) -> bool:
-        return bool(self._read())
+        return bool(self._number())
 
     def __len__(self) -> int:
         return len(self._read())
@@ -242,7 +248,7 @@ class Variable:
         return iter(self.value())
 
     def __format__(self, spec: str) -> str:
-        return format(self._read(), spec) if spec else repr(self)
+        return format(self._number(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
         return (
