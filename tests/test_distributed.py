@@ -189,6 +189,15 @@ def test_a_process_that_fails_ends_all_four(tmp_path):
         assert "process 2 is gone" in run.said(i), run.said(i)
 
 
+def test_sigterm_ends_a_process_and_the_others(tmp_path):
+    """SIGTERM ends a run at once; without more JAX would log it, and run to the end."""
+    run = Run(tmp_path, culprit=1, end_at=3, steps=1000)
+    statuses, after = run.wait()
+    assert statuses == [75, -15], run.said()
+    assert max(after) < 5
+    assert "process 1 is gone" in run.said(0)
+
+
 def test_a_process_that_stands_still_ends_the_others(tmp_path):
     """A process that is stopped, but not dead, is given up when the patience is over."""
     run = Run(tmp_path, culprit=1, stop_at=3, steps=1000, initialize={"patience": 5})
@@ -344,6 +353,18 @@ def test_an_address_without_a_port_is_an_error(address):
         distributed.initialize(address, 2, 0)
     with pytest.raises(ValueError, match="patience"):
         distributed.Watchdog(patience=0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_port_in_use_is_an_error(host):
+    """Process 0 says so before it begins anything; JAX would end in C++, or share the port."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX's coordinators do
+        other.bind((host, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"Expected a free port for process 0; got {port}"):
+            distributed.initialize(f"{host or socket.gethostname()}:{port}", 2, 0)
 
 
 def test_a_sum_over_devices_is_taken_in_float32():

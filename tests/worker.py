@@ -103,6 +103,8 @@ def work(job):
         watchdog.feed()
         if mine and i == job.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if mine and i == job.get("end_at"):
+            os.kill(os.getpid(), signal.SIGTERM)
         if mine and i == job.get("fail_at"):
             raise RuntimeError("This process has failed.")
         if mine and i == job.get("stop_at"):

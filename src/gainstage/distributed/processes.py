@@ -1,5 +1,7 @@
 """How processes meet: `jax.distributed.initialize`, which neither hangs nor aborts unexplained."""
 
+import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -34,6 +36,10 @@ def initialize(
     itself would wait for minutes. What a failed step leaves behind cannot be used: start all
     processes again, and restore the last checkpoint.
 
+    SIGTERM ends the process, and so all others. JAX by itself would take it for a notice that
+    `multihost_utils.reached_preemption_sync_point` reports, and run on; set the environment
+    variable `JAX_ENABLE_PREEMPTION_SERVICE=1` if you ask for that in each step.
+
     Args:
         coordinator_address: "host:port" of process 0, the same for all. A loopback address is
             bound as such, not on all interfaces. None where JAX knows the cluster (Slurm, MPI).
@@ -49,6 +55,7 @@ def initialize(
         The watchdog, to be fed once a step if there is a `patience`.
 
     Raises:
+        OSError: another program on this machine listens on the port of process 0.
         ValueError: an address without a port, or a patience that is no number > 0.
 
     A second connection goes to a port of process 0 that the system chooses: a firewall between
@@ -67,6 +74,10 @@ def initialize(
             )
         if _is_loopback(host):
             options.setdefault("coordinator_bind_address", coordinator_address)
+        if process_id == 0:
+            _check_free(options.get("coordinator_bind_address", f":{port}"))
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        jax.config.update("jax_enable_preemption_service", False)
     watchdog = Watchdog(patience)
     late = threading.Timer(timeout, _give_up, (coordinator_address, num_processes, timeout))
     late.daemon = True
@@ -118,6 +129,22 @@ def _give_up(address: str | None, count: int | None, timeout: float) -> None:
         flush=True,
     )
     os._exit(TEMPORARY)
+
+
+def _check_free(address: str) -> None:
+    """JAX would end in C++, or share the port with another run."""
+    host, _, port = address.rpartition(":")
+    host = "" if host == "[::]" else host
+    try:
+        with contextlib.suppress(socket.gaierror):
+            socket.create_server((host, int(port))).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(
+                errno.EADDRINUSE,
+                f"Expected a free port for process 0; got {port}, on which another program "
+                f"listens. Choose another port in coordinator_address, in every process.",
+            ) from error
 
 
 def _is_loopback(host: str) -> bool:
