@@ -302,6 +302,12 @@ def test_variables_on_two_meshes_are_refused():
     with pytest.raises(ValueError, match=r"on the mesh of 'SGD', .*'a' on"):
         gs.SGD(mesh=mesh_of((8, 1))).build(variables[:1])
     alone = gs.Variable(1.0, name="c")
+    x, y = (
+        gs.Variable(jax.device_put(1.0, d), name=n)
+        for d, n in zip(jax.devices()[:2], "xy", strict=True)
+    )
+    with pytest.raises(ValueError, match=r"got 'x' on .*0.* and 'y' on .*1"):
+        gs.SGD(0.1).build([x, gs.Variable(1.0), y])
     with pytest.raises(ValueError, match="Expected 'c' on the mesh of 'a'; got it on one device"):
         gs.SGD().build([variables[0], alone])
 

@@ -17,8 +17,9 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
     """The mesh that variables lie on, None if all are on one device.
 
     Raises:
-        ValueError: two meshes, a variable that is on one device while others are not, a layout
-            over several devices that names no mesh, or one that does not divide its variable.
+        ValueError: two meshes, a variable that is on one device while others are not, two devices,
+            a layout over several devices that names no mesh, or one that does not divide its
+            variable.
     """
     spread = [v for v in variables if v._layout is not None]
     for variable in variables if spread else ():
@@ -38,7 +39,21 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
                 f"{spread[0]._layout.mesh} and {variable.name!r} on {variable._layout.mesh}."
             )
         _check_divides(variable)
+    if not spread:
+        _check_one_device(variables)
     return spread[0]._layout.mesh if spread else None
+
+
+def _check_one_device(variables: Sequence[Any]) -> None:
+    """What the user has put on a device stays there; a step takes place on one."""
+    chosen = [v for v in variables if getattr(v._value, "committed", False)]
+    for variable in chosen[1:]:
+        (first,), (device,) = chosen[0]._value.devices(), variable._value.devices()
+        if device != first:
+            raise ValueError(
+                f"Expected all variables on one device, or on one mesh; got {chosen[0].name!r} on "
+                f"{first} and {variable.name!r} on {device}."
+            )
 
 
 def _check_divides(variable: Any) -> None:
