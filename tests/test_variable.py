@@ -114,6 +114,19 @@ def test_wrong_shape_names_the_variable_and_changes_nothing():
     assert (var.numpy() == [1, 2]).all()
 
 
+def test_a_complex_value_is_refused():
+    """A real variable takes no complex value, whose imaginary part would be lost."""
+    var = gs.Variable(2.0, name="w")
+    for assign in (var.assign, var.assign_add, var.assign_sub):
+        for value in (1j, np.complex64(1j), jnp.array(1j)):
+            with pytest.raises(TypeError, match="Expected a real value for variable 'w'; got"):
+                assign(value)
+    assert float(var) == 2.0
+    number = gs.Variable(1j)
+    number.assign_add(1.0)
+    assert complex(number.numpy()) == 1 + 1j
+
+
 def test_name_must_be_a_string():
     """A name that is no string is a TypeError."""
     with pytest.raises(TypeError, match="string for name; got 3"):

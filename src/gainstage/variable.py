@@ -118,6 +118,7 @@ class Variable:
         """Puts `value`, cast to the variable's dtype, into the box.
 
         Raises:
+            TypeError: a complex value for a real variable.
             ValueError: another shape, or a traced value that would outlive its trace.
         """
         value = self._assignable(value)
@@ -164,6 +165,11 @@ class Variable:
 
     def _fitted(self, value: Any) -> jax.Array:
         value = _unboxed(value)
+        kind = getattr(value, "dtype", np.dtype(complex if isinstance(value, complex) else bool))
+        if jnp.issubdtype(kind, jnp.complexfloating) and not jnp.issubdtype(
+            self.dtype, jnp.complexfloating
+        ):
+            raise TypeError(f"Expected a real value for variable {self.name!r}; got {value!r}.")
         if not isinstance(value, jax.Array) or value.dtype != self.dtype or value.weak_type:
             value = jnp.asarray(owned(value), self.dtype)
         if value.shape != self.shape:
