@@ -2,7 +2,7 @@
 # The suite on the newest jax, which needs Python 3.12 or newer. What follows goes to pytest.
 #
 #   PYTHON=python3.13 .ci/newest.sh              with this Python, not python3
-#   ROOT_FOLDER=/root/trixie .ci/newest.sh       with the Python 3.13 of Debian trixie, as root on an
+#   ROOT_FOLDER=../trixie .ci/newest.sh         with the Python 3.13 of Debian trixie, as root on an
 #                                                older Debian; the first run makes the folder, which
 #                                                takes 5 minutes and 2.3 GB
 set -euo pipefail
