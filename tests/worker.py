@@ -100,7 +100,6 @@ def work(job):
         checkpoints = Checkpoints(job["checkpoints"])
         start = checkpoints.restore(training.weights, training.optimizer) or 0
     for i in range(start, job["steps"]):
-        watchdog.feed()
         if mine and i == job.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
         if mine and i == job.get("end_at"):
@@ -113,6 +112,7 @@ def work(job):
         training.step(i, i in job.get("poisoned", ()))
         scales.append(float(training.optimizer.loss_scale))
         skipped.append(int(training.optimizer.iterations) == before)
+        watchdog.feed()  # after the first step, whose compilation is not to be timed
         if "checkpoints" in job and (i + 1) % 5 == 0:
             if mine and i + 1 == job.get("kill_in_save"):
                 killed_after(job["delay"])
