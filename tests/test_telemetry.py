@@ -313,3 +313,20 @@ def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
         assert bool(info.finite)
         np.testing.assert_allclose(info.max_abs, np.abs(true).max(), rtol=1e-6)
         np.testing.assert_allclose(info.grad_norm, np.linalg.norm(true), rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", [gs.DynamicLossScale(8.0), gs.AdaptiveLossScale(8.0)])
+def test_no_dtype_is_promoted_implicitly(rule):
+    """With `jax_numpy_dtype_promotion="strict"` a step, its telemetry and a mean are computed."""
+    steps = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "renormalise"}
+    with jax.numpy_dtype_promotion("strict"):
+        w = gs.Variable(np.ones((2, 3), np.float32))
+        opt = gs.LossScaleOptimizer(
+            gs.SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1
+        )
+        for value in (8.0, np.inf, 8.0, 8.0):
+            opt.apply([jnp.full((2, 3), value, jnp.float16)], [w])
+        info = gs.telemetry(opt)
+        gs.report(opt)
+    assert int(info.skipped_steps) == 1
+    assert int(info.applied_steps) == 3

@@ -134,7 +134,7 @@ class AdaptiveLossScale(LossScale):
         # The power of two below the quotient, which itself might overflow; `exp2` would round.
         limit, bits = math.frexp(self.largest_number * 2.0**-self.margin)
         part, exponent = jnp.frexp(largest)
-        bits = bits - exponent - (part > jnp.float32(limit))
+        bits = bits - exponent - jnp.int32(part > jnp.float32(limit))
         power = jnp.ldexp(jnp.float32(1), jnp.clip(bits, -126, 126))
         climbed = state.scale * jnp.where(state.scale < self.initial_loss_scale, CLIMB, 2.0)
         wanted = jnp.where(largest > 0, power, climbed)  # all 0: flushed, for all we know

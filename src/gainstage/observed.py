@@ -179,7 +179,8 @@ def _more_causes(
     inf, nan, first, last = causes.T
     first = jnp.where(hit & (first < 0), step, first)
     last = jnp.where(hit, step, last)
-    return jnp.stack([inf + found[:, 0], nan + found[:, 1], first, last], axis=1)
+    more_inf, more_nan = found.astype(jnp.int32).T
+    return jnp.stack([inf + more_inf, nan + more_nan, first, last], axis=1)
 
 
 def _exponents(gradient: jax.Array, scale: jax.Array, ordered: bool) -> jax.Array:

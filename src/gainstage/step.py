@@ -192,7 +192,7 @@ class Step(Windows):
                 for accumulator in self._accumulators:
                     accumulator.assign(jnp.where(enough, accumulator.value(), 0))
             pairs = zip(grads, sums, strict=True)
-            means = [None if g is None else s / count for g, s in pairs]
+            means = [None if g is None else s / jnp.asarray(count, s.dtype) for g, s in pairs]
             norms = norms_of(means, self._clips(), self._layouts())
 
             def update_weights() -> None:
