@@ -265,22 +265,24 @@ class _Watch:
         )
 
     def _no_growth(self, step: int, scale: float) -> str:
-        known = [used for used in self._largest if _known(used)]
         lowest, when = self._overflowed
         learned = lowest <= 4 * scale and step - when <= MEMORY
-        if len(known) < WINDOW or any(self._skips) or learned or self._raised < WINDOW:
+        if learned or self._raised < WINDOW or any(self._skips):
+            return ""
+        if len(self._largest) < WINDOW or any(map(math.isnan, self._largest)):
             return ""
         stays = isinstance(self._rule, FixedLossScale) or (self._rule is None and not self._moved)
         if stays and scale == 1:
             return ""  # it does not scale, on purpose
-        if max(known) == 0:
+        largest = max(self._largest)
+        if largest == 0:
             adaptive = isinstance(self._rule, AdaptiveLossScale)
             return (
                 f"all gradients of the last {WINDOW} steps are 0. If that should not be, they are "
                 f"flushed: take {'' if adaptive else 'rule=gs.AdaptiveLossScale(), or '}a higher "
                 f"scale than {as_power(scale)}."
             )
-        bits = int(math.log2(self._limit / max(known)))
+        bits = int(math.log2(self._limit / largest))
         if bits < LOW:
             return ""
         other = ", or rule=gs.AdaptiveLossScale()"
