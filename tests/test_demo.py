@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 
@@ -63,27 +62,12 @@ def test_what_stays_the_same_is_in_the_table(runs):
     assert min(accuracies) > 0.95
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """Runs the command in a process of its own, with warnings as errors, into pipes."""
-    # What the first has compiled the second need not.
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-
-    def run(*words):
-        command = [sys.executable, "-W", "error", "-m", "gainstage", "demo", *words]
-        environment = {**os.environ, **cache}
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-    return run
-
-
-def test_json_is_all_there_is_on_standard_output(demo, tmp_path):
+def test_json_is_all_there_is_on_standard_output(tmp_path):
     """`--json` prints one object; the bars go to standard error, the picture to its file."""
     picture = tmp_path / "demo.png"
-    result = demo("--steps", "9", "--seed", "3", "--json", "--output", str(picture))
+    words = ["demo", "--steps", "9", "--seed", "3", "--json", "--output", str(picture)]
+    process = [sys.executable, "-W", "error", "-m", "gainstage", *words]
+    result = subprocess.run(process, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     numbers = json.loads(result.stdout)
     assert (numbers["steps"], numbers["seed"], numbers["picture"]) == (9, 3, str(picture))
@@ -94,17 +78,17 @@ def test_json_is_all_there_is_on_standard_output(demo, tmp_path):
     assert 20_000 < picture.stat().st_size < 2_000_000
 
 
-def test_the_table_fits_a_terminal(demo, tmp_path):
+def test_the_table_fits_a_terminal(capsys, tmp_path):
     """In a pipe the text has at most 80 columns, no colour, and no claim the run did not show."""
-    result = demo("--steps", "1", "--output", str(tmp_path / "demo.png"))
-    assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if str(tmp_path) not in line]
+    assert command.main(["demo", "--steps", "1", "--output", str(tmp_path / "demo.png")]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= 80
-    assert "\x1b" not in result.stdout
+    assert "\x1b" not in text
     for row in ("Reconstruction error, test", "Digits told apart, test", "Steps skipped"):
-        assert row in result.stdout
-    assert "drew about as well as float32" in result.stdout
-    assert "What suffers" not in result.stdout
+        assert row in text
+    assert "drew about as well as float32" in text
+    assert "What suffers" not in text
 
 
 @pytest.mark.parametrize(
