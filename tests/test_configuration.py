@@ -192,7 +192,7 @@ def test_state_by_name():
             np.testing.assert_array_equal(value, before[name])
 
 
-class Mine(gs.SGD):
+class OfAUser(gs.SGD):
     pass
 
 
@@ -201,15 +201,15 @@ def test_optimizers_by_name_and_configuration():
     inverse, with wrappers, schedules and classes of the user."""
     for cls in CORE:
         assert type(gs.get(cls.__name__)) is type(gs.get(cls.__name__.lower())) is cls
-    opt = gs.LossScaleOptimizer(Mine(gs.schedules.CosineDecayRestarts(0.5, 2)), clipnorm=1.0)
+    opt = gs.LossScaleOptimizer(OfAUser(gs.schedules.CosineDecayRestarts(0.5, 2)), clipnorm=1.0)
     config = json.loads(json.dumps(gs.serialize(opt)))
     before = copy.deepcopy(config)
     for made in (gs.deserialize(config), gs.get(config)):
         assert config == before
-        assert type(made.inner_optimizer) is Mine
+        assert type(made.inner_optimizer) is OfAUser
         assert gs.serialize(made) == before
     other = {"class_name": "Other", "config": {"learning_rate": 0.25}}
-    assert type(gs.deserialize(other, {"Other": Mine})) is Mine
+    assert type(gs.deserialize(other, {"Other": OfAUser})) is OfAUser
     assert gs.get({"class_name": "adamw", "config": {"weight_decay": 0.5}}).weight_decay == 0.5
     assert gs.get(opt) is opt
     assert gs.get(None) is None

@@ -265,7 +265,7 @@ def _():
     plain, opt = wrapped(gs.SGD(0.1)), wrapped(gs.SGD(0.1), telemetry=True)
     plain.build([gs.Variable(1.0)])
     opt.apply([np.nan], [w])
-    assert len(opt.variables) == len(plain.variables) + 7
+    assert len(opt.variables) == len(plain.variables) + 8
     assert "variable: 1 of 1" in str(gs.report(opt))
     assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
 

@@ -48,7 +48,7 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
 
 
 def with_square(gradient: jax.Array) -> jax.Array:
-    """The gradient, clipped to numbers whose square is finite: 2**63 in float32."""
+    """The gradient, clipped to numbers whose square is finite: `2**63` in float32."""
     largest = 2.0 ** (jnp.finfo(gradient.dtype).maxexp // 2 - 1)
     return jnp.clip(gradient, -largest, largest)
 

@@ -63,7 +63,7 @@ def inspect(
 
     On a mesh every device reads its own part, and one `psum` of 4 bytes and 4 for each norm makes
     it known to all. A norm is right wherever it is a float32 number; on a mesh if it is above
-    2**-104, and with `clipnorm` from 2**-40 to 2**70 times the limit.
+    `2**-104`, and with `clipnorm` from `2**-40` to `2**70` times the limit.
 
     Args:
         grads: arrays of any floating dtype, or None.

@@ -196,7 +196,7 @@ def cases():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", list(cases()))
 def test_scaled_run_is_bit_equal_to_a_plain_one(name):
     """At a scale of `2**15` weights and state are those of plain optax, which never saw the step
     whose loss was inf; that step changes no bit."""

@@ -271,8 +271,8 @@ def test_invalid_arguments():
         with pytest.raises(TypeError, match="Expected"):
             tf2.LossScaleOptimizer(wrong)
     inner = gs.SGD()
-    new(inner)
-    with pytest.raises(ValueError):
+    first = new(inner)
+    with pytest.raises(ValueError, match=f"already wrapped by {first.name!r}"):
         new(inner)
     with pytest.raises(TypeError):
         tf2.LossScaleOptimizer(gs.SGD(), clipnorm=1.0)
