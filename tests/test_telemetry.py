@@ -263,6 +263,9 @@ def test_a_report_of_what_is_spread_over_devices():
     opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
     opt.apply([bad], [w])
     assert gs.report(opt).counts.tolist() == [[1, 0, 0, 0]]
+    assert gs.telemetry(opt).grad_norm == jnp.inf
+    opt.apply([bad * 0])
+    assert jnp.isnan(gs.telemetry(opt).grad_norm)
 
     tx, params = gs.loss_scaled(optax.sgd(0.1), telemetry=True), {"w": w.value()}
     state = update_in_shard_map(tx, params, {"w": bad})

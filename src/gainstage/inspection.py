@@ -300,11 +300,12 @@ def _packed(norms: jax.Array, limits: Mapping[str, float]) -> jax.Array:
 def _agreed(told: jax.Array, limits: Mapping[str, float]) -> Reading:
     """What the sum of what all devices have `_packed` tells."""
     norms, finite = jnp.sqrt(told[:-1]), jnp.isfinite(told[-1])
+    if not limits:
+        return Reading(finite, None)
     if "clipnorm" in limits:
         return Reading(finite, norms / _unit(limits))
-    return Reading(
-        finite, jnp.hypot(norms * 2.0**-41, jnp.sqrt(told[-1:]) * 2.0**75) if limits else None
-    )
+    norm = jnp.hypot(norms * 2.0**-41, jnp.sqrt(told[-1:]) * 2.0**75)
+    return Reading(finite, jnp.where(jnp.isnan(norms), jnp.nan, norm))  # nan beside inf
 
 
 def _unit(limits: Mapping[str, float]) -> float:
