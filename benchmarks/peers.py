@@ -19,7 +19,7 @@ import parameters
 from harness import Builders, Case, Variant
 
 import gainstage as gs
-from gainstage.gradients import unscale
+from gainstage._core.gradients import unscale
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 

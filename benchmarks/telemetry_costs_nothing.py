@@ -16,7 +16,7 @@ import models
 from train_steps_do_not_notice_scaling import SCALE, case, keras_style
 
 import gainstage as gs
-from gainstage.observed import LOOK
+from gainstage._core.observed import LOOK
 
 PLAIN = "ours"
 VARIANTS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gainstage import doctor
+from gainstage import _doctor as doctor
 from gainstage.__main__ import main
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gainstage import step
+from gainstage._core import step
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)

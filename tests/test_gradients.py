@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage import gradients, inspection
+from gainstage._core import gradients, inspection
 
 SIZES = (1, 1024, 4096, 210_000)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage import inspection, sharding
+from gainstage._core import inspection, sharding
 
 import programs
 

@@ -18,8 +18,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage._core.configurable import serialize
 from gainstage.compat import dtensor, experimental, tf2, v1
-from gainstage.configurable import serialize
 
 GUIDE = (Path(__file__).parents[1] / "docs/migrating.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", GUIDE, re.M))

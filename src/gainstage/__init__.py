@@ -4,20 +4,17 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from gainstage import fp8, schedules
-from gainstage._lazy import lazy
+from gainstage._core._lazy import lazy
+from gainstage._core.bridge import functional, jit
+from gainstage._core.observed import StepInfo
+from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage._core.variable import Variable
+from gainstage._local import locally_scaled
+from gainstage._policy import Policy, global_policy, set_global_policy
+from gainstage._serialization import deserialize, get, serialize
 from gainstage._telemetry import Report, Underflow, report, telemetry
 from gainstage._to_optax import to_optax
-from gainstage.adaptive import AdaptiveLossScale
-from gainstage.bridge import functional, jit
-from gainstage.local import locally_scaled
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.observed import StepInfo
-from gainstage.optimizer import Optimizer
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
-from gainstage.policy import Policy, global_policy, set_global_policy
-from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
-from gainstage.serialization import deserialize, get, serialize
-from gainstage.transformation import (
+from gainstage._transformation import (
     LossScaledState,
     apply_updates,
     loss_scale,
@@ -26,7 +23,10 @@ from gainstage.transformation import (
     step_was_applied,
     value_and_grad,
 )
-from gainstage.variable import Variable
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.rules import AdaptiveLossScale
 
 if TYPE_CHECKING:
     from gainstage import compat as compat

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.print_help()
             return 0
         if arguments.command == "doctor":
-            return importlib.import_module("gainstage.doctor").main()
+            return importlib.import_module("gainstage._doctor").main()
         if arguments.command == "report":
             import jax
 

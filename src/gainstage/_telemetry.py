@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.minimizer import Minimizer
-from gainstage.observed import (
+from gainstage._core.minimizer import Minimizer
+from gainstage._core.observed import (
     FLUSHED,
     LOWEST,
     SUBNORMAL,
@@ -18,10 +17,11 @@ from gainstage.observed import (
     StepInfo,
     at_first,
 )
-from gainstage.rules import as_power
-from gainstage.stateful import unique_names
-from gainstage.transformation import loss_scaled_state
-from gainstage.variable import Variable
+from gainstage._core.rules import as_power
+from gainstage._core.scaled_state import loss_scaled_state
+from gainstage._core.stateful import unique_names
+from gainstage._core.variable import Variable
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from gainstage._jax import Tracer
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.minimizer import check_verbs
-from gainstage.optimizer import Optimizer
-from gainstage.options import OPTIONS
-from gainstage.stateful import unique_names
-from gainstage.transformation import loss_scaled_within
-from gainstage.variable import Variable
+from gainstage._core._jax import Tracer
+from gainstage._core.minimizer import check_verbs
+from gainstage._core.options import OPTIONS
+from gainstage._core.stateful import unique_names
+from gainstage._core.variable import Variable
+from gainstage._transformation import loss_scaled_within
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 
 def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage import checks
-from gainstage.sharding import typed_layout, varying_like
+from gainstage._core import checks
+from gainstage._core.sharding import typed_layout, varying_like
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gainstage import checks
-from gainstage.configurable import Fields
-from gainstage.variable import Variable
+from gainstage._core import checks
+from gainstage._core.configurable import Fields
+from gainstage._core.variable import Variable
 
 
 class LearningRateSchedule(Fields, abc.ABC):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from gainstage._lazy import lazy
+from gainstage._core._lazy import lazy
 
 if TYPE_CHECKING:
     from gainstage.compat import dtensor as dtensor

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gainstage import checks, optimizers
-from gainstage.optimizer import Optimizer
-from gainstage.options import check_option
-from gainstage.variable import Variable
+from gainstage import optimizers
+from gainstage._core import checks
+from gainstage._core.options import check_option
+from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never meant anything here
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from gainstage.compat import tf2
 from gainstage.compat.live import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.optimizer import Optimizer
+from gainstage.optimizers.base import Optimizer
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
 

@@ -7,12 +7,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks, gradients, rules
-from gainstage.bridge import assign, read
-from gainstage.configurable import explained
-from gainstage.inspection import all_finite
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.variable import Variable
+from gainstage._core import checks, gradients, rules
+from gainstage._core.bridge import assign, read
+from gainstage._core.configurable import explained
+from gainstage._core.inspection import all_finite
+from gainstage._core.variable import Variable
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 FLOOR = 1.0  # of the documents' dynamic scale
 

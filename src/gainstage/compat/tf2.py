@@ -8,11 +8,11 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks, rules
+from gainstage._core import checks, rules
+from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.variable import Variable
 from gainstage.compat import live
-from gainstage.configurable import deserialize, serialize
-from gainstage.optimizer import Optimizer
-from gainstage.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 
 class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):

@@ -6,8 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks, optimizers, rules
-from gainstage import optimizer as core
+from gainstage import optimizers
+from gainstage._core import checks, rules
+from gainstage._core.minimizer import check_verbs
+from gainstage._core.sharding import varying_axes
+from gainstage._core.variable import Variable
 from gainstage.compat.live import (
     FLOOR,
     DynamicLossScale,
@@ -15,9 +18,7 @@ from gainstage.compat.live import (
     LossScale,
     UnscaledLossScaleOptimizer,
 )
-from gainstage.minimizer import check_verbs
-from gainstage.sharding import varying_axes
-from gainstage.variable import Variable
+from gainstage.optimizers import base as core
 
 __all__ = [
     "AdamOptimizer",

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gainstage.bridge import jit
+from gainstage._core.bridge import jit
+from gainstage._core.variable import Variable
 from gainstage.demo.task import BATCH, Digits, Outputs, forward, initial_weights, loss
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.optimizer import Optimizer
 from gainstage.optimizers import Adam
-from gainstage.variable import Variable
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 LEARNING_RATE = 2e-3
 GROWTH_STEPS = 40

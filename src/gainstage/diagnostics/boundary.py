@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._jax import Literal
-from gainstage.checks import LARGEST
+from gainstage._core._jax import Literal
+from gainstage._core.checks import LARGEST
 
 
 def largest_scale(fun: Callable[..., Any], *args: Any) -> float:

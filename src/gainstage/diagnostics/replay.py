@@ -16,11 +16,11 @@ import jax
 import numpy as np
 from jax import lax
 
-from gainstage.adaptive import AdaptiveLossScale
-from gainstage.checks import LARGEST, SMALLEST
+from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, advance, start
 from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run, why_skipped
-from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, advance, start
+from gainstage.rules.adaptive import AdaptiveLossScale
 
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from gainstage import checks
-from gainstage.observed import StepInfo
-from gainstage.rules import as_power
-from gainstage.signals import deferred_signals
-from gainstage.variable import Variable
+from gainstage._core import checks
+from gainstage._core.observed import StepInfo
+from gainstage._core.rules import as_power
+from gainstage._core.signals import deferred_signals
+from gainstage._core.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are kept while they cannot be written

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage._jax import multihost_utils
-from gainstage.configurable import readable
-from gainstage.optimizer import Optimizer
-from gainstage.sharding import axes_of, is_first
-from gainstage.stateful import unique_names
-from gainstage.variable import Variable
+from gainstage._core._jax import multihost_utils
+from gainstage._core.configurable import readable
+from gainstage._core.sharding import axes_of, is_first
+from gainstage._core.stateful import unique_names
+from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 
 def assert_consistent(optimizer: Optimizer) -> None:

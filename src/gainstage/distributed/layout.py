@@ -5,8 +5,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from gainstage.optimizer import Optimizer
-from gainstage.variable import Variable
+from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 
 def describe_layout(optimizer: Optimizer) -> str:

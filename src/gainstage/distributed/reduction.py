@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage.gradients import widen
-from gainstage.measures import measure
-from gainstage.sharding import typed_layout
+from gainstage._core.gradients import widen
+from gainstage._core.measures import measure
+from gainstage._core.sharding import typed_layout
 
 
 def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gainstage import gradients
-from gainstage.configurable import deserialize, serialize
-from gainstage.inspection import inspect
+from gainstage._core import gradients
+from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.inspection import inspect
+from gainstage._core.measures import measure
+from gainstage._core.rules import DynamicLossScale, LossScale, advance, as_rule, start
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
-from gainstage.measures import measure
-from gainstage.optimizer import Optimizer
-from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage.optimizers.base import Optimizer
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
 

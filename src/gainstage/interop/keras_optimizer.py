@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from gainstage.configurable import deserialize, family, serialize
+from gainstage._core.configurable import deserialize, family, serialize
+from gainstage._core.learning_rate import LearningRate
+from gainstage._core.options import OPTIONS
+from gainstage._core.signals import deferred_signals
+from gainstage._core.variable import Variable
 from gainstage.interop.keras_backend import keras
-from gainstage.learning_rate import LearningRate
-from gainstage.loss_scale_optimizer import LossScaleOptimizer as Scaled
-from gainstage.optimizer import Optimizer
-from gainstage.options import OPTIONS
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.schedules import LearningRateSchedule
-from gainstage.signals import deferred_signals
-from gainstage.variable import Variable
 
 PACKAGE = "gainstage"  # in which Keras registers the classes
 

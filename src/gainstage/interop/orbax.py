@@ -13,12 +13,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage.bridge import read, write
-from gainstage.configurable import readable
+from gainstage._core.bridge import read, write
+from gainstage._core.configurable import readable
+from gainstage._core.stateful import check_names, unique_names
+from gainstage._core.variable import Variable
 from gainstage.distributed.agreement import hashes
-from gainstage.optimizer import Optimizer
-from gainstage.stateful import check_names, unique_names
-from gainstage.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 try:
     import orbax.checkpoint as ocp

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gainstage import checks
-from gainstage.checks import SMALLEST
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
-from gainstage.stateful import check_names
-from gainstage.variable import Variable
+from gainstage._core import checks
+from gainstage._core.checks import SMALLEST
+from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage._core.stateful import check_names
+from gainstage._core.variable import Variable
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 Imported = tuple[DynamicLossScale, ScaleState]
 

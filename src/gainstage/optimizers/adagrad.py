@@ -6,11 +6,11 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks
-from gainstage.gradients import with_square
-from gainstage.optimizer import Optimizer
-from gainstage.options import OptimizerOptions
-from gainstage.variable import Variable
+from gainstage._core import checks
+from gainstage._core.gradients import with_square
+from gainstage._core.options import OptimizerOptions
+from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 
 class Adagrad(Optimizer):

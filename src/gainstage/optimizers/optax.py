@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage.bridge import read
-from gainstage.gradients import Gradients, widen
-from gainstage.optimizer import Optimizer
-from gainstage.options import WrapperOptions
-from gainstage.variable import Variable
+from gainstage._core.bridge import read
+from gainstage._core.gradients import Gradients, widen
+from gainstage._core.options import WrapperOptions
+from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
 
 
 class Optax(Optimizer):

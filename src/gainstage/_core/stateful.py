@@ -15,14 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from gainstage import checks, gradients
-from gainstage._jax import Tracer
-from gainstage.bridge import assign, read
-from gainstage.configurable import Configurable
-from gainstage.groups import Group
-from gainstage.joining import join, offsets
-from gainstage.sharding import mesh_of
-from gainstage.variable import Variable, owned
+from gainstage._core import checks, gradients
+from gainstage._core._jax import Tracer
+from gainstage._core.bridge import assign, read
+from gainstage._core.configurable import Configurable
+from gainstage._core.groups import Group
+from gainstage._core.joining import join, offsets
+from gainstage._core.sharding import mesh_of
+from gainstage._core.variable import Variable, owned
 
 Initializer = str | Callable[..., Any]
 

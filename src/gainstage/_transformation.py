@@ -1,7 +1,7 @@
 """Loss scaling for optax loops: the same rules, check and decision, without variables."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,23 +9,15 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage import checks, gradients
-from gainstage._jax import Tracer
-from gainstage.bridge import select
-from gainstage.inspection import inspect
-from gainstage.measures import measure
-from gainstage.observed import at_first, check_telemetry, leaves_and_none, observed
-from gainstage.optimizer import Optimizer
-from gainstage.rules import DynamicLossScale, LossScale, advance, as_rule, start
-
-
-class LossScaledState(NamedTuple):
-    """The state of `loss_scaled`."""
-
-    loss_scale: Any  # the rule's, with at least `scale`
-    inner: Any  # the wrapped transformation's
-    applied: Any = True  # bool scalar: whether the last step was, True before the first
-    observed: Any = None  # with `telemetry`, what it asks
+from gainstage._core import checks, gradients
+from gainstage._core._jax import Tracer
+from gainstage._core.bridge import select
+from gainstage._core.inspection import inspect
+from gainstage._core.measures import measure
+from gainstage._core.observed import at_first, check_telemetry, leaves_and_none, observed
+from gainstage._core.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
+from gainstage.optimizers.base import Optimizer
 
 
 def loss_scaled(
@@ -297,40 +289,3 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
         return jnp.where(applied, (param + update).astype(param.dtype), param)
 
     return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)
-
-
-def loss_scaled_state(opt_state: Any) -> LossScaledState:
-    """The one state of `loss_scaled` anywhere inside of an optax state, or a ValueError."""
-
-    found = states_in(opt_state)
-    if len(found) != 1:
-        more = " One loss has one scale: loss_scaled(optax.multi_transform(...))." if found else ""
-        raise ValueError(
-            f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
-            f"got {len(found)} in a {type(opt_state).__name__} of "
-            f"{jax.tree.structure(opt_state, is_leaf=_is_state)}.{more}"
-        )
-    return _unboxed(found[0])
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, LossScaledState)
-
-
-def states_in(tree: Any) -> list[LossScaledState]:
-    """All states of `loss_scaled` inside of an optax state."""
-    return [node for node in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(node)]
-
-
-def _unboxed(state: LossScaledState) -> LossScaledState:
-    """The scalars themselves, where a library has put each into a box of its own, as Flax does."""
-    if isinstance(state.loss_scale.scale, jax.Array):
-        return state
-
-    def unboxed(x: Any) -> Any:
-        if x is None or hasattr(x, "_fields"):
-            return x and type(x)(*map(unboxed, x))
-        return jax.tree.leaves(x)[0]
-
-    told = map(unboxed, (state.applied, state.observed))
-    return LossScaledState(unboxed(state.loss_scale), state.inner, *told)

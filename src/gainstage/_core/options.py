@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
-from gainstage import checks
+from gainstage._core import checks
 
 
 class Options(TypedDict, total=False):

@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks
-from gainstage._jax import Tracer, used_arguments
-from gainstage.bridge import functional, jit, read, run, variables_in
-from gainstage.gradients import widen
-from gainstage.stateful import Stateful, check_count
-from gainstage.variable import Variable, is_inside, strong
+from gainstage._core import checks
+from gainstage._core._jax import Tracer, used_arguments
+from gainstage._core.bridge import functional, jit, read, run, variables_in
+from gainstage._core.gradients import widen
+from gainstage._core.stateful import Stateful, check_count
+from gainstage._core.variable import Variable, is_inside, strong
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage.bridge import compiled_if_eager
-from gainstage.gradients import real_parts, wide
-from gainstage.joining import Reduction, bundle, by_rows, reduce_each
-from gainstage.sharding import (
+from gainstage._core.bridge import compiled_if_eager
+from gainstage._core.gradients import real_parts, wide
+from gainstage._core.joining import Reduction, bundle, by_rows, reduce_each
+from gainstage._core.sharding import (
     axes_of,
     is_first,
     knows_what_varies,
@@ -23,7 +23,7 @@ from gainstage.sharding import (
     varying_axes,
     varying_like,
 )
-from gainstage.variable import placed
+from gainstage._core.variable import placed
 
 
 class Inspection(NamedTuple):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage.bridge import lent, read
-from gainstage.gradients import Gradients
-from gainstage.joining import SMALL, join, offsets, part
-from gainstage.variable import Variable
+from gainstage._core.bridge import lent, read
+from gainstage._core.gradients import Gradients
+from gainstage._core.joining import SMALL, join, offsets, part
+from gainstage._core.variable import Variable
 
 MOST = 32  # variables in a group: XLA compiles equal parts of equal groups once
 

@@ -8,22 +8,29 @@ from typing import Any, Self, Unpack
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks
-from gainstage.bridge import read
-from gainstage.checks import LARGEST, SMALLEST
-from gainstage.configurable import deserialize, serialize
-from gainstage.inspection import all_finite
-from gainstage.measures import measure, measured_of_both
-from gainstage.minimizer import check_verbs
-from gainstage.observed import Observed, at_first, check_telemetry, observed
-from gainstage.optimizer import Optimizer
+from gainstage._core import checks
+from gainstage._core.bridge import read
+from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.inspection import all_finite
+from gainstage._core.measures import measure, measured_of_both
+from gainstage._core.minimizer import check_verbs
+from gainstage._core.observed import Observed, at_first, check_telemetry, observed
+from gainstage._core.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
+from gainstage._core.rules import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    advance,
+    as_rule,
+    start,
+)
+from gainstage._core.scaled_state import states_in
+from gainstage._core.stateful import shown
+from gainstage._core.variable import Variable, variables_like
+from gainstage._core.windows import is_asked
+from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.optax import Optax
-from gainstage.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
-from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale, advance, as_rule, start
-from gainstage.stateful import shown
-from gainstage.transformation import states_in
-from gainstage.variable import Variable, variables_like
-from gainstage.windows import is_asked
 
 
 class LossScaleOptimizer(Optimizer):

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 
-from gainstage._jax import Tracer, get_opaque_trace_state
+from gainstage._core._jax import Tracer, get_opaque_trace_state
 
 
 def _operator(name: str) -> Callable[..., jax.Array]:

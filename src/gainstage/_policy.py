@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage.configurable import Fields
-from gainstage.variable import Variable
+from gainstage._core.configurable import Fields
+from gainstage._core.variable import Variable
 
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 

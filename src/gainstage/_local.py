@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks
-from gainstage.gradients import wide
+from gainstage._core import checks
+from gainstage._core.gradients import wide
 
 
 def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:

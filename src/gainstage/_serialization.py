@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gainstage import configurable, optimizers
-from gainstage.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.optimizer import Optimizer
+from gainstage import optimizers
+from gainstage._core import configurable
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 _BUILT_IN = {name.lower(): name for name in [*optimizers.__all__, LossScaleOptimizer.__name__]}
 

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage import gradients
-from gainstage.bridge import assign, keep_if, lent, read
-from gainstage.gradients import Gradients
-from gainstage.inspection import Inspection, inspect
-from gainstage.inspection import norms as norms_of
-from gainstage.learning_rate import LearningRate
-from gainstage.variable import Variable, placed
-from gainstage.windows import Windows, is_asked
+from gainstage._core import gradients
+from gainstage._core.bridge import assign, keep_if, lent, read
+from gainstage._core.gradients import Gradients
+from gainstage._core.inspection import Inspection, inspect
+from gainstage._core.inspection import norms as norms_of
+from gainstage._core.learning_rate import LearningRate
+from gainstage._core.variable import Variable, placed
+from gainstage._core.windows import Windows, is_asked
 
 
 class Step(Windows):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage import checks
-from gainstage.configurable import serialize
+from gainstage._core import checks
+from gainstage._core.configurable import serialize
+from gainstage._core.variable import Variable, is_tracing
 from gainstage.schedules import LearningRateSchedule
-from gainstage.variable import Variable, is_tracing
 
 
 class LearningRate:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gainstage._jax import Tracer
+from gainstage._core._jax import Tracer
 
 SMALL = 4096  # elements: what has at most so many is joined with others
 ROW = 2**15  # elements: so many float32 fit into a core's cache

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage._jax import Literal, Tracer, get_opaque_trace_state
-from gainstage.signals import deferred_signals
-from gainstage.variable import Variable, is_inside
+from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
+from gainstage._core.signals import deferred_signals
+from gainstage._core.variable import Variable, is_inside
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage.bridge import compiled_if_eager
-from gainstage.gradients import divided, widen
-from gainstage.joining import Reduction, bundle, by_rows, reduce_each
-from gainstage.sharding import on_one_device, varying, varying_like
+from gainstage._core.bridge import compiled_if_eager
+from gainstage._core.gradients import divided, widen
+from gainstage._core.joining import Reduction, bundle, by_rows, reduce_each
+from gainstage._core.sharding import on_one_device, varying, varying_like
 
 
 def measure(

@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from gainstage import checks, gradients
-from gainstage.bridge import variables_in
-from gainstage.configurable import deserialize
-from gainstage.groups import Group, groups_of
-from gainstage.learning_rate import LearningRate
-from gainstage.minimizer import check_floating
-from gainstage.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
+from gainstage._core import checks, gradients
+from gainstage._core.bridge import variables_in
+from gainstage._core.configurable import deserialize
+from gainstage._core.groups import Group, groups_of
+from gainstage._core.learning_rate import LearningRate
+from gainstage._core.minimizer import check_floating
+from gainstage._core.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
+from gainstage._core.sharding import check_axes, divided_over
+from gainstage._core.stateful import shown
+from gainstage._core.step import Step
+from gainstage._core.variable import Computed, Variable, is_tracing
 from gainstage.schedules import LearningRateSchedule
-from gainstage.sharding import check_axes, divided_over
-from gainstage.stateful import shown
-from gainstage.step import Step
-from gainstage.variable import Computed, Variable, is_tracing
 
 
 class Optimizer(Step):

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gainstage import checks
-from gainstage.bridge import compiled_if_eager
-from gainstage.joining import by_rows
-from gainstage.measures import measure
-from gainstage.sharding import on_one_device, varying
+from gainstage._core import checks
+from gainstage._core.bridge import compiled_if_eager
+from gainstage._core.joining import by_rows
+from gainstage._core.measures import measure
+from gainstage._core.sharding import on_one_device, varying
 
 # The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15

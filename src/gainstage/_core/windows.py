@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage.bridge import keep_if
-from gainstage.minimizer import Minimizer
-from gainstage.variable import Variable
+from gainstage._core.bridge import keep_if
+from gainstage._core.minimizer import Minimizer
+from gainstage._core.variable import Variable
 
 
 class Windows(Minimizer):

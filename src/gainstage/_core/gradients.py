@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage._jax import Layout, Tracer, with_layout_constraint
+from gainstage._core._jax import Layout, Tracer, with_layout_constraint
+from gainstage._core.variable import placed
 from gainstage.fp8 import Seen
-from gainstage.variable import placed
 
 
 def wide(dtype: Any) -> np.dtype:

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gainstage import checks
-from gainstage.checks import LARGEST, SMALLEST
-from gainstage.configurable import Fields
-from gainstage.variable import strong
+from gainstage._core import checks
+from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.configurable import Fields
+from gainstage._core.variable import strong
 
 
 class ScaleState(NamedTuple):
