@@ -180,7 +180,11 @@ def test_compiled_step_has_no_host_callback(rate):
     optimizer = gs.LossScaleOptimizer(gs.Adam(rate, clipnorm=1.0, use_ema=True))
     optimizer.build([var])
     optimizer.apply([jnp.ones(4)])
-    program = optimizer._program.lower([jnp.ones(4)], optimizer._rate_now()).compile().as_text()
+    program = (
+        optimizer._runner.program.lower([jnp.ones(4)], optimizer._store.rate.now())
+        .compile()
+        .as_text()
+    )
     called = re.findall(r'custom_call_target="([^"]*)"', program)
     assert not [target for target in called if "callback" in target or "host" in target.lower()]
     assert not re.search(r"= .*(infeed|outfeed|send|recv)\(", program)

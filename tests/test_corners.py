@@ -112,7 +112,7 @@ def test_arrays_on_a_chosen_device_compile_no_more():
         opt.apply([x], [w])
     w.assign(np.zeros(8))
     opt.apply([x], [w])
-    assert opt._program._compiled._cache_size() == 1
+    assert opt._runner.program._compiled._cache_size() == 1
 
 
 @pytest.mark.filterwarnings("ignore:No gradient for")
@@ -241,7 +241,7 @@ def test_a_boundary_that_is_never_reached(never):
 def test_schedules_keep_numbers_of_python(schedule):
     """Whatever kind of number a schedule was made with, it is hashed, written as JSON and read."""
     config = json.loads(json.dumps(gs.SGD(schedule).get_config()))
-    again = gs.SGD.from_config(config)._rate.source
+    again = gs.SGD.from_config(config)._store.rate.source
     assert again == schedule
     assert hash(again) == hash(schedule)
     assert all(type(n) in (bool, int, float, str, list, type(None))
@@ -307,10 +307,10 @@ def test_the_old_name_of_the_rate_compiles_nothing():
     """`opt.lr = x`, every step, keeps the program."""
     w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(0.5))
     opt.minimize(lambda: w * 1.0, [w])
-    program = opt._program
+    program = opt._runner.program
     opt.lr = 0.25
     opt.minimize(lambda: w * 1.0, [w])
-    assert opt._program is program
+    assert opt._runner.program is program
     assert float(w) == 0.25
 
 

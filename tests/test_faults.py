@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gainstage._core import step
+from gainstage._core.windows import Keep
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
@@ -48,22 +48,23 @@ def test_the_measured_scale_is_got_back_after_a_storm():
     assert outcome.survived
 
 
-def lets_everything_in(keep, fn, state, branches=False):
-    fn()
+def lets_everything_in(self, applies, counts, update, state):
+    return *update(state), applies
 
 
-def changes_what_it_skips(keep, fn, state, branches=False):
-    original(keep, fn, state, branches)
-    state[0][0].assign_add(2.0**-6)
+def changes_what_it_skips(self, applies, counts, update, state):
+    result, state, applied = original(self, applies, counts, update, state)
+    first, *others = state.weights
+    return result, state._replace(weights=[first + 2.0**-6, *others]), applied
 
 
-original = step.keep_if
+original = Keep.take
 
 
 @pytest.mark.parametrize("broken", [lets_everything_in, changes_what_it_skips])
 def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
     """The checks see a step that takes bad gradients, and one that changes what it skips."""
-    monkeypatch.setattr(step, "keep_if", broken)
+    monkeypatch.setattr(Keep, "take", broken)
     training = faults.Training(faults.Configuration(*SLICE[0]))
     _, outcomes = training.outcomes(list(faults.single_faults(training))[::6])
     assert outcomes

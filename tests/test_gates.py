@@ -41,7 +41,7 @@ def through_jit(variables, opt, grads):
 
 def through_apply(variables, opt, grads):
     opt.apply(grads)
-    return opt._program.lower(grads, None).compile(), [*variables, *opt.variables]
+    return opt._runner.program.lower(grads, None).compile(), [*variables, *opt.variables]
 
 
 def through_stateless_apply(variables, opt, grads):

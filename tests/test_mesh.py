@@ -341,7 +341,7 @@ def test_a_step_is_compiled_once(kind, inside):
                 step(values)
                 opt.apply(values)
     assert step._compiled._cache_size() == 1
-    assert opt._program._compiled._cache_size() == 1
+    assert opt._runner.program._compiled._cache_size() == 1
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from gainstage._core.minimizer import Minimizer
 from gainstage._core.observed import (
     FLUSHED,
     LOWEST,
@@ -18,9 +17,10 @@ from gainstage._core.observed import (
     at_first,
 )
 from gainstage._core.rules import as_power
+from gainstage._core.saving import unique_names
 from gainstage._core.scaled_state import loss_scaled_state
-from gainstage._core.stateful import unique_names
 from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 
@@ -226,10 +226,10 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 def _observed(opt_or_state: Any) -> Observed:
     """What telemetry has put into the state, as arrays."""
     if isinstance(opt_or_state, LossScaleOptimizer):
-        told = opt_or_state._observed
+        told = opt_or_state._guard.state.observed
         if told is None and opt_or_state.telemetry:  # not built yet
             told = at_first(opt_or_state.loss_scale, 0, None)
-    elif isinstance(opt_or_state, Minimizer):
+    elif isinstance(opt_or_state, Optimizer):
         raise TypeError(
             f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt_or_state!r}."
         )

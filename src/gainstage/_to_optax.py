@@ -9,9 +9,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from gainstage._core._jax import Tracer
-from gainstage._core.minimizer import check_verbs
-from gainstage._core.options import OPTIONS
-from gainstage._core.stateful import unique_names
+from gainstage._core.run import check_verbs
+from gainstage._core.saving import unique_names
+from gainstage._core.store import Guard
 from gainstage._core.variable import Variable
 from gainstage._transformation import loss_scaled_within
 from gainstage.optimizers.base import Optimizer
@@ -52,7 +52,8 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         raise TypeError(f"Expected an optimizer of gainstage; got {opt!r}.")
     if opt.built:
         raise ValueError(f"Expected {opt.name!r} not to be built before to_optax.")
-    if opt._option("loss_scale_factor") is not None:
+    options = opt._store.in_force
+    if options.loss_scale_factor is not None:
         raise ValueError(
             f"Expected {opt.name!r} without loss_scale_factor for to_optax; wrap it in "
             f"LossScaleOptimizer(..., rule=FixedLossScale(factor))."
@@ -65,19 +66,18 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     if inner.shard_state_over:
         raise ValueError("Expected no shard_state_over for to_optax: state lies where you put it.")
-    if inner._option("on_bad_microbatch") != "extend":
+    if options.on_bad_microbatch != "extend":
         raise ValueError(
             "Expected on_bad_microbatch='extend' for to_optax, where a step that is not finite is "
-            f"no step; got {inner._option('on_bad_microbatch')!r}."
+            f"no step; got {options.on_bad_microbatch!r}."
         )
-    if inner._rate.is_called:
+    if inner._store.rate.is_called:
         raise ValueError(
             f"The learning rate of {inner.name!r} is a callable of no argument, which a "
             f"transformation cannot call at each step. Use a schedule or callable of the step."
         )
-    in_force = {name: inner._option(name) for name in OPTIONS}  # a wrapper's, too
     inner = copy.deepcopy(inner)
-    vars(inner).update(in_force)
+    inner._store.set_options(options)  # a wrapper's, too
     if not isinstance(opt, LossScaleOptimizer):
         return _unscaled(inner)
     if inner.master_weights:
@@ -85,12 +85,14 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
-    inner._guarded = True
     more = (opt.rule, opt.telemetry, opt.underflow_every)
-    return loss_scaled_within(inner._limits(), _unscaled(inner), *more)
+    tx = _unscaled(inner, Guard("loss_scaled"))
+    return loss_scaled_within(options.limits_of_steps, tx, *more)
 
 
-def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
+def _unscaled(
+    optimizer: Optimizer, guard: Guard | None = None
+) -> optax.GradientTransformationExtraArgs:
     def built_for(params: Any, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
         """The optimizer, with all state planned, and with no groups unless they are wanted."""
         named, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -104,6 +106,8 @@ def _unscaled(optimizer: Optimizer) -> optax.GradientTransformationExtraArgs:
             ]
             mine = copy.deepcopy(optimizer)
             vars(mine)["group_small"] &= grouped
+            if guard is not None:
+                mine._store.set_guard(guard)
             mine.build(variables)
         return mine, variables
 

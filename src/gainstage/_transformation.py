@@ -11,12 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
-from gainstage._core.bridge import select
-from gainstage._core.inspection import inspect
-from gainstage._core.measures import measure
-from gainstage._core.observed import at_first, check_telemetry, leaves_and_none, observed
-from gainstage._core.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage._core.guard import GuardState, Reading, guarded
+from gainstage._core.observed import at_first, check_telemetry, leaves_and_none
+from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
+from gainstage._core.windows import Keep
 from gainstage.optimizers.base import Optimizer
 
 
@@ -112,22 +111,24 @@ def loss_scaled_within(
         arrays = jax.tree.map(lambda g: None if gradients.is_float0(g) else g, grads)
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
         leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(arrays)))
-        finite, _, norm = inspect(list(leaves), 1.0, limits, norm=telemetry)
-        measured = measure(rule.measures, arrays, finite, extra.get("value"))
 
-        def step(inner: Any) -> Any:
+        def step(inner: Any, norms: Any, mask: Any = None) -> Any:
             return tx.update(grads, inner, params, **extra)
 
-        keep = finite if only_if is None else finite & only_if
-        updates, inner = select(keep, step, state.inner)
-        updates = jax.tree.map(lambda u: _kept_if(keep, u), updates)
-        scale = advance(rule, state.loss_scale, finite, **measured)
-        told = None
-        if norm is not None:
-            true, now = leaves_and_none(arrays), state.loss_scale.scale
-            more = (finite, keep, norm, measured.get("max_abs"), now, every)
-            told = observed(state.observed, true, 1.0, *more)
-        return updates, LossScaledState(scale, inner, keep, told)
+        updates, inner, guard, _, applied = guarded(
+            rule,
+            step,
+            GuardState(state.loss_scale, state.observed),
+            state.inner,
+            leaves_and_none(arrays),
+            Reading(limits=limits, leaves=list(leaves)),
+            Keep(),
+            loss=extra.get("value"),
+            apply_if=only_if,
+            every=every,
+        )
+        updates = jax.tree.map(lambda u: _kept_if(applied, u), updates)
+        return updates, LossScaledState(guard.scale, inner, applied, guard.observed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

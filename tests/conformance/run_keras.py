@@ -79,7 +79,7 @@ def private(cls, accumulators, averages):
 
 def native():
     """What the tests import, by name, for the classes of gainstage themselves."""
-    private(gs.Optimizer, lambda o: o._accumulators, lambda o: o._averages)
+    private(gs.Optimizer, lambda o: o._store.accumulators, lambda o: o._store.averages)
     backend = types.SimpleNamespace(**vars(keras.src.backend))
     backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
     optimizers = types.SimpleNamespace(**OURS, schedules=gs.schedules)
@@ -107,7 +107,7 @@ class Factory(type):
 
 def through_keras():
     """The same for optimizers of gainstage inside of `KerasOptimizer`."""
-    private(KerasOptimizer, lambda o: [o._mirror(a) for a in o._ours._accumulators], None)
+    private(KerasOptimizer, lambda o: [o._mirror(a) for a in o._ours._store.accumulators], None)
     made = {name: Factory(name, (), {}) for name in OURS}
 
     def deserialize(config):

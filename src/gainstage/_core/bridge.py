@@ -2,8 +2,8 @@
 
 An update rule is imperative code that assigns to variables. It becomes a pure function, and so a
 compiled program, by lending values to the variables, running the code, and reading them back:
-`functional` does that, `jit` compiles it, `keep_if` makes it a transaction. A *state* is any pytree
-whose leaves are variables.
+`functional` does that, `jit` compiles it. A *state* is any pytree whose leaves are variables.
+`select` makes a pure function of a state a transaction.
 """
 
 import contextlib
@@ -348,19 +348,3 @@ def _check_structure(new: Any, old: Any) -> None:
             f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
             f"{jax.tree.structure(new)}."
         )
-
-
-def keep_if(keep: jax.Array, fn: Callable[[], Any], state: Any, branches: bool = False) -> None:
-    """Runs `fn` and keeps its assignments to `state` only if `keep` holds: all of them or none.
-
-    With `branches` a compiled step runs it only where they are kept, behind a conditional: for what
-    is mostly not done. Else it always runs, and its kernels choose what they store; that leaves XLA
-    free to fuse them with what comes before.
-    """
-    variables = variables_in(state)
-    pure, old = functional(fn, variables), read(variables)
-    if branches and is_inside():
-        new = lax.cond(keep, lambda values: pure(values)[1], lambda values: values, old)
-    else:
-        _, new = select(keep, pure, old)
-    write(variables, new)

@@ -69,10 +69,10 @@ class LearningRate:
             return rate.astype(jnp.float32)
         return jax.device_put(np.float32(checks.real("the result of learning_rate()", rate)))
 
-    def at(self, step: jax.Array) -> jax.Array:
-        """The rate of the step after `step` others."""
+    def at(self, step: jax.Array, number: jax.Array | None = None) -> jax.Array:
+        """The rate of the step after `step` others, given the number that its variable holds."""
         if self.variable is not None:
-            return self.variable.value()
+            return self.variable.value() if number is None else number
         if self._takes_step:
             return jnp.asarray(self.source(step), jnp.float32)
         rate = self.now()

@@ -1,6 +1,7 @@
-"""The options that every optimizer takes: their names, and what they may be."""
+"""The options that every optimizer takes: their names, what they may be, which are in force."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from jax.sharding import Mesh
@@ -42,13 +43,9 @@ class OptimizerOptions(WrapperOptions, total=False):
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
 # They decide which state there is, so they are settled when the optimizer is built.
 BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_microbatch"])
-# They too, and are given to the constructor alone.
-AT_CONSTRUCTION = frozenset(
-    ["mesh", "group_small", "master_weights", "shard_state_over", "telemetry", "underflow_every"]
-)
 # There is no None for them.
 ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
-# What becomes of a window with a microbatch that is not finite.
+# What becomes of a window with a microbatch that is not finite: see `windows`.
 POLICIES = ("extend", "renormalise", "drop_window", "fail")
 
 
@@ -107,3 +104,45 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
             f"got {clash[0]}={others[clash[0]]!r} and {name}={value!r}."
         )
     return _CHECKS[name](name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a step is taken, whatever its rule; each value as `check_option` has returned it."""
+
+    weight_decay: float | None = None
+    clipnorm: float | None = None
+    clipvalue: float | None = None
+    global_clipnorm: float | None = None
+    use_ema: bool = False
+    ema_momentum: float = 0.99
+    ema_overwrite_frequency: int | None = None
+    loss_scale_factor: float | None = None
+    gradient_accumulation_steps: int | None = None
+    on_bad_microbatch: str = "extend"
+
+    @classmethod
+    def checked(cls, given: Mapping[str, Any]) -> "StepOptions":
+        """The options that a caller gave, among other things."""
+        values: dict[str, Any] = {}
+        for name in OPTIONS:
+            values[name] = check_option(name, given[name], values)
+        return cls(**values)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The clip option in force, if any, with its limit."""
+        limits = {name: getattr(self, name) for name in sorted(CLIPS)}
+        return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
+
+    @property
+    def limits_of_steps(self) -> dict[str, float]:
+        """The clip option whose norm has to be finite for a step: none with accumulation, which
+        clips the mean."""
+        return {} if self.gradient_accumulation_steps else self.limits
+
+    def under(self, over: Mapping[str, Any]) -> "StepOptions":
+        """These options where `over`, those of a wrapper, says nothing else."""
+        if any(over.get(clip) is not None for clip in CLIPS):  # one is in force, of whichever kind
+            over = dict.fromkeys(CLIPS) | dict(over)
+        return dataclasses.replace(self, **over)

@@ -127,6 +127,33 @@ def on_one_device(known: bool) -> bool:
     return (known or jax.device_count() == 1) and not jax.sharding.get_abstract_mesh().manual_axes
 
 
+def replicate(
+    owner: str, mesh: Mesh | None, scalars: Iterable[Any], variables: Sequence[Any]
+) -> None:
+    """Puts an optimizer's scalars on its mesh, or else on that of its variables."""
+    theirs = mesh_of(variables)
+    if theirs is not None and mesh not in (None, theirs):
+        raise ValueError(
+            f"Expected variables on the mesh of {owner!r}, {mesh}; got {variables[0].name!r} on "
+            f"{theirs}."
+        )
+    mesh = mesh or theirs
+    for scalar in scalars:
+        if mesh is not None:
+            scalar._place(NamedSharding(mesh, PartitionSpec()))
+        else:
+            scalar._move_to(variables[0])
+
+
+def sharding_of_state(variable: Any, over: tuple[str, ...]) -> Any:
+    """Where the state for a variable lies: with it, or divided over more axes of its mesh; None off
+    a mesh."""
+    sharding = variable._layout
+    if not over or not isinstance(sharding, NamedSharding):
+        return sharding
+    return divided_over(sharding, variable.shape, over)
+
+
 def divided_over(
     layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]
 ) -> NamedSharding:

@@ -1,259 +1,172 @@
-"""The order of a step: what happens to gradients and variables around an update rule."""
+"""A step as a pure function: what happens to gradients and weights around an update rule."""
 
-import abc
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from gainstage._core import gradients
-from gainstage._core.bridge import assign, keep_if, lent, read
 from gainstage._core.gradients import Gradients
-from gainstage._core.inspection import Inspection, inspect
 from gainstage._core.inspection import norms as norms_of
-from gainstage._core.learning_rate import LearningRate
+from gainstage._core.options import StepOptions
 from gainstage._core.variable import Variable, placed
-from gainstage._core.windows import Windows, is_asked
+from gainstage._core.windows import Window, run_if
 
 
-class Step(Windows):
-    """A step, in an order that never changes, whatever options are in force.
+class StepState(NamedTuple):
+    """All that a step reads and changes; of arrays, or of the variables that hold them."""
 
-    Finite check (with a loss scale), unscale, accumulate, clip, decoupled weight decay,
-    `update_step`, moving average, constraints, `iterations` + 1. `Optimizer` says what state and
-    which options there are, its subclasses the rule for one variable.
+    weights: list[Any]
+    iterations: Any  # of microbatches, where several make up an update
+    rate: Any  # None where it is a callable's
+    averages: list[Any]
+    accumulators: list[Any]
+    masters: list[Any]  # None for a weight that has none
+    window_count: Any  # what the window counts, None if nothing
+    slots: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step after the finite check, in an order that never changes: accumulate, clip, decoupled
+    weight decay, the rule, moving average, constraints, one cast, `iterations` + 1.
+
+    Args:
+        options: those in force.
+        rule: `(state, gradients, rate) -> state`, on weights in float32 or wider.
+        rate: the learning rate, given the value of its variable and the number of steps.
+        variables: the weights' own, for names, dtypes, constraints and shardings.
+        shardings: those of each weight's state, None off a mesh.
+        decays: whether weight decay touches each.
+        window: of microbatches; None for an update in every step.
+        skips: whether steps that are not finite are skipped, here or by whoever calls.
     """
 
-    _rate: LearningRate
-    _averages: list[Variable]
-    _accumulators: list[Variable]
-    _masters: dict[Variable, Variable]
-    _true_loss: jax.Array | None = None  # of the step that is being traced, if it is known
-    _guarded = False  # whether somebody else skips steps that are not finite
+    options: StepOptions
+    rule: Callable[[StepState, Gradients, jax.Array], StepState]
+    rate: Callable[[Any, jax.Array], jax.Array]
+    variables: Sequence[Variable]
+    shardings: Sequence[Any]
+    decays: Sequence[bool]
+    window: Window | None
+    skips: bool
 
-    @abc.abstractmethod
-    def update_step(
-        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
-    ) -> None:
-        """Assigns the new value of one variable, and of its slots."""
-
-    @abc.abstractmethod
-    def _clips(self) -> dict[str, float]:
-        """The clip option in force, if any, with its limit."""
-
-    @abc.abstractmethod
-    def _decays(self, variable: Variable) -> bool:
-        """Whether weight decay touches a variable."""
-
-    def _layouts(self) -> list[Any]:
-        """Where the state of each trainable variable lies, None off a mesh."""
-        return [self._state_layout(variable) for variable in self._index]
-
-    def _limits(self) -> dict[str, float]:
-        """The clip option whose norm has to be finite for a step of gradients that do not
-        accumulate."""
-        return {} if self._option("gradient_accumulation_steps") else self._clips()
-
-    def scale_loss(self, loss: Any) -> Any:
-        """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
-        scale = self._loss_scale()
-        return loss if scale is None else gradients.scaled(loss, scale)
-
-    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives the variables their moving averages, at the end of training with `use_ema`.
-
-        Raises:
-            ValueError: a variable that the optimizer was not built with.
-        """
-        if not self._option("use_ema"):
-            return
-        places = [(variable, self._get_variable_index(variable)) for variable in var_list]
-        started = self._iterations.value() > 0  # before that there is no average
-        if self._tally is not None and not self._fails():  # nor after bad microbatches alone
-            steps = self._option("gradient_accumulation_steps")
-            started &= (self._iterations.value() >= steps) | (self._tally.value() > 0)
-        pairs = [(self._averages[place].value(), v.value()) for v, place in places]
-        values = [jnp.where(started, average, value) for average, value in pairs]
-        assign([variable for variable, _ in places], values)
-
-    def _loss_scale(self) -> jax.Array | None:
-        factor = self._option("loss_scale_factor")
-        return None if factor is None else jnp.asarray(factor, jnp.float32)
-
-    @contextlib.contextmanager
-    def _knows(self, loss: jax.Array | None) -> Iterator[None]:
-        """Keeps the true loss of a step while it is traced."""
-        self._true_loss = loss
-        try:
-            yield
-        finally:
-            self._true_loss = None
-
-    def _apply(
+    def __call__(
         self,
-        grads: list[Any],
-        rate: jax.Array | None,
-        loss: jax.Array | None = None,
-        only_if: jax.Array | None = None,
-    ) -> None:
-        scale = self._loss_scale()
-        if scale is not None:
-            self._update_if_finite(self._pinned(grads), scale, rate, only_if)
-            return
-        norms = [] if self._accumulators else norms_of(grads, self._clips(), self._layouts())
-
-        def update() -> None:
-            self._update(gradients.divided(grads), norms, rate)
-
-        if only_if is None:
-            update()
+        state: StepState,
+        grads: Gradients,
+        norms: Sequence[jax.Array] = (),
+        rate: jax.Array | None = None,
+    ) -> StepState:
+        """The state after a step; `norms` are those that clipping divides by, without a window."""
+        rate = self.rate(state.rate, state.iterations) if rate is None else rate
+        grads = [g and g.on(sharding) for g, sharding in zip(grads, self.shardings, strict=True)]
+        before, state = state, state._replace(weights=self._in_float32(state))
+        if self.window is None:
+            state = self._update(state, grads, norms, rate)
         else:
-            keep_if(only_if, update, (list(self._index), self.variables), branches=True)
+            state = self._accumulate(self.window, state, grads, rate)
+        if self.options.use_ema:
+            state = self._average(state)
+        weights = [
+            self._constrain(v, w) for v, w in zip(self.variables, state.weights, strict=True)
+        ]
+        return state._replace(
+            weights=[
+                placed(new.astype(old.dtype), variable._layout)
+                for new, old, variable in zip(weights, before.weights, self.variables, strict=True)
+            ],
+            masters=[m if m is None else w for m, w in zip(state.masters, weights, strict=True)],
+            iterations=state.iterations + 1,
+        )
 
-    def _update_if_finite(
-        self,
-        grads: list[Any],
-        scale: jax.Array,
-        rate: jax.Array | None,
-        only_if: jax.Array | None = None,
-        norm: bool = False,
-    ) -> tuple[Inspection, jax.Array]:
-        """A step on scaled, pinned gradients: all of it, or nothing if one is not finite.
+    def _in_float32(self, state: StepState) -> list[jax.Array]:
+        """The weights in float32 or wider: their master copies, where those round to them."""
 
-        Returns:
-            What was seen of the gradients, and whether the step was taken.
-        """
-        limits, layouts = self._clips(), self._layouts()
-        seen = inspect(grads, scale, limits, read(self._accumulators), layouts, norm)
+        def upcast(weight: jax.Array, master: jax.Array | None) -> jax.Array:
+            value = weight.astype(gradients.wide(weight.dtype))
+            if master is None:
+                return value
+            return jnp.where(master.astype(weight.dtype) == weight, master, value)
 
-        def update(fine: jax.Array | None = None) -> None:
-            true = [g if g is None or fine is None else jnp.where(fine, g, 0) for g in grads]
-            self._update(gradients.divided(true, scale), seen.norms, rate)
+        both = zip(state.weights, state.masters, self.shardings, strict=True)
+        return [placed(upcast(weight, master), sharding) for weight, master, sharding in both]
 
-        fine = seen.finite if only_if is None else seen.finite & only_if
-        if self._tally is not None:
-            return seen, self._take_microbatch(update, fine, is_asked(seen.finite, only_if))
-        state = (list(self._index), self.variables)
-        keep_if(fine, update, state, branches=bool(self._accumulators))
-        return seen, fine
+    def _accumulate(
+        self, window: Window, state: StepState, grads: Gradients, rate: jax.Array
+    ) -> StepState:
+        """Adds to the accumulators; at the end of a window, updates with their average."""
+        rows = zip(state.accumulators, grads, self.shardings, strict=True)
+        sums = [
+            a if g is None else placed((a + g.value()).astype(a.dtype), sharding)
+            for a, g, sharding in rows
+        ]
 
-    def _pinned(self, grads: list[Any]) -> list[Any]:
-        """Gradients that are stored once, however many read them."""
-        pairs = zip(grads, self._layouts(), strict=True)
-        return [gradients.in_order(g) if layout is None else g for g, layout in pairs]
-
-    def _update(self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array | None) -> None:
-        """Everything after the finite check, on variables held in float32 or wider."""
-        variables, layouts = list(self._index), self._layouts()
-        rate = self._rate.at(self._iterations.value()) if rate is None else rate
-        values = [placed(self._wide(v), s) for v, s in zip(variables, layouts, strict=True)]
-        grads = [g and g.on(layout) for g, layout in zip(grads, layouts, strict=True)]
-        with lent(variables, values, layouts):
-            if self._accumulators:
-                self._accumulate(grads, rate)
-            else:
-                self._update_weights(grads, norms, rate)
-            if self._averages:
-                self._average()
-            for variable in variables:
-                if variable.constraint is not None:
-                    variable.assign(variable.constraint(variable.value()))
-            new = read(variables)
-        for variable, value in zip(variables, new, strict=True):
-            if variable in self._masters:
-                self._masters[variable].assign(value)
-            variable.assign(value)
-        self._iterations.assign_add(1)
-
-    def _wide(self, variable: Variable) -> jax.Array:
-        """A variable's value in float32 or wider: its master copy's, where that rounds to it."""
-        value = variable.value()
-        wide = value.astype(gradients.wide(value.dtype))
-        if variable not in self._masters:
-            return wide
-        master = self._masters[variable].value()
-        return jnp.where(master.astype(value.dtype) == value, master, wide)
-
-    def _accumulate(self, grads: Gradients, rate: jax.Array) -> None:
-        """Adds to the accumulators; every so many steps, updates with their average."""
-        present = [(g, a) for g, a in zip(grads, self._accumulators, strict=True) if g is not None]
-        state = (list(self._index), self.variables)
-        for gradient, accumulator in present:
-            accumulator.assign(accumulator + gradient.value())
-
-        def update() -> None:
-            sums = [a.value() for a in self._accumulators]
-            for _, accumulator in present:
-                accumulator.assign(jnp.zeros_like(accumulator.value()))
-            count, enough = self._close_window()
-            if enough is not None and self._option("on_bad_microbatch") == "drop_window":
-                for accumulator in self._accumulators:
-                    accumulator.assign(jnp.where(enough, accumulator.value(), 0))
-            pairs = zip(grads, sums, strict=True)
-            means = [None if g is None else s / jnp.asarray(count, s.dtype) for g, s in pairs]
-            norms = norms_of(means, self._clips(), self._layouts())
-
-            def update_weights() -> None:
-                self._update_weights(gradients.divided(means), norms, rate)
-
+        def close(state: StepState, mask: Any = None) -> tuple[None, StepState]:
+            sums = state.accumulators
+            left = [a if g is None else jnp.zeros_like(a) for a, g in zip(sums, grads, strict=True)]
+            state, count, enough = window.close(state._replace(accumulators=left))
+            means = [
+                None if g is None else a / jnp.asarray(count, a.dtype)
+                for a, g in zip(sums, grads, strict=True)
+            ]
+            norms = norms_of(means, self.options.limits, self.shardings)
             conditions = [] if enough is None else [enough]
-            # Whoever skips steps elsewhere has not seen the norm of the mean.
-            if norms and (self._skips() or self._guarded):
+            if norms and self.skips:  # that of the mean has not been read before
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
-            if conditions:
-                keep = jnp.array(conditions).all()
-                keep_if(keep, update_weights, state, branches=True)
-            else:
-                update_weights()
 
-        keep_if(self._ends_window(), update, state, branches=True)
+            def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
+                return None, self._update(state, gradients.divided(means), norms, rate)
 
-    def _update_weights(
-        self, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
-    ) -> None:
-        """Clips and decays, then updates every variable that has a gradient."""
-        decay, grads = self._option("weight_decay"), gradients.clip(grads, self._clips(), norms)
-        for variable, gradient in zip(self._index, grads, strict=True):
-            if decay is not None and gradient is not None and self._decays(variable):
-                variable.assign(variable - variable * decay * rate)
-        self._update_all(grads, rate)
+            if not conditions:
+                return update(state)
+            return None, run_if(jnp.array(conditions).all(), update, state)
 
-    def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
-        gradient_of = dict(zip(self._index, grads, strict=True))
-        for group in dict.fromkeys(self._group_of.values()):
-            members = [gradient_of.pop(variable) for variable in group.members]
-            group.update(members, lambda g, v: self._update_one(g, v, rate))
-        for variable, gradient in gradient_of.items():
-            if gradient is not None:
-                self._update_one(gradient.value(), variable, rate)
+        return run_if(window.ends(state), close, state._replace(accumulators=sums))
 
-    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
-        if self.update_step(gradient, variable, rate) is not None:
-            raise TypeError(
-                f"Expected {type(self).__name__}.update_step to assign the new value and "
-                f"return None; got a result."
-            )
+    def _update(
+        self, state: StepState, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
+    ) -> StepState:
+        """Clips and decays, then applies the rule."""
+        options = self.options
+        grads = gradients.clip(grads, options.limits, norms)
+        if options.weight_decay is not None:
+            rows = zip(state.weights, grads, self.decays, self.shardings, strict=True)
+            weights = [
+                placed(w - w * options.weight_decay * rate, sharding)
+                if decays and g is not None
+                else w
+                for w, g, decays, sharding in rows
+            ]
+            state = state._replace(weights=weights)
+        return self.rule(state, grads, rate)
 
-    def _is_elementwise(self) -> bool:
-        """Whether the class that wrote the rule says so: one that overrides it has to repeat it."""
-        wrote = next(vars(cls) for cls in type(self).__mro__ if "update_step" in vars(cls))
-        return wrote.get("elementwise", False)
-
-    def _average(self) -> None:
-        """Moves the averages towards the variables, and, when due, the variables onto them."""
-        frequency = self._option("ema_overwrite_frequency")
-        steps = self._option("gradient_accumulation_steps")
-        updates = self._iterations.value() // (steps or 1)
-        momentum = jnp.where(updates <= 0, 0.0, self._option("ema_momentum"))
+    def _average(self, state: StepState) -> StepState:
+        """Moves the averages towards the weights, and, when due, the weights onto them."""
+        frequency = self.options.ema_overwrite_frequency
+        updates = state.iterations // (self.options.gradient_accumulation_steps or 1)
+        momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
         # A 1 that XLA does not know. XLA for CPU may round `b * c` in `a + b * c`, or may not; with
         # jax 0.12 that depends on the mesh. In `a + b * c * one` the product is always rounded.
         one = jnp.where(updates < 0, 0.0, 1.0)
-        for variable, average in zip(self._index, self._averages, strict=True):
-            new, old = variable.value(), average.value()
+        averages, weights = [], []
+        for new, old, sharding in zip(state.weights, state.averages, self.shardings, strict=True):
             change = (1 - momentum) * jnp.where(new == old, 0.0, new - old)
-            average.assign(old + change * one)
-            if frequency:
-                due = (updates + 1) % frequency == 0
-                variable.assign(jnp.where(due, average.value(), variable.value()))
+            average = placed((old + change * one).astype(old.dtype), sharding)
+            due = (updates + 1) % frequency == 0 if frequency else False
+            averages.append(average)
+            weights.append(jnp.where(due, average, new) if frequency else new)
+        return state._replace(averages=averages, weights=weights)
+
+    def _constrain(self, variable: Variable, weight: jax.Array) -> jax.Array:
+        if variable.constraint is None:
+            return weight
+        value = jnp.asarray(variable.constraint(weight), weight.dtype)
+        if value.shape != weight.shape:
+            raise ValueError(
+                f"Expected a value of shape {weight.shape} from the constraint of "
+                f"{variable.name!r}; got shape {value.shape}."
+            )
+        return value

@@ -212,6 +212,14 @@ class Variable:
             copy = np.asarray(value)
             self._set(jax.make_array_from_callback(copy.shape, layout, copy.__getitem__))
 
+    def _move_to(self, other: "Variable") -> None:
+        """Puts the value on the device of another variable, if the user has chosen that."""
+        self._value = other._here(self._value)
+
+    def _start_with(self, first_value: Callable[[], jax.Array]) -> None:
+        """Says what makes the value of a planned variable."""
+        self._first_value = first_value
+
     @property
     def _is_planned(self) -> bool:
         return isinstance(self._value, jax.ShapeDtypeStruct)

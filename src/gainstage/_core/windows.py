@@ -1,124 +1,154 @@
-"""Windows of accumulation: what becomes of one in which a gradient was not finite."""
+"""What becomes of the state where a step is skipped: each way is a value with two pure functions.
 
-import abc
+`take` runs an update or skips it, and `decide` says whether the loss scale is updated after that.
+Windows of accumulation also close themselves.
+"""
+
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from gainstage._core.bridge import keep_if
-from gainstage._core.minimizer import Minimizer
-from gainstage._core.variable import Variable
+from gainstage._core.bridge import select
+from gainstage._core.variable import is_inside
+
+Update = Callable[..., tuple[Any, Any]]  # (state, mask of the gradients) -> (result, state)
 
 
-class Windows(Minimizer):
-    """An optimizer whose steps may be microbatches; `Step` says what a step does."""
+def run_if(keep: jax.Array, update: Update, state: Any, *mask: jax.Array) -> Any:
+    """The state after `update` where `keep` holds; elsewhere it does not even run.
 
-    _iterations: Variable
+    Eagerly it runs, and its results are selected: an eager `lax.cond` is compiled at every call.
+    """
+    if not is_inside():
+        return select(keep, lambda state: update(state, *mask), state)[1]
+    return lax.cond(keep, lambda state: update(state, *mask)[1], lambda state: state, state)
 
-    @abc.abstractmethod
-    def _option(self, name: str) -> Any:
-        """The option in force."""
 
-    @abc.abstractmethod
-    def _skips(self) -> bool:
-        """Whether steps that are not finite are skipped."""
+class Keep:
+    """An update always runs, and its kernels select what they store: for what is mostly applied.
 
-    @property
-    @abc.abstractmethod
-    def _tally(self) -> Variable | None:
-        """The finite microbatches of the window, or whether one was not; None if nobody asks."""
+    XLA can then fuse it with what comes before.
+    """
 
-    def _tally_of_window(self) -> Variable | None:
-        """What has to be counted for `on_bad_microbatch`."""
-        policy = self._option("on_bad_microbatch")
-        if policy == "extend":
-            return None
-        if not self._option("gradient_accumulation_steps") or not self._skips():
-            raise ValueError(
-                f"Expected gradient_accumulation_steps and a loss scale for "
-                f"on_bad_microbatch={policy!r}; got none."
-            )
-        name, first = ("failed", False) if policy == "fail" else ("good_microbatches", 0)
-        return Variable(first, name=f"{self.name}/{name}", trainable=False)
-
-    def _raise_if_failed(self) -> None:
-        if self._tally is None or not self._fails() or self._tally._traces:
-            return
-        if bool(self._tally):
-            raise FloatingPointError(
-                f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
-                f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
-            )
-
-    def _fails(self) -> bool:
-        return self._option("on_bad_microbatch") == "fail"
-
-    def _ends_window(self) -> jax.Array:
-        """Whether this microbatch, if it counts, is the last of its window."""
-        return (self._iterations.value() + 1) % self._option("gradient_accumulation_steps") == 0
-
-    def _window(self) -> tuple[jax.Array, jax.Array]:
-        """Before a step: whether it ends a window, and the tally so far."""
-        assert self._tally is not None
-        return self._ends_window(), self._tally.value()
-
-    def _take_microbatch(
-        self, update: Callable[..., None], fine: jax.Array, asked: jax.Array
-    ) -> jax.Array:
-        """Runs `update` on a microbatch, or not, as the policy says.
+    def take(
+        self, applies: jax.Array, counts: jax.Array, update: Update, state: Any
+    ) -> tuple[Any, Any, jax.Array]:
+        """Updates the state, or not.
 
         Args:
-            update: takes the step; given a bool scalar, with zeros where that does not hold.
-            fine: whether it is finite and wanted.
-            asked: whether it belongs to the window.
+            applies: whether the gradients are finite, and nobody has vetoed the step.
+            counts: whether the step counts in its window: not if it was vetoed alone.
+            update: takes the state and, where it runs on gradients that are not finite, `applies`.
+            state: what it changes.
 
         Returns:
-            Whether it was taken.
+            The result, the state, and whether the update was applied.
         """
-        tally, state = self._tally, (list(self._index), self.variables)
-        assert tally is not None
-        if self._fails():
-            failed = tally.value() | (asked & ~fine)
-            fine &= ~failed
-            keep_if(fine, update, state, branches=True)
-            tally.assign(failed)
-            return fine
+        result, state = select(applies, update, state)
+        return result, state, applies
 
-        def count() -> None:
-            tally.assign_add(fine.astype(tally.dtype))
-            update(fine)
-
-        counts = fine | (asked & self._ends_window())
-        keep_if(counts, count, state, branches=True)
-        self._iterations.assign_add(jnp.where(asked & ~counts, 1, 0))
-        return fine
-
-    def _close_window(self) -> tuple[Any, jax.Array | None]:
-        """At its end: how many gradients were added up, and whether they are enough for an update;
-        None if nobody asks."""
-        steps, tally = self._option("gradient_accumulation_steps"), self._tally
-        if tally is None or self._fails():
-            return steps, None
-        good = tally.value()
-        enough = good == steps if self._option("on_bad_microbatch") == "drop_window" else good > 0
-        tally.assign(0)
-        self._iterations.assign_add(jnp.where(enough, 0, -steps))
-        return jnp.maximum(good, 1), enough
-
-    def _window_after(
-        self, before: Any, finite: jax.Array, asked: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Whether a loss scale may move after it, and whether all of the window was finite."""
-        ends, tally = before
-        if self._fails():
-            return asked & ends & finite & ~tally, finite
-        good = finite & (tally + 1 == self._option("gradient_accumulation_steps"))
-        return asked & ends, good
+    def decide(
+        self, state: Any, finite: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """Whether the scale is updated after this step, None for always; and whether what it
+        reacts to was finite."""
+        return None, finite
 
 
-def is_asked(finite: jax.Array, only_if: jax.Array | None) -> jax.Array:
-    """Whether a microbatch belongs to its window: not if `only_if` alone turned it down. Where it
-    is not finite itself that may be why."""
-    return jnp.ones_like(finite) if only_if is None else only_if | ~finite
+class Branch(Keep):
+    """An update runs behind a conditional."""
+
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
+        return None, run_if(applies, update, state), applies
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Branch):
+    """Steps are microbatches of a window; one that is not finite extends it.
+
+    Args:
+        steps: microbatches in a window.
+    """
+
+    steps: int
+    counter: ClassVar[tuple[str, Any] | None] = None  # name and first value of what is counted
+
+    def ends(self, state: Any) -> jax.Array:
+        """Whether this microbatch, if it counts, is the last of its window."""
+        return (state.iterations + 1) % self.steps == 0
+
+    def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
+        """At its end: the state, how many gradients were added up, and whether they are enough for
+        an update, None for always."""
+        return state, self.steps, None
+
+    def has_started(self, state: Any) -> jax.Array:
+        """Whether there has been anything finite yet."""
+        return state.iterations > 0
+
+
+class Fail(Window):
+    """Nothing changes from the first microbatch on that is not finite."""
+
+    counter = ("failed", False)
+
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
+        failed = state.window_count | (counts & ~applies)
+        applies &= ~failed
+        return None, run_if(applies, update, state)._replace(window_count=failed), applies
+
+    def decide(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
+        return counts & self.ends(state) & finite & ~state.window_count, finite
+
+
+class Renormalise(Window):
+    """One that is not finite counts; the average is that of the finite ones."""
+
+    counter = ("good_microbatches", 0)
+
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
+        def counted(state: Any, mask: jax.Array) -> Any:
+            more = mask.astype(state.window_count.dtype)
+            return update(state._replace(window_count=state.window_count + more), mask)
+
+        runs = applies | (counts & self.ends(state))
+        state = run_if(runs, counted, state, applies)
+        more = jnp.where(counts & ~runs, 1, 0)
+        return None, state._replace(iterations=state.iterations + more), applies
+
+    def decide(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
+        return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
+
+    def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
+        finite = state.window_count
+        enough = self.is_enough(finite)
+        iterations = state.iterations + jnp.where(enough, 0, -self.steps)
+        state = state._replace(window_count=jnp.zeros_like(finite), iterations=iterations)
+        return state, jnp.maximum(finite, 1), enough
+
+    def is_enough(self, finite: jax.Array) -> jax.Array:
+        """Whether so many finite ones are enough for an update."""
+        return finite > 0
+
+    def has_started(self, state: Any) -> jax.Array:
+        return (state.iterations >= self.steps) | (state.window_count > 0)
+
+
+class DropWindow(Renormalise):
+    """One that is not finite spoils its window: there is no update at its end."""
+
+    def is_enough(self, finite: jax.Array) -> jax.Array:
+        return finite == self.steps
+
+    def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
+        state, count, enough = super().close(state)
+        assert enough is not None
+        kept = [jnp.where(enough, total, 0) for total in state.accumulators]
+        return state._replace(accumulators=kept), count, enough
+
+
+WINDOWS = {"extend": Window, "renormalise": Renormalise, "drop_window": DropWindow, "fail": Fail}

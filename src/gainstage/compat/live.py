@@ -11,6 +11,7 @@ from gainstage._core import checks, gradients, rules
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
 from gainstage._core.inspection import all_finite
+from gainstage._core.run import WithLoss
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
@@ -188,10 +189,10 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     def _unscaled(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())
 
-    def _loss_and_gradients(self, loss: Any, var_list: Any) -> Any:
-        value, pairs = super()._loss_and_gradients(loss, var_list)
+    def _loss_and_gradients(self, loss: Any, var_list: Any) -> WithLoss:
+        pairs = super()._loss_and_gradients(loss, var_list)
         grads = self._unscaled(gradient for gradient, _ in pairs)
-        return value, [(g, v) for g, (_, v) in zip(grads, pairs, strict=True)]
+        return WithLoss([(g, v) for g, (_, v) in zip(grads, pairs, strict=True)], pairs.loss)
 
-    def _divisor(self) -> jax.Array:
+    def _divisor(self, loss_scale: jax.Array) -> jax.Array:
         return jnp.float32(1)

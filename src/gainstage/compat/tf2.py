@@ -10,9 +10,22 @@ import jax.numpy as jnp
 
 from gainstage._core import checks, rules
 from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.run import WithLoss, loss_of
+from gainstage._core.store import Store
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import ScaleGuard
+
+
+class _Guard(ScaleGuard):
+    def build(self, store: Store, variables: Sequence[Variable]) -> None:
+        super().build(store, variables)
+        # A first step may be skipped, and counts: averages start with the first weights, as there.
+        for variable, average in zip(variables, store.averages, strict=False):
+            if not average._is_planned:
+                started = (average.value() != 0).any()
+                average.assign(jnp.where(started, average.value(), variable.value()))
 
 
 class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
@@ -46,6 +59,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     Source: `tf.keras.mixed_precision.LossScaleOptimizer` (TensorFlow 2.15).
     """
+
+    _guard_type = _Guard
 
     def __init__(
         self,
@@ -86,7 +101,15 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def __getattr__(self, name: str) -> Any:
         # Reached for what the wrapper itself does not have.
-        return getattr(self._inner, name) if self._is_of_inner(name) else super().__getattr__(name)
+        if self._is_of_inner(name):
+            return getattr(self._inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _get_option(self, name: str) -> Any:
+        return self._inner._get_option(name)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        self._inner._set_option(name, value)
 
     def _is_of_inner(self, name: str) -> bool:
         """Whether an attribute is an argument of the inner optimizer, and not of the wrapper."""
@@ -96,7 +119,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def get_slot_names(self) -> list[str]:
         """The names of the inner optimizer's slots, once there are any."""
-        return sorted({name for _, name, _ in self.inner_optimizer._slot_of})
+        return sorted({name for _, name, _ in self._store.slots.of})
 
     def get_slot(self, var: Variable, slot_name: str) -> Variable:
         """A slot of the inner optimizer, by the name it has in gainstage.
@@ -104,7 +127,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         Raises:
             ValueError: no such slot.
         """
-        slots = self.inner_optimizer._slot_of
+        slots = self._store.slots.of
         if (var, slot_name, 0) not in slots:
             raise ValueError(
                 f"{self.inner_optimizer.name!r} has no slot {slot_name!r} for {var.name!r}; its "
@@ -121,7 +144,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def iterations(self, value: Any) -> None:
         if self.built:
             raise RuntimeError("Expected iterations to be set before the optimizer is built.")
-        self.inner_optimizer._iterations.assign(value)
+        self._store.iterations.assign(value)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """The loss times the scale, in float32 or wider; of a callable, a callable."""
@@ -172,28 +195,16 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
                 stacklevel=2,
             )
             self._forgotten.clear()
-        return super().apply_gradients(pairs)
+        return super().apply_gradients(WithLoss(pairs, loss_of(grads_and_vars)))
 
-    def _build_around(self, variables: Sequence[Variable]) -> None:
-        super()._build_around(variables)
-        # A first step may be skipped, and counts: averages start with the first weights, as there.
-        for variable, average in zip(variables, self.inner_optimizer._averages, strict=False):
-            if not average._is_planned:
-                started = (average.value() != 0).any()
-                average.assign(jnp.where(started, average.value(), variable.value()))
-
-    def _apply(
-        self,
-        grads: list[Any],
-        rate: jax.Array | None,
-        loss: jax.Array | None = None,
-        only_if: jax.Array | None = None,
-    ) -> None:
-        count = self.inner_optimizer._iterations
-        before = count.value()
-        super()._apply(grads, rate, loss, only_if)
-        if not self._option("gradient_accumulation_steps"):  # which needs to know its windows
-            count.assign(before + 1)  # a skipped step counts
+    def _step(
+        self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
+    ) -> Any:
+        new = super()._step(state, grads, rate, loss, apply_if)
+        if self._store.window:  # which needs to know its microbatches
+            return new
+        count = state.inner.iterations + 1  # a skipped step counts
+        return new._replace(inner=new.inner._replace(iterations=count))
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gainstage import optimizers
 from gainstage._core import checks, rules
-from gainstage._core.minimizer import check_verbs
+from gainstage._core.run import check_verbs
 from gainstage._core.sharding import varying_axes
 from gainstage._core.variable import Variable
 from gainstage.compat.live import (
@@ -72,7 +72,7 @@ class Optimizer:
         return self._slots().get((var, name))
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
-        slots = self._optimizer._slot_of
+        slots = self._optimizer._store.slots.of
         return {(var, name): slot for (var, name, number), slot in slots.items() if number == 0}
 
     def compute_gradients(
@@ -142,8 +142,7 @@ class Optimizer:
         self._optimizer.apply_gradients(pairs)
 
     def _steps(self) -> jax.Array:
-        optimizer = getattr(self._optimizer, "inner_optimizer", self._optimizer)
-        return optimizer._iterations.value()
+        return self._optimizer._store.iterations.value()
 
     def minimize(
         self,
@@ -280,7 +279,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         wrapper = UnscaledLossScaleOptimizer(opt._optimizer, rule=rule)
         if type(loss_scale) is DynamicLossScale:
-            wrapper._scale_state = loss_scale._state  # it is one scale, wherever it is asked for
+            wrapper._guard.share(loss_scale._state)  # it is one scale, wherever it is asked for
         super().__init__(wrapper, use_locking, name)
 
     @property

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core._jax import multihost_utils
 from gainstage._core.configurable import readable
+from gainstage._core.saving import unique_names
 from gainstage._core.sharding import axes_of, is_first
-from gainstage._core.stateful import unique_names
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 

@@ -42,7 +42,7 @@ def describe_layout(optimizer: Optimizer) -> str:
     variables, state = list(optimizer._index), optimizer.variables
     rows = [["variable", "shape", "dtype", "layout", "bytes", "state", "layout", "bytes"]]
     for variable in variables:
-        own = optimizer._state_of(variable)
+        own = optimizer._store.state_of(variable)
         rows.append([variable.name, str(variable.shape), str(variable.dtype), _layout([variable])])
         rows[-1] += [_bytes([variable]), str(len(own)), _layout(own), _bytes(own)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gainstage._core import gradients
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.inspection import inspect
-from gainstage._core.measures import measure
-from gainstage._core.rules import DynamicLossScale, LossScale, advance, as_rule, start
+from gainstage._core.guard import GuardState, Reading, guarded
+from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
+from gainstage._core.store import Guard
+from gainstage._core.windows import Branch
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
@@ -72,14 +72,15 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             rule = DynamicLossScale(initial_scale, dynamic_growth_steps)
         rule = as_rule("rule", rule)
         if isinstance(inner_optimizer, Optimizer):
-            if inner_optimizer._option("loss_scale_factor") is not None:
+            if inner_optimizer._store.in_force.loss_scale_factor is not None:
                 raise ValueError("Expected an inner_optimizer without loss_scale_factor.")
             inner_optimizer = KerasOptimizer(inner_optimizer)
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule = rule
         if isinstance(inner_optimizer, KerasOptimizer):
-            inner_optimizer._ours._guarded = True
+            self._guard = Guard(self.name)
+            inner_optimizer._ours._store.set_guard(self._guard)
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
@@ -122,25 +123,25 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         arrays = [g if g is None else jnp.asarray(g) for g in grads]
         inner_optimizer = self.inner_optimizer
         ours = isinstance(inner_optimizer, KerasOptimizer)
-        limits = inner_optimizer._ours._limits() if ours else {}
-        finite = inspect(arrays, state.scale, limits).finite
+        limits = inner_optimizer._ours._store.in_force.limits_of_steps if ours else {}
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
-        true = [
-            g if g is None or keep else gradients.unscale(g, state.scale)
-            for g, keep in zip(grads, kept, strict=True)
-        ]
-
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
-        def take(old: Any) -> Any:
-            new = step(old[1], true, old[0])
-            return jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), tuple(map(list, new)), old)
+        def update(old: Any, norms: Any, mask: Any = None) -> tuple[None, Any]:
+            # What quantized layers measure comes in the place of a gradient, and stays as it is.
+            true = [
+                g if g is None or keep else gradients.unscale(g, state.scale)
+                for g, keep in zip(grads, kept, strict=True)
+            ]
+            new = tuple(map(list, step(old[1], true, old[0])))
+            return None, jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
-        weights, inner = lax.cond(finite, take, lambda old: old, old)
-        grads = [None if keep else g for g, keep in zip(true, kept, strict=True)]
-        measured = measure(self.rule.measures, grads, finite)
-        for field, value in advance(self.rule, state, finite, **measured)._asdict().items():
+        measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
+        reading = Reading(state.scale, limits, leaves=arrays)
+        done = guarded(self.rule, update, GuardState(state), old, measured, reading, Branch())
+        weights, inner = done.inner
+        for field, value in done.state.scale._asdict().items():
             if value is not None:
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
         return weights, own + inner

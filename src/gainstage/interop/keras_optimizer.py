@@ -126,12 +126,12 @@ class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
             )
         if optimizer.built:
             raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
-        _check_rate(optimizer._rate)
+        _check_rate(optimizer._store.rate)
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         for variable in self.variables:  # it has its own
             self._untrack_variable(variable)
         self._ours = copy.deepcopy(optimizer)
-        count, rate = self._ours._iterations, self._ours._rate
+        count, rate = self._ours._store.iterations, self._ours._store.rate
         self._iterations = _mirror_of(count, count.value())  # which tracks it
         number = rate.variable
         self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
@@ -176,7 +176,7 @@ class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
             value, due = jnp.asarray(grads[i], old[i].dtype), taken
             if steps:  # the largest of a window, at its end
                 place, ended = (
-                    ours.variables.index(ours._accumulators[i]),
+                    ours.variables.index(ours._store.accumulators[i]),
                     (before[0] + 1) % steps == 0,
                 )
                 value = jnp.maximum(value, before[place])
@@ -195,9 +195,9 @@ class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
     @property
     def _model_variables_moving_average(self) -> list[Any]:
         """The moving averages, under the name by which Keras's `SwapEMAWeights` finds them."""
-        if not self._ours._averages:
+        if not self._ours._store.averages:
             raise AttributeError("Expected use_ema=True; there are no moving averages.")
-        return [self._mirror(average) for average in self._ours._averages]
+        return [self._mirror(average) for average in self._ours._store.averages]
 
     def scale_loss(self, loss: Any) -> Any:
         """The loss times `loss_scale_factor`, in float32; the loss itself without one."""
@@ -215,7 +215,7 @@ class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
         rate = self._learning_rate
         if isinstance(rate, keras.Variable):
             return rate
-        return self._ours._rate.at(self._iterations.value)
+        return self._ours._store.rate.at(self._iterations.value)
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
@@ -242,12 +242,12 @@ class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Gives the variables their moving averages, if there are any yet."""
-        if not self._ours._averages or not int(self._iterations.value):
+        if not self._ours._store.averages or not int(self._iterations.value):
             return
         for variable in var_list:
             if self._overwrite_variable_with_gradient(variable):
                 continue
-            average = self._ours._averages[self._get_variable_index(variable)]
+            average = self._ours._store.averages[self._get_variable_index(variable)]
             # A copy: `fit` donates both, and no buffer can be donated twice.
             variable.assign(jnp.copy(self._mirror(average).value))
 
@@ -281,7 +281,7 @@ def _option(name: str) -> property:
     """An option of `KerasOptimizer`: that of the optimizer in it."""
 
     def get(self: KerasOptimizer) -> Any:
-        return self._ours._option(name)
+        return getattr(self._ours._store.in_force, name)
 
     def put(self: KerasOptimizer, value: Any) -> None:
         if "_ours" in vars(self):  # before that Keras's constructor sets its defaults

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import read, write
 from gainstage._core.configurable import readable
-from gainstage._core.stateful import check_names, unique_names
+from gainstage._core.saving import check_names, unique_names
 from gainstage._core.variable import Variable
 from gainstage.distributed.agreement import hashes
 from gainstage.optimizers.base import Optimizer

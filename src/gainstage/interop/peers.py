@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.checks import SMALLEST
 from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
-from gainstage._core.stateful import check_names
+from gainstage._core.saving import check_names, fitted_weight
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
@@ -124,7 +124,7 @@ def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:
         values[optimizer.step_counter] = state.good_steps
-    checked = {variable: optimizer._checked_weight(variable, v) for variable, v in values.items()}
+    checked = {v: fitted_weight(v, x, optimizer._weight_checks) for v, x in values.items()}
     for variable, value in checked.items():
         variable.assign(value)
 

@@ -1,30 +1,73 @@
-"""The optimizer: its options and state, to which a subclass adds the rule for one variable."""
+"""The optimizer: what its user sees of a store, a step and a runner, and the rule to be written."""
 
 import re
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from gainstage._core import checks, gradients
-from gainstage._core.bridge import variables_in
-from gainstage._core.configurable import deserialize
-from gainstage._core.groups import Group, groups_of
-from gainstage._core.learning_rate import LearningRate
-from gainstage._core.minimizer import check_floating
-from gainstage._core.options import AT_CONSTRUCTION, BEFORE_BUILD, CLIPS, OPTIONS, check_option
-from gainstage._core.sharding import check_axes, divided_over
-from gainstage._core.stateful import shown
-from gainstage._core.step import Step
-from gainstage._core.variable import Computed, Variable, is_tracing
+from gainstage._core import checks, gradients, saving
+from gainstage._core.bridge import assign, functional, lent, read, variables_in, write
+from gainstage._core.configurable import Configurable, deserialize
+from gainstage._core.gradients import Gradients
+from gainstage._core.guard import GuardState, Outcome, Reading, guarded
+from gainstage._core.inspection import norms
+from gainstage._core.options import BEFORE_BUILD, StepOptions, check_option
+from gainstage._core.run import (
+    Runner,
+    VarList,
+    WithLoss,
+    as_arrays,
+    check_bound,
+    check_floating,
+    differentiate,
+    in_order,
+    loss_of,
+    placed_gradients,
+)
+from gainstage._core.saving import check_count, shown
+from gainstage._core.step import Step, StepState
+from gainstage._core.store import Initializer, Store
+from gainstage._core.variable import Computed, Variable, is_inside, is_tracing
+from gainstage._core.windows import Fail, Keep, Window, run_if
 from gainstage.schedules import LearningRateSchedule
 
 
-class Optimizer(Step):
+class Option:
+    """An attribute that is one of the options of a step."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        return self if optimizer is None else optimizer._get_option(self._name)
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        optimizer._set_option(self._name, value)
+
+
+class Fixed:
+    """An attribute that is given to the constructor alone."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        if optimizer is not None and self._name not in vars(optimizer):
+            name = type(optimizer).__name__
+            raise AttributeError(f"{name!r} object has no attribute {self._name!r}")
+        return self if optimizer is None else vars(optimizer)[self._name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        if self._name in vars(optimizer):
+            raise AttributeError(f"Expected {self._name} to be given to the constructor alone.")
+        vars(optimizer)[self._name] = value
+
+
+class Optimizer(Configurable):
     """The base of every optimizer; subclass it and say the rule for one variable.
 
     A subclass writes `update_step`, and `build` if it needs state. The code is imperative, and
@@ -90,6 +133,12 @@ class Optimizer(Step):
     Source: `keras.optimizers.Optimizer` (Keras 3).
     """
 
+    weight_decay, clipnorm, clipvalue, global_clipnorm = Option(), Option(), Option(), Option()
+    use_ema, ema_momentum, ema_overwrite_frequency = Option(), Option(), Option()
+    loss_scale_factor = Option()
+    gradient_accumulation_steps, on_bad_microbatch = Option(), Option()
+    mesh, group_small, master_weights, shard_state_over = Fixed(), Fixed(), Fixed(), Fixed()
+
     def __init__(
         self,
         learning_rate: Any,
@@ -117,20 +166,14 @@ class Optimizer(Step):
         self.master_weights = checks.flag("master_weights", master_weights)
         over = (shard_state_over,) if isinstance(shard_state_over, str) else shard_state_over or ()
         self.shard_state_over = tuple(over)
-        for option in OPTIONS:
-            vars(self)[option] = check_option(option, given[option], vars(self))
-        self._iterations = Variable(0, jnp.int32, f"{self.name}/iteration", trainable=False)
-        self._rate = LearningRate(learning_rate, self.name)
-        self._averages: list[Variable] = []
-        self._accumulators: list[Variable] = []
-        self._window_tally: Variable | None = None
-        self._masters: dict[Variable, Variable] = {}
-        self._places: dict[Variable, int] = {}
+        options = StepOptions.checked(given)
+        self._store = Store(self.name, learning_rate, options, mesh, self.shard_state_over)
+        self._slots = self._store.slots
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
 
     def _set_common(self, name: str | None, jit_compile: bool, mesh: Mesh | None) -> None:
-        """Sets what a wrapper has too; its other state is that of its inner optimizer."""
+        """Sets what does not depend on whose the store is."""
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         cls = type(self).__name__
@@ -140,40 +183,83 @@ class Optimizer(Step):
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
         self.mesh = mesh
-        self._wrapper_reference: weakref.ref[Optimizer] | None = None  # it keeps this one
-        self._slots: list[Variable] = []
-        self._slot_of: dict[tuple[Variable, str, int], Variable] = {}
-        self._asked: Counter[Any] = Counter()
-        self._added: dict[Any, Variable] = {}
-        self._group_of: dict[Variable, Group] = {}
-        self._program = self._last_kind = self._loss = None
+        self._runner = Runner()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_runner": Runner()}
+
+    def __repr__(self) -> str:
+        rate, count = self._store.rate, len(self._index)
+        now = rate.source if rate.variable is None else shown(rate.variable)
+        built = f"built for {count} variable{'s' * (count > 1)}" if count else "not built"
+        return f"<{type(self).__name__} {self.name!r}: learning rate {now}, {built}>"
+
+    # ── options ──────────────────────────────────────────────────────────────────────────────
+
+    def _get_option(self, name: str) -> Any:
+        return getattr(self._store.options, name)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        store = self._store
+        value = self._checked_option(name, value)
+        guard = store.guard
+        if value is not None and guard is not None and name in guard.over:
+            raise ValueError(
+                f"Expected {name} to be set on {guard.owner!r}, where it is {guard.over[name]!r}; "
+                f"got {value!r} on {self.name!r}."
+            )
+        (self._given.discard if value is None else self._given.add)(name)
+        store.set_options(StepOptions(**{**vars(store.options), name: value}))
+
+    def _checked_option(self, name: str, value: Any) -> Any:
+        now = vars(self._store.in_force)
+        value = check_option(name, value, {k: v for k, v in now.items() if k != name})
+        if name in BEFORE_BUILD and self.built and value != now[name]:
+            raise ValueError(f"Expected {name} to be set before the optimizer is built.")
+        counts = self._store.window_count is not None and self._store.guard is None
+        if counts and name == "loss_scale_factor" and value is None:
+            raise ValueError(
+                f"Expected a loss_scale_factor for on_bad_microbatch="
+                f"{now['on_bad_microbatch']!r}; got None."
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("_") and name != "learning_rate" and "_store" in vars(self):
+            self._store.changed()  # Python values are constants of the compiled step
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def groups(self) -> list[list[list[Any]]]:
-        return [group.table for group in dict.fromkeys(self._group_of.values())]
-
-    @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        moving averages, accumulators, master weights, a tally of the window (if
-        `on_bad_microbatch` wants one), then what `build` added."""
-        rate = [] if self._rate.variable is None else [self._rate.variable]
-        copies = [*self._averages, *self._accumulators, *self._masters.values()]
-        tally = [] if self._tally is None else [self._tally]
-        return [self._iterations, *rate, *copies, *tally, *self._slots]
+        moving averages, accumulators, master weights, what `on_bad_microbatch` counts, then what
+        `build` added."""
+        return self._store.variables
+
+    @property
+    def _step_state(self) -> Any:
+        """The variables of a step, the weights among them, as `_step` takes their values."""
+        return self._store.state
 
     @property
     def built(self) -> bool:
-        """Whether the trainable variables are known."""
-        return bool(self._index)
+        """Whether the trainable variables are known, so that all state exists."""
+        return bool(self._store.index)
+
+    @property
+    def groups(self) -> list[list[list[Any]]]:
+        """With `group_small`, for each group of small variables whose slots share buffers: the
+        name, shape and first element of each variable's part."""
+        return [group.table for group in self._store.slots.groups]
 
     @property
     def iterations(self) -> Variable:
         """Updates so far, an int32 variable; with gradient accumulation one that is computed from
         the number of microbatches, and cannot be assigned."""
-        count, steps = self._iterations, self._option("gradient_accumulation_steps")
+        count = self._store.iterations
+        steps = self._store.in_force.gradient_accumulation_steps
         if not steps:
             return count
         set_by = "load a state that was saved, or start with a new optimizer"
@@ -184,114 +270,22 @@ class Optimizer(Step):
         """The current rate, a float32 variable; with a schedule or another callable one that is
         computed from it, and cannot be assigned. Assign a number to change a number; no step is
         compiled again."""
-        rate, count = self._rate, self._iterations
+        rate, count = self._store.rate, self._store.iterations
         if rate.variable is not None:
             return rate.variable
         set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
-        name = f"{self.name}/learning_rate"
+        name = f"{self._store.owner}/learning_rate"
         return Computed(name, lambda: rate.at(count.value()), set_by)
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
-        rate = LearningRate(learning_rate, self.name)
-        if rate.variable is None:
-            self._rate = rate
-            self._forget_program()
-        elif self._rate.variable is not None:
-            self._rate.variable.assign(rate.variable)
-        else:
-            raise TypeError(
-                f"Expected a schedule or callable for learning_rate, as the optimizer was created "
-                f"with one; got {learning_rate!r}."
-            )
+        self._store.set_rate(learning_rate)
 
     @property
     def _index(self) -> dict[Variable, int]:
-        return self._places
+        return self._store.index
 
-    @property
-    def _tally(self) -> Variable | None:
-        return self._window_tally
-
-    @property
-    def _wrapper(self) -> "Optimizer | None":
-        return self._wrapper_reference and self._wrapper_reference()
-
-    def _rate_now(self) -> jax.Array | None:
-        return self._rate.now()
-
-    def _option(self, name: str) -> Any:
-        """The option in force: the wrapper's, where the wrapper was given it."""
-        given = vars(self._wrapper) if self._wrapper else {}
-        if name in CLIPS and any(given.get(clip) is not None for clip in CLIPS):
-            return given.get(name)  # one clip option is in force, of whichever kind
-        return given.get(name, getattr(self, name))
-
-    def _state_layout(self, reference: Variable) -> Any:
-        layout = reference._layout
-        if not self.shard_state_over or not isinstance(layout, NamedSharding):
-            return layout
-        return divided_over(layout, reference.shape, self.shard_state_over)
-
-    def _state_of(self, variable: Variable) -> list[Variable]:
-        """The state that belongs to one variable alone."""
-        place = self._get_variable_index(variable)
-        copies = [kind[place] for kind in (self._averages, self._accumulators) if kind]
-        masters = [self._masters[variable]] if variable in self._masters else []
-        slots = [slot for (owner, *_), slot in self._slot_of.items() if owner is variable]
-        return [*copies, *masters, *(slots if variable not in self._group_of else [])]
-
-    def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
-        """The first values of all state, given those of the trainable variables."""
-        own = {v: v._first_value() if v._first_value else v._value for v in self.variables}
-        return own | {m: values[v].astype(m.dtype) for v, m in self._masters.items()}
-
-    def _clips(self) -> dict[str, float]:
-        """The clip option in force, if any, with its limit."""
-        limits = {name: self._option(name) for name in CLIPS}
-        return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in AT_CONSTRUCTION and name in vars(self):
-            raise AttributeError(f"Expected {name} to be given to the constructor alone.")
-        if name in OPTIONS:
-            others = {option: self._option(option) for option in OPTIONS - {name}}
-            value = check_option(name, value, others)
-            if self._wrapper and value is not None and name in vars(self._wrapper):
-                raise ValueError(
-                    f"Expected {name} to be set on {self._wrapper.name!r}, where it is "
-                    f"{getattr(self._wrapper, name)!r}; got {value!r} on {self.name!r}."
-                )
-            if name in BEFORE_BUILD and self.built and value != self._option(name):
-                raise ValueError(f"Expected {name} to be set before the optimizer is built.")
-            counts = vars(self).get("_window_tally") is not None and self._wrapper is None
-            if counts and name == "loss_scale_factor" and value is None:
-                raise ValueError(
-                    f"Expected a loss_scale_factor for on_bad_microbatch="
-                    f"{self._option('on_bad_microbatch')!r}; got None."
-                )
-            (self._given.discard if value is None else self._given.add)(name)
-        super().__setattr__(name, value)
-        if not name.startswith("_") and name != "learning_rate":
-            self._forget_program()  # Python values are constants of the compiled step
-
-    def _forget_program(self) -> None:
-        if "_iterations" in vars(self) and self._iterations._is_lent:
-            return  # an assignment by the step itself, while it is being compiled
-        vars(self)["_program"] = None
-        if vars(self).get("_wrapper_reference") and self._wrapper:
-            self._wrapper._forget_program()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_program": None, "_last_kind": None, "_wrapper_reference": None}
-
-    def __repr__(self) -> str:
-        rate = self._rate.source if self._rate.variable is None else shown(self._rate.variable)
-        count = len(self._index)
-        built = f"built for {count} variable{'s' * (count > 1)}" if count else "not built"
-        return f"<{type(self).__name__} {self.name!r}: learning rate {rate}, {built}>"
-
-    # ── for subclasses ───────────────────────────────────────────────────────────────────────
+    # ── a rule is written with these ─────────────────────────────────────────────────────────
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Creates the state for these variables. Override it to add your own, after `super()`.
@@ -307,7 +301,7 @@ class Optimizer(Step):
         variables = variables_in(var_list)
         if isinstance(var_list, Variable) or list(var_list) != variables:
             raise TypeError(f"Expected a list of variables for var_list; got {var_list!r}.")
-        self._asked.clear()
+        self._slots.start_build()
         if self.built and variables != list(self._index):
             raise ValueError(
                 f"Expected the variables that {self.name!r} was built with, "
@@ -323,29 +317,8 @@ class Optimizer(Step):
                 f"`build(variables)` before it."
             )
         check_floating(variables)
-        check_axes(self.shard_state_over, [variable.sharding for variable in variables])
-        self._window_tally = self._tally_of_window()
-        self._replicate(self.variables, variables)
-        if self._option("use_ema"):
-            self._averages = [self._slot_like(v, "average") for v in variables]
-        if self._option("gradient_accumulation_steps"):
-            self._accumulators = [self._slot_like(v, "gradient_accumulator") for v in variables]
-        if self.master_weights:
-            half = [v for v in variables if v.dtype != gradients.wide(v.dtype)]
-            self._masters = {v: self._slot_like(v, "master") for v in half}
-            for variable, master in self._masters.items():
-                if not variable._is_planned:
-                    master.assign(variable)
-        if isinstance(self._wrapper, Optimizer):
-            self._wrapper._build_around(variables)
-        self._places = {variable: place for place, variable in enumerate(variables)}
-        if self.group_small and self._is_elementwise():
-            for group in groups_of(variables, gradients.wide):
-                self._group_of |= dict.fromkeys(group.members, group)
-        self._forget_program()
-
-    def _build_around(self, variables: Sequence[Variable]) -> None:
-        """Creates what a wrapper keeps beside the state of its inner optimizer."""
+        grouped = self.group_small and self._is_elementwise()
+        self._store.build(variables, self.master_weights, grouped)
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
@@ -359,6 +332,72 @@ class Optimizer(Step):
             learning_rate: a float32 scalar.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update_step.")
+
+    def add_variable(
+        self,
+        shape: Sequence[int],
+        initializer: Initializer = "zeros",
+        dtype: DTypeLike | None = None,
+        aggregation: str = "mean",
+        name: str | None = None,
+    ) -> Variable:
+        """A new variable of the optimizer's state. A second `build` gets those of the first.
+
+        Args:
+            shape: its shape.
+            initializer: "zeros", "ones" or a callable of (shape, dtype).
+            dtype: its dtype, float32 by default.
+            aggregation: accepted as documented, without effect: there is one value on a mesh.
+            name: its name, which the optimizer's is put before.
+        """
+        return self._slots.add(shape, initializer, dtype, name, in_build=self.built)
+
+    def add_variable_from_reference(
+        self,
+        reference_variable: Variable,
+        name: str | None = None,
+        initializer: Initializer = "zeros",
+    ) -> Variable:
+        """A new slot: a variable of the shape and sharding of another, of its dtype or float32 for
+        half precision. A second `build` gets those of the first."""
+        return self._slots.add_like(reference_variable, name or "var", initializer)
+
+    def add_optimizer_variables(
+        self,
+        trainable_variables: Iterable[Variable],
+        name: str | Sequence[str],
+        initializer: Initializer = "zeros",
+    ) -> Any:
+        """One slot per variable, as a list; for several names a tuple of such lists."""
+        variables = list(trainable_variables)
+        if not isinstance(name, str):
+            return tuple(self.add_optimizer_variables(variables, n, initializer) for n in name)
+        return [self.add_variable_from_reference(v, name, initializer) for v in variables]
+
+    def assign(self, variable: Any, value: Any) -> None:
+        """Sets a variable: ours, Keras's, or anything else that has `assign`."""
+        variable.assign(value)
+
+    def assign_add(self, variable: Any, value: Any) -> None:
+        """Adds to a variable."""
+        variable.assign_add(value)
+
+    def assign_sub(self, variable: Any, value: Any) -> None:
+        """Subtracts from a variable."""
+        variable.assign_sub(value)
+
+    def _get_variable_index(self, variable: Variable) -> int:
+        """The place of a variable among those that the optimizer was built with."""
+        if variable not in self._index:
+            names = [v.name for v in self._index]
+            name = getattr(variable, "name", variable)
+            again = " It is another variable of that name." if name in names else ""
+            raise ValueError(
+                f"Expected variables that {self.name!r} was built with, {names}; got {name!r}."
+                f"{again} An optimizer trains the variables that it was built with: assign to "
+                f"them, or create a new optimizer for new ones."
+            )
+        return self._index[variable]
 
     def exclude_from_weight_decay(
         self,
@@ -386,12 +425,363 @@ class Optimizer(Step):
             raise ValueError(f"Expected regular expressions in var_names; got {names}.") from error
         self._undecayed = set(variables)
 
-    def _skips(self) -> bool:
-        return self._wrapper is not None or self._option("loss_scale_factor") is not None
-
     def _decays(self, variable: Variable) -> bool:
         names = self._undecayed_names
         return variable not in self._undecayed and not (names and names.search(variable.name))
+
+    # ── its verbs ────────────────────────────────────────────────────────────────────────────
+
+    def scale_loss(self, loss: Any) -> Any:
+        """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
+        scale = self._loss_scale()
+        return loss if scale is None else gradients.scaled(loss, scale)
+
+    def minimize(self, loss: Callable[[], Any], var_list: VarList) -> jax.Array:
+        """Differentiates `loss` and takes a step.
+
+        Args:
+            loss: a function of no argument that reads the variables and returns a scalar.
+            var_list: the variables to change, or a callable that returns them.
+
+        Returns:
+            The loss before the step, not scaled, in float32 or wider.
+
+        Raises:
+            TypeError, ValueError: as `compute_gradients` and `apply`.
+        """
+        pairs = self._loss_and_gradients(loss, var_list)
+        self.apply_gradients(pairs)
+        return pairs.loss
+
+    def compute_gradients(
+        self, loss: Callable[[], Any], var_list: VarList
+    ) -> list[tuple[jax.Array | None, Variable]]:
+        """The (gradient, variable) pairs of a loss, in order, scaled as `apply` expects them.
+
+        The gradient is None for a variable on which the loss does not depend. `loss` runs
+        uncompiled; for speed call this inside `gainstage.jit`. A `jax.jit` or `lax.scan` inside of
+        the loss must get `variable.value()` as an argument, for JAX keeps what it traced.
+
+        Args:
+            loss: a function of no argument that reads the variables and returns a scalar.
+            var_list: the variables, or a callable that returns them.
+
+        Raises:
+            TypeError: `loss` is not callable, or returns no floating number.
+            ValueError: `loss` returns something else than a scalar.
+        """
+        return self._loss_and_gradients(loss, var_list)
+
+    def _loss_and_gradients(self, loss: Any, var_list: VarList) -> WithLoss:
+        variables = variables_in(var_list() if callable(var_list) else var_list)
+        return differentiate(loss, variables, self.scale_loss)
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Any:
+        """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
+        loss, pairs = loss_of(grads_and_vars), [tuple(pair) for pair in grads_and_vars]
+        self.apply(WithLoss([g for g, _ in pairs], loss), [v for _, v in pairs])
+        return self.iterations
+
+    def apply(
+        self,
+        grads: Sequence[Any],
+        trainable_variables: VarList | None = None,
+        *,
+        loss: Any = None,
+        only_if: Any = None,
+    ) -> None:
+        """Takes a step: one compiled program, in which nothing is read back by Python.
+
+        It reuses the memory of the weights; an array that `value()` has handed out is copied first.
+
+        Args:
+            grads: gradients of `scale_loss(loss)`, each of its variable's shape, of any floating
+                dtype and placement; None leaves a variable, its slots and its decay alone. An
+                empty list changes nothing.
+            trainable_variables: their variables, all or some of those that the optimizer was built
+                with, in any order; by default all. The first call builds the optimizer.
+            loss: the true loss, a scalar, for loss-scale rules and optax transformations that
+                need it.
+            only_if: a bool scalar: where it does not hold the step is skipped, though its gradients
+                may be finite; the scale moves as these gradients alone say, but leaves a finite
+                one out of a window that counts bad ones. So several optimizers share a verdict::
+
+                    fine = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
+                    opt_a.apply(grads_a, only_if=fine)
+                    opt_b.apply(grads_b, only_if=fine)
+
+        Raises:
+            TypeError: a gradient of an integer, boolean or complex dtype; `only_if` is no bool.
+            ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
+                None, not built and no variables given.
+            FloatingPointError: with `on_bad_microbatch="fail"`, after one.
+        """
+        loss, grads = loss_of(grads) if loss is None else loss, list(grads)
+        only_if = None if only_if is None else checks.condition("only_if", only_if)
+        if not grads:
+            return
+        self._raise_if_failed()
+        if callable(trainable_variables):
+            trainable_variables = trainable_variables()
+        store, variables, weights = self._store, self.variables, list(self._index)
+        if is_inside():
+            check_bound(weights if trainable_variables is None else trainable_variables, variables)
+        grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
+        variables, weights = self.variables, list(self._index)  # the check may have built them
+        loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
+        args, version = (grads, loss, only_if), store.version if self.jit_compile else None
+        self._runner(self._apply, variables, weights, args, store.rate.now, version)
+
+    def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> None:
+        """One step on the variables, as they are."""
+        state = self._step_state
+        new = self._step(read(state), grads, rate, loss, apply_if)
+        write(jax.tree.leaves(state), jax.tree.leaves(new))
+
+    def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
+        """The gradients as a step takes them: an array or None for each variable, in order."""
+        if trainable_variables is None:
+            variables = self._built_variables("apply without trainable_variables")
+        else:
+            variables = variables_in(trainable_variables)
+        grads = placed_gradients(grads, variables)
+        if not self.built:
+            self.build(variables)
+        if not self.built:
+            raise ValueError(
+                f"Expected {type(self).__name__}.build to call super().build(var_list)."
+            )
+        places = [self._get_variable_index(variable) for variable in variables]
+        for variable in [v for v in (*self.variables, *self._index) if v._is_planned]:
+            variable.value()  # an error
+        return in_order(grads, places, list(self._index))
+
+    def stateless_apply(
+        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The step as a pure function of lists of arrays, which changes no variable.
+
+        Args:
+            optimizer_variables: values for `variables`, in that order.
+            grads: as for `apply`, one per trainable variable.
+            trainable_variables: values for the variables that the optimizer was built with.
+
+        Returns:
+            The new values `(trainable_variables, optimizer_variables)`.
+
+        Raises:
+            TypeError: as `apply`.
+            ValueError: as `apply`, a list of the wrong length, or a value of the wrong shape.
+
+        To donate old values under `jax.jit`, give the arguments in the order of the results:
+        `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`. The scale of
+        the loss is part of `variables`, so it too is read by a pure function:
+
+        Examples:
+            >>> import jax, gainstage as gs
+            >>> w = gs.Variable(1.0)
+            >>> opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+            >>> opt.build([w])
+            >>> scaled = gs.functional(lambda loss: opt.scale_loss(loss), opt.variables)
+            >>> @jax.jit
+            ... def step(weights, state):
+            ...     grads = jax.grad(lambda w: scaled(state, w[0] ** 2)[0])(weights)
+            ...     return opt.stateless_apply(state, grads, weights)
+            >>> weights, state = step([w.value()], [v.value() for v in opt.variables])
+            >>> print(weights[0])
+            0.5
+        """
+        trainable, variables = self._built_variables("stateless_apply"), self.variables
+        check_count("optimizer_variables", optimizer_variables, variables)
+        check_count("gradients", grads, trainable)
+        check_count("trainable_variables", trainable_variables, trainable)
+        values = (list(trainable_variables), list(optimizer_variables))
+        grads, rate = as_arrays(grads, trainable), self._store.rate.now()
+        return functional(self._apply, (trainable, variables))(values, grads, rate)[1]
+
+    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
+        """Gives the variables their moving averages, at the end of training with `use_ema`.
+
+        Raises:
+            ValueError: a variable that the optimizer was not built with.
+        """
+        store = self._store
+        if not store.in_force.use_ema:
+            return
+        places = [(variable, self._get_variable_index(variable)) for variable in var_list]
+        count = None if store.window_count is None else store.window_count.value()
+        state = store.state._replace(iterations=store.iterations.value(), window_count=count)
+        started = (store.window or Window(1)).has_started(state)  # before that there is no average
+        pairs = [(store.averages[place].value(), v.value()) for v, place in places]
+        values = [jnp.where(started, average, value) for average, value in pairs]
+        assign([variable for variable, _ in places], values)
+
+    def _built_variables(self, caller: str) -> list[Variable]:
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built before {caller}; call `build`.")
+        return list(self._index)
+
+    # ── a step ───────────────────────────────────────────────────────────────────────────────
+
+    def _loss_scale(self) -> jax.Array | None:
+        """What the loss is multiplied by, None for nothing."""
+        factor = self._store.in_force.loss_scale_factor
+        return None if factor is None else jnp.asarray(factor, jnp.float32)
+
+    def _wants_loss(self) -> bool:
+        """Whether a step wants to know the true loss, if there is one."""
+        return False
+
+    def _raise_if_failed(self) -> None:
+        """An error if nothing will change any more."""
+        failed = self._store.window_count
+        if failed is None or failed._traces or not isinstance(self._store.window, Fail):
+            return
+        if bool(failed):
+            raise FloatingPointError(
+                f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
+                f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
+            )
+
+    def _step(
+        self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
+    ) -> Any:
+        """One step as a pure function: the values of `_step_state` after it."""
+        scale, step = self._loss_scale(), self._make_step(loss)
+        if scale is not None:
+            args = (GuardState(None), state, grads, scale, rate, loss, apply_if)
+            return self._guarded(None, *args).inner
+        read = norms(grads, step.options.limits_of_steps, step.shardings)
+
+        def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
+            return None, step(state, gradients.divided(grads), read, rate)
+
+        return update(state)[1] if apply_if is None else run_if(apply_if, update, state)
+
+    def _guarded(
+        self,
+        rule: Any,
+        guard: GuardState,
+        state: StepState,
+        grads: list[Any],
+        scale: jax.Array,
+        rate: Any,
+        loss: Any,
+        apply_if: Any,
+        **more: Any,
+    ) -> Outcome:
+        """A step on scaled gradients, or none, as `guarded` returns it."""
+        step = self._make_step(loss)
+        pairs = zip(grads, step.shardings, strict=True)
+        grads = [gradients.in_order(g) if sharding is None else g for g, sharding in pairs]
+
+        def update(state: StepState, norms: Any, mask: Any = None) -> tuple[None, StepState]:
+            true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
+            return None, step(state, gradients.divided(true, scale), norms, rate)
+
+        reading = Reading(scale, step.options.limits, state.accumulators, step.shardings)
+        keep, more = step.window or Keep(), {"loss": loss, "apply_if": apply_if, **more}
+        return guarded(rule, update, guard, state, grads, reading, keep, **more)
+
+    def _make_step(self, loss: Any = None) -> Step:
+        """The step that options, rule and variables of now come to."""
+        store = self._store
+        return Step(
+            options=store.in_force,
+            rule=lambda state, grads, rate: self._apply_rule(state, grads, rate, loss),
+            rate=lambda number, step: store.rate.at(step, number),
+            variables=list(store.index),
+            shardings=store.shardings,
+            decays=[self._decays(variable) for variable in store.index],
+            window=store.window,
+            skips=store.skips,
+        )
+
+    def _apply_rule(
+        self, state: StepState, grads: Gradients, rate: jax.Array, loss: Any
+    ) -> StepState:
+        """`update_step` of every variable as a pure function."""
+        store, own = self._store, self._store.state
+        variables, values = jax.tree.leaves(own), jax.tree.leaves(state)
+        shardings = [*store.shardings, *(v._layout for v in variables[len(own.weights) :])]
+        with lent(variables, values, shardings):
+            self._update_all(grads, rate, loss)
+            return read(own)
+
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
+        gradient_of = dict(zip(self._index, grads, strict=True))
+        for group in self._store.slots.groups:
+            members = [gradient_of.pop(variable) for variable in group.members]
+            group.update(members, lambda g, v: self._update_one(g, v, rate))
+        for variable, gradient in gradient_of.items():
+            if gradient is not None:
+                self._update_one(gradient.value(), variable, rate)
+
+    def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
+        if self.update_step(gradient, variable, rate) is not None:
+            raise TypeError(
+                f"Expected {type(self).__name__}.update_step to assign the new value and "
+                f"return None; got a result."
+            )
+
+    def _is_elementwise(self) -> bool:
+        """Whether the class that wrote the rule says so: one that overrides it has to repeat it."""
+        wrote = next(vars(cls) for cls in type(self).__mro__ if "update_step" in vars(cls))
+        return wrote.get("elementwise", False)
+
+    def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
+        """The first values of all state, given those of the trainable variables."""
+        return self._store.first_values(values)
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────────
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all of `variables`, in that order, or, if one does not fit, none.
+
+        Raises:
+            ValueError: not built, a wrong number of arrays, or an array that does not fit.
+        """
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built before set_weights.")
+        saving.set_all(self.variables, weights, self._weight_checks)
+
+    @property
+    def _weight_checks(self) -> saving.Checks:
+        """What must hold of some variables' values beside their shape and dtype."""
+        return {}
+
+    def state(self) -> dict[str, jax.Array]:
+        """All of `variables` by name: arrays for whoever saves a dictionary of them. Of variables
+        with one name the second has "#2" behind it, and so on. With `group_small` the table of what
+        lies where in the buffers stands under "groups"."""
+        return saving.as_names(self.variables, self.groups)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Sets all of `variables` from what `state` returned, or, if something is wrong, none.
+
+        Raises:
+            TypeError: no dictionary.
+            ValueError: not built, a name missing or unknown, an array that does not fit, or other
+                groups.
+        """
+        self.set_weights(saving.from_names(self.variables, self.groups, state))
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ...
+
+        With `group_small` the table of names and places in the buffers stands under "groups"."""
+        saving.into_store(self.variables, self.groups, store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """Sets all of `variables` from what `save_own_variables` stored, or none.
+
+        Raises:
+            TypeError: no dictionary, or what is used like one.
+            ValueError: not built, a key missing, an array that does not fit, or other groups.
+        """
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built before load_own_variables.")
+        self.set_weights(saving.from_store(self.variables, self.groups, store))
 
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
@@ -402,7 +792,7 @@ class Optimizer(Step):
         return {k: v for k, v in super().get_config().items() if k not in usual or v != usual[k]}
 
     def _argument(self, name: str) -> Any:
-        return self._rate.get_config() if name == "learning_rate" else super()._argument(name)
+        return self._store.rate.get_config() if name == "learning_rate" else super()._argument(name)
 
     @classmethod
     def from_config(

@@ -1,36 +1,83 @@
 """Loss scaling around any optimizer: scale the loss, skip what overflowed, adapt the scale."""
 
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks
+from gainstage._core import checks, saving
 from gainstage._core.bridge import read
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.guard import GuardState
 from gainstage._core.inspection import all_finite
-from gainstage._core.measures import measure, measured_of_both
-from gainstage._core.minimizer import check_verbs
-from gainstage._core.observed import Observed, at_first, check_telemetry, observed
+from gainstage._core.measures import measure
+from gainstage._core.observed import at_first, check_telemetry
 from gainstage._core.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
-from gainstage._core.rules import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    advance,
-    as_rule,
-    start,
-)
+from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, as_rule, start
+from gainstage._core.run import check_verbs
+from gainstage._core.saving import shown
 from gainstage._core.scaled_state import states_in
-from gainstage._core.stateful import shown
+from gainstage._core.sharding import replicate
+from gainstage._core.step import StepState
+from gainstage._core.store import Guard, Slots, Store
 from gainstage._core.variable import Variable, variables_like
-from gainstage._core.windows import is_asked
-from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.base import Fixed, Optimizer
 from gainstage.optimizers.optax import Optax
+
+# How the documents call what a rule counts.
+_DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+
+
+class ScaledState(NamedTuple):
+    """All that a step of a wrapper reads and changes; of arrays, or of variables."""
+
+    guard: GuardState
+    inner: StepState
+
+
+class ScaleGuard(Guard):
+    """The variables of a rule and of telemetry, around the store that they guard.
+
+    Args:
+        optimizer: the wrapper, whose settings they are made for.
+        over: the options that it was given.
+    """
+
+    def __init__(self, optimizer: "LossScaleOptimizer", over: Mapping[str, Any]):
+        super().__init__(optimizer.name, over)
+        self._mesh, self._rule = optimizer.mesh, optimizer.rule
+        self._telemetry, self._every = optimizer.telemetry, optimizer.underflow_every
+        self.state = GuardState(variables_like(start(self._rule), self.owner, _DOCUMENTED))
+
+    def share(self, scale: Any) -> None:
+        """From now on the rule's state is that of another object, which holds these variables."""
+        self.state = self.state._replace(scale=scale)
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Sets an option of the wrapper."""
+        self.over = {**self.over, name: value}
+
+    def build(self, store: Store, variables: Sequence[Variable]) -> None:
+        scale, stats, window = self.state.scale, None, {}
+        if self._telemetry:
+            factor = store.in_force.loss_scale_factor
+            first = at_first(scaled_by(read(scale.scale), factor), len(variables), self._every)
+            stats = variables_like(first, f"{self.owner}/last")
+        if store.window_count is not None:
+            window = {
+                name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
+                for name, value in measure(self._rule.measures, [], True, 0.0).items()
+            }
+        self.state = GuardState(scale, stats, window)
+        replicate(self.owner, self._mesh, jax.tree.leaves(self.state), variables)
+
+
+def scaled_by(scale: jax.Array, factor: float | None) -> jax.Array:
+    """The rule's scale times `loss_scale_factor`."""
+    return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
 
 
 class LossScaleOptimizer(Optimizer):
@@ -80,6 +127,8 @@ class LossScaleOptimizer(Optimizer):
     arXiv:1710.03740.
     """
 
+    telemetry, underflow_every = Fixed(), Fixed()
+    _guard_type = ScaleGuard
     _unscales = True  # whether `apply` divides gradients by the scale
 
     def __init__(
@@ -96,31 +145,30 @@ class LossScaleOptimizer(Optimizer):
         **options: Unpack[WrapperOptions],
     ):
         _check_inner(inner_optimizer, self._given)
-        rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
+        self._rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
-        self._set_common(name, jit_compile, inner_optimizer.mesh if mesh is None else mesh)
-        self._inner, self._rule = inner_optimizer, rule
+        store = inner_optimizer._store
+        self._set_common(name, jit_compile, store.mesh if mesh is None else mesh)
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
-        state = start(rule)
-        self._scale_state = variables_like(state, self.name, _DOCUMENTED)
-        self._observed: Observed | None = None
-        self._measured: dict[str, Variable] = {}  # of the window so far
-        self._initial_scale = checks.shortest(self._scale_state.scale.numpy())
-        self._has_scaled = False  # whether anybody has asked for the scale, to multiply a loss by
-        # An option is an attribute of the wrapper only if it was given to it.
+        over: dict[str, Any] = {}
         for option, value in options.items():
             if value is not None:
-                vars(self)[option] = check_option(option, value, vars(self))
-        if inner_optimizer.built:
-            _check_one_scale(inner_optimizer, list(inner_optimizer._index))
-            self._build_around(list(self._index))
-        inner_optimizer._wrapper_reference = weakref.ref(self)
+                over[option] = check_option(option, value, over)
+        self._guard = self._guard_type(self, over)
+        self._initial_scale = checks.shortest(self._guard.state.scale.scale.numpy())
+        self._has_scaled = False  # whether anybody has asked for the scale, to multiply a loss by
+        if store.index:
+            _check_one_scale(inner_optimizer, list(store.index))
+            self._guard.build(store, list(store.index))
+        self._store, self._slots = store, Slots(self.name, store.slots.shard_over)
+        store.set_guard(self._guard)
+        self._inner = inner_optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._inner._wrapper is None:  # of a shallow copy it is the original's
-            self._inner._wrapper_reference = weakref.ref(self)
+        if self._store.guard is None:  # of a shallow copy it is the original's
+            self._store.set_guard(self._guard)
 
     def _chosen_rule(
         self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None
@@ -164,13 +212,13 @@ class LossScaleOptimizer(Optimizer):
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
         self._has_scaled = True
-        return self._scale_state.scale
+        return self._guard.state.scale.scale
 
     @property
     def step_counter(self) -> Variable | None:
         """Finite steps in a row since the scale moved (`AdaptiveLossScale`: its ceiling), an int32
         variable; None if not counted."""
-        return getattr(self._scale_state, "good_steps", None)
+        return getattr(self._guard.state.scale, "good_steps", None)
 
     dynamic_counter = step_counter
 
@@ -201,13 +249,12 @@ class LossScaleOptimizer(Optimizer):
         return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
 
     def _loss_scale(self) -> jax.Array:
-        factor = self._option("loss_scale_factor")
-        scale = self._scale_state.scale.value()
-        return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
+        factor = self._store.in_force.loss_scale_factor
+        return scaled_by(self._guard.state.scale.scale.value(), factor)
 
-    def _divisor(self) -> jax.Array:
+    def _divisor(self, loss_scale: jax.Array) -> jax.Array:
         """What the gradients that `apply` gets were multiplied by."""
-        return self._loss_scale()
+        return loss_scale
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         if self._unscales and not self._has_scaled and self._initial_scale != 1:
@@ -216,54 +263,26 @@ class LossScaleOptimizer(Optimizer):
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
                 f"multiplied by it: use `minimize`, or differentiate "
                 f"`optimizer.scale_loss(loss)`.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return super()._checked(grads, trainable_variables)
 
     def _wants_loss(self) -> bool:
         return "loss" in self.rule.measures or self.inner_optimizer._wants_loss()
 
-    def _apply(
-        self,
-        grads: list[Any],
-        rate: jax.Array | None,
-        loss: jax.Array | None = None,
-        only_if: jax.Array | None = None,
-    ) -> None:
-        scale, inner = self._divisor(), self.inner_optimizer
-        grads = inner._pinned(grads)
-        before = None if inner._tally is None else inner._window()
-        with inner._knows(loss):
-            seen, applied = inner._update_if_finite(grads, scale, rate, only_if, self.telemetry)
-        ordered = all(layout is None for layout in inner._layouts())
-        measured = measure(self.rule.measures, grads, seen.finite, loss, scale, ordered)
-        if self._observed is not None and seen.norm is not None:
-            told = (scale, seen.finite, applied, seen.norm, measured.get("max_abs"))
-            more = (self._loss_scale(), self.underflow_every, ordered)
-            new = observed(read(self._observed), grads, *told, *more)
-            jax.tree.map(Variable.assign, self._observed, new)
-        if before is None:
-            self._advance(seen.finite, measured)
-        else:
-            asked = is_asked(seen.finite, only_if)
-            self._advance_window(inner._window_after(before, seen.finite, asked), measured, asked)
+    @property
+    def _step_state(self) -> ScaledState:
+        return ScaledState(self._guard.state, self._store.state)
 
-    def _advance(self, finite: jax.Array, measured: Any, due: jax.Array | bool = True) -> None:
-        """Moves the scale, if it is due."""
-        old = read(self._scale_state)
-        new = advance(self.rule, old, finite, **measured)
-        new = new if due is True else jax.tree.map(lambda n, o: jnp.where(due, n, o), new, old)
-        jax.tree.map(Variable.assign, self._scale_state, new)
-
-    def _advance_window(self, window: Any, measured: Any, asked: jax.Array) -> None:
-        """Adds what was measured of a microbatch, and moves the scale at the end of its window."""
-        due, finite = window
-        before = read(self._measured)
-        measured = measured_of_both(before, measured)
-        self._advance(finite, measured, due)
-        for name, value in measured.items():
-            new = jnp.where(asked, value, before[name])
-            self._measured[name].assign(jnp.where(due, jnp.zeros_like(value), new))
+    def _step(
+        self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
+    ) -> Any:
+        guard, inner = state
+        scale = scaled_by(guard.scale.scale, self._store.in_force.loss_scale_factor)
+        args = (guard, inner, grads, self._divisor(scale), rate, loss, apply_if)
+        more = {"loss_scale": scale, "every": self.underflow_every}
+        done = self._inner._guarded(self.rule, *args, **more)
+        return ScaledState(done.state, done.inner)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
@@ -271,80 +290,34 @@ class LossScaleOptimizer(Optimizer):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale (and what else the rule keeps, and telemetry), then the
         inner's."""
-        first = [v for v in (self.step_counter, self._scale_state.scale) if v is not None]
-        rest = [v for v in self._own() if v not in first]
-        return [*first, *rest, *self._slots, *self.inner_optimizer.variables]
+        scale = self._guard.state.scale.scale
+        first = [v for v in (self.step_counter, scale) if v is not None]
+        rest = [v for v in jax.tree.leaves(self._guard.state) if v not in first]
+        return [*first, *rest, *self._slots.all, *self._store.variables]
 
-    @property
-    def groups(self) -> list[list[list[Any]]]:
-        return self.inner_optimizer.groups
+    def _get_option(self, name: str) -> Any:
+        over = self._guard.over
+        return over[name] if name in over else getattr(self._store.options, name)
 
-    @property
-    def iterations(self) -> Variable:
-        """The inner optimizer's: a skipped step does not count."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's; assign a number to change it."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    @property
-    def _tally(self) -> Variable | None:
-        return self.inner_optimizer._tally
-
-    @property
-    def _index(self) -> dict[Variable, int]:
-        return self.inner_optimizer._index
-
-    def _state_layout(self, reference: Variable) -> Any:
-        return self.inner_optimizer._state_layout(reference)
-
-    def _state_of(self, variable: Variable) -> list[Variable]:
-        return self.inner_optimizer._state_of(variable)
-
-    def _rate_now(self) -> jax.Array | None:
-        return self.inner_optimizer._rate_now()
-
-    def _option(self, name: str) -> Any:
-        return self.inner_optimizer._option(name)
+    def _set_option(self, name: str, value: Any) -> None:
+        self._guard.set_option(name, self._checked_option(name, value))
+        (self._given.discard if value is None else self._given.add)(name)
+        self._store.changed()
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = vars(self).get("_inner")
-        if name not in OPTIONS and name in vars(inner or self) and name not in vars(self):
+        if inner is not None and name in vars(inner) and name not in vars(self):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
         super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        # Reached for options that were not given here: in force is then the inner's own.
-        if name in OPTIONS:
-            return getattr(self.inner_optimizer, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
         _check_one_scale(self.inner_optimizer, var_list)
-        self._asked.clear()
+        self._slots.start_build()
+        built = self.built
         self.inner_optimizer.build(var_list)
-
-    def _build_around(self, variables: Sequence[Variable]) -> None:
-        if self.telemetry:
-            first = at_first(self._loss_scale(), len(variables), self.underflow_every)
-            self._observed = variables_like(first, f"{self.name}/last")
-        if self._tally is not None:
-            for name, value in measure(self.rule.measures, [], True, 0.0).items():
-                own = Variable(value, name=f"{self.name}/window_{name}", trainable=False)
-                self._measured[name] = own
-        self._replicate([*self._own(), *self._slots], variables)
-        self._forget_program()
-
-    def _own(self) -> list[Variable]:
-        """The state of the rule, of telemetry, and of a window."""
-        return jax.tree.leaves((self._scale_state, self._observed, self._measured))
+        if not built:
+            replicate(self.name, self.mesh, self._slots.all, list(self._index))
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
@@ -360,26 +333,20 @@ class LossScaleOptimizer(Optimizer):
         """Names the variables that the inner optimizer does not decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
-    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives the variables the inner optimizer's moving averages."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-
     def __repr__(self) -> str:
-        scale, rule = shown(self._scale_state.scale), type(self.rule).__name__
+        scale, rule = shown(self._guard.state.scale.scale), type(self.rule).__name__
         name = type(self).__name__
         return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
 
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
-    def _checked_weight(self, variable: Variable, weight: Any) -> jax.Array:
-        value = super()._checked_weight(variable, weight)
-        if variable is self._scale_state.scale:
-            checks.loss_scale(f"the value of {variable.name!r}", value)
-        return value
+    @property
+    def _weight_checks(self) -> saving.Checks:
+        return {self._guard.state.scale.scale: checks.loss_scale}
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments; an option is reported once, by the object that got it."""
-        options = {name: value for name, value in vars(self).items() if name in OPTIONS}
+        options = dict(self._guard.over)
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's usual is
@@ -416,10 +383,6 @@ class LossScaleOptimizer(Optimizer):
         return cls(**kept)
 
 
-# How the documents call what a rule counts.
-_DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-
-
 def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
     if isinstance(inner, Optax) and states_in(jax.eval_shape(inner._init, read(list(variables)))):
         raise ValueError(
@@ -436,9 +399,9 @@ def _check_inner(inner: Any, given: set[str]) -> None:
             f"Expected an optimizer that is not wrapped for inner_optimizer; got {inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
-    if inner._wrapper is not None:
+    if inner._store.guard is not None:
         raise ValueError(
-            f"{inner.name!r} is already wrapped by {inner._wrapper.name!r}. Create a new "
+            f"{inner.name!r} is already wrapped by {inner._store.guard.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
     for option in sorted(given & OPTIONS):

@@ -12,6 +12,7 @@ import optax
 from gainstage._core.bridge import read
 from gainstage._core.gradients import Gradients, widen
 from gainstage._core.options import WrapperOptions
+from gainstage._core.sharding import replicate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -92,9 +93,8 @@ class Optax(Optimizer):
             for path, value in paths
         ]
         self._state = jax.tree.unflatten(structure, slots)
-        self._slots += slots
-        self._replicate([slot for slot in slots if slot.ndim == 0], var_list)
-        self._forget_program()
+        self._slots.all += slots
+        replicate(self.name, self.mesh, [slot for slot in slots if slot.ndim == 0], variables)
 
     def _init(self, values: Any) -> Any:
         state = self.tx.init(widen(values))
@@ -118,24 +118,14 @@ class Optax(Optimizer):
     def _wants_loss(self) -> bool:
         return isinstance(self.tx, optax.GradientTransformationExtraArgs)
 
-    def _apply(
-        self,
-        grads: list[Any],
-        rate: jax.Array | None,
-        loss: jax.Array | None = None,
-        only_if: jax.Array | None = None,
-    ) -> None:
-        with self._knows(loss):
-            super()._apply(grads, rate, loss, only_if)
-
-    def _updated(self, grads: Any, state: Any, values: Any) -> Any:
+    def _updated(self, grads: Any, state: Any, values: Any, loss: Any) -> Any:
         """What `tx.update` returns, or an error that says what this class passes to it."""
         update: Any = functools.partial(self.tx.update, grads, state, values)
         try:
-            if self._true_loss is None:
+            if loss is None:
                 return update()
             try:
-                return update(value=self._true_loss)
+                return update(value=loss)
             except TypeError as error:
                 if "unexpected keyword argument 'value'" not in str(error):
                     raise
@@ -162,12 +152,12 @@ class Optax(Optimizer):
             f"gainstage.loss_scaled(tx) passes on all of them."
         )
 
-    def _update_all(self, grads: Gradients, rate: jax.Array) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
         values = [variable.value() for variable in self._index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
         old = self._state_with_keys()
-        updates, new = self._updated(given, old, values)
+        updates, new = self._updated(given, old, values, loss)
 
         def is_of_variables(node: Any) -> bool:
             return type(node) is list and len(node) == len(grads)

@@ -1,0 +1,158 @@
+"""Saving and loading a flat list of variables: all of it, or an error."""
+
+import itertools
+import json
+import reprlib
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._core import checks
+from gainstage._core._jax import Tracer
+from gainstage._core.bridge import assign
+from gainstage._core.variable import Variable, owned
+
+Checks = Mapping[Variable, Callable[[str, Any], Any]]  # of some variables' new values
+
+
+def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks) -> None:
+    """Sets variables, in order, or, if one value does not fit, none."""
+    check_count("weights", weights, variables)
+    fitted = [fitted_weight(v, w, more) for v, w in zip(variables, weights, strict=True)]
+    assign(variables, fitted)
+
+
+def fitted_weight(variable: Variable, weight: Any, more: Checks) -> jax.Array:
+    """A value as a variable takes it, or a ValueError."""
+    try:
+        value = _converted(weight, variable.dtype)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"Expected an array for {variable.name!r}, of numbers that {variable.dtype} holds; "
+            f"got {reprlib.repr(weight)}."
+        ) from error
+    value = variable._fitted(value)
+    if variable in more:
+        more[variable](f"the value of {variable.name!r}", value)
+    return value
+
+
+def as_names(variables: Sequence[Variable], table: Any) -> dict[str, jax.Array]:
+    """Their values by name, and the table of groups, if there is one."""
+    named = dict(zip(unique_names(variables), variables, strict=True))
+    groups = {"groups": jnp.asarray(_packed(table))} if table else {}
+    return {name: variable.value() for name, variable in named.items()} | groups
+
+
+def from_names(variables: Sequence[Variable], table: Any, state: Mapping[str, Any]) -> list[Any]:
+    """The values that `as_names` returned, in the variables' order."""
+    names = unique_names(variables)
+    check_names("state", state, [*names, *(["groups"] if table else [])])
+    _check_groups(table, state)
+    return [state[name] for name in names]
+
+
+def into_store(variables: Sequence[Variable], table: Any, store: MutableMapping[str, Any]) -> None:
+    """Puts their values, as numpy arrays under "0", "1", ..., into `store`."""
+    for variable in variables:
+        variable._read()  # an error, before anything is stored
+    for i, variable in enumerate(variables):
+        store[str(i)] = variable.numpy()
+    if table:
+        store["groups"] = _packed(table)
+
+
+def from_store(variables: Sequence[Variable], table: Any, store: Any) -> list[Any]:
+    """The values that `into_store` stored, in the variables' order."""
+    if not hasattr(store, "keys"):
+        raise TypeError(f"Expected a store with keys; got {reprlib.repr(store)}.")
+    _check_groups(table, store)
+    count = len(store.keys()) - ("groups" in store)
+    keys = [str(i) for i in range(max(len(variables), count))]
+    missing = [key for key in keys if key not in store]
+    if missing:
+        raise ValueError(
+            f"Expected the keys '0' to '{len(variables) - 1}' in the store; "
+            f"got {sorted(map(str, store.keys()))}."
+        )
+    return [store[key] for key in keys]
+
+
+def _packed(table: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(table).encode(), np.uint8)
+
+
+def _check_groups(groups: Any, store: Any) -> None:
+    """The buffers that were saved hold what they hold here, in the same places."""
+    saved = store["groups"] if "groups" in store else np.frombuffer(b"[]", np.uint8)
+    try:
+        table = json.loads(np.asarray(saved).tobytes())
+    except (ValueError, RecursionError):
+        table = reprlib.repr(saved)
+    if table != groups:
+        raise ValueError(f"Expected the groups {groups} in what was saved; got {table}.")
+
+
+def shown(scalar: Variable) -> str:
+    """A scalar variable's value as one would write it, or what there is in its place."""
+    value = scalar._value
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_deleted():
+        return "unknown"
+    return f"{checks.shortest(value):.9g}" if value.is_fully_addressable else "on all processes"
+
+
+def unique_names(variables: Sequence[Variable]) -> list[str]:
+    """The variables' names, each but the first of a kind with its number."""
+    names: dict[str, None] = {}
+    for variable in variables:
+        numbered = (f"{variable.name}#{n}" for n in itertools.count(2))
+        names[next(n for n in itertools.chain([variable.name], numbered) if n not in names)] = None
+    return list(names)
+
+
+def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
+    """A value for every name and no other, or an error that says which."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"Expected a dictionary of the {what}; got {reprlib.repr(values)}.")
+    missing = [name for name in names if name not in values]
+    unknown = [name for name in values if name not in names]
+    if missing or unknown:
+        raise ValueError(
+            f"Expected the names of the {what}; got {missing or 'none'} missing and "
+            f"{unknown or 'none'} unknown."
+        )
+
+
+def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
+    """An array in the dtype of a variable.
+
+    Floating numbers may be rounded by it, but not made infinite, and everything else is kept."""
+    array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
+    if _kind(array.dtype) > _kind(dtype):
+        raise TypeError(f"{array.dtype} in {dtype}")
+    if isinstance(array, np.ndarray) and array.dtype != dtype:
+        with np.errstate(all="ignore"):
+            given, array = array, array.astype(dtype)
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        same = np.isfinite(array) == np.isfinite(given) if floating else array == given
+        if not np.all(same):
+            raise ValueError(f"too large for {dtype}")
+    return jnp.asarray(owned(array), dtype)
+
+
+def _kind(dtype: Any) -> int:
+    """Each kind of numbers goes into those after it; the last is what is no real number."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
+
+
+def check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:
+    """One value for each variable, or a ValueError that names what there should be."""
+    if len(values) != len(variables):
+        names = [variable.name for variable in variables]
+        raise ValueError(
+            f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
+        )
