@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gainstage._core.windows import Keep
+from gainstage._core.guard import Keep
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)

@@ -11,11 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
-from gainstage._core.guard import GuardState, Reading, guarded
+from gainstage._core.guard import GuardState, Keep, Reading, guarded
 from gainstage._core.observed import at_first, check_telemetry, leaves_and_none
 from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
-from gainstage._core.windows import Keep
 from gainstage.optimizers.base import Optimizer
 
 
@@ -112,7 +111,7 @@ def loss_scaled_within(
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
         leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(arrays)))
 
-        def step(inner: Any, norms: Any, mask: Any = None) -> Any:
+        def step(norms: Any, inner: Any, mask: Any = None) -> Any:
             return tx.update(grads, inner, params, **extra)
 
         updates, inner, guard, _, applied = guarded(

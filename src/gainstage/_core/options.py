@@ -1,7 +1,6 @@
-"""The options that every optimizer takes: their names, what they may be, which are in force."""
+"""The options that every optimizer takes: their names, and what they may be."""
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 from jax.sharding import Mesh
@@ -104,45 +103,3 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
             f"got {clash[0]}={others[clash[0]]!r} and {name}={value!r}."
         )
     return _CHECKS[name](name, value)
-
-
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """How a step is taken, whatever its rule; each value as `check_option` has returned it."""
-
-    weight_decay: float | None = None
-    clipnorm: float | None = None
-    clipvalue: float | None = None
-    global_clipnorm: float | None = None
-    use_ema: bool = False
-    ema_momentum: float = 0.99
-    ema_overwrite_frequency: int | None = None
-    loss_scale_factor: float | None = None
-    gradient_accumulation_steps: int | None = None
-    on_bad_microbatch: str = "extend"
-
-    @classmethod
-    def checked(cls, given: Mapping[str, Any]) -> "StepOptions":
-        """The options that a caller gave, among other things."""
-        values: dict[str, Any] = {}
-        for name in OPTIONS:
-            values[name] = check_option(name, given[name], values)
-        return cls(**values)
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The clip option in force, if any, with its limit."""
-        limits = {name: getattr(self, name) for name in sorted(CLIPS)}
-        return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
-
-    @property
-    def limits_of_steps(self) -> dict[str, float]:
-        """The clip option whose norm has to be finite for a step: none with accumulation, which
-        clips the mean."""
-        return {} if self.gradient_accumulation_steps else self.limits
-
-    def under(self, over: Mapping[str, Any]) -> "StepOptions":
-        """These options where `over`, those of a wrapper, says nothing else."""
-        if any(over.get(clip) is not None for clip in CLIPS):  # one is in force, of whichever kind
-            over = dict.fromkeys(CLIPS) | dict(over)
-        return dataclasses.replace(self, **over)

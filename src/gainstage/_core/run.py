@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from gainstage._core._jax import Tracer, used_arguments
 from gainstage._core.bridge import functional, jit, read, run
 from gainstage._core.gradients import widen
-from gainstage._core.saving import check_count
 from gainstage._core.variable import Variable, is_inside, strong
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
@@ -27,7 +26,7 @@ class WithLoss(list[Any]):
         self.loss = loss
 
 
-def loss_of(elements: Any) -> jax.Array | None:
+def loss_of(elements: Any) -> Any:
     """The loss that a list knows, if it does."""
     return elements.loss if isinstance(elements, WithLoss) else None
 
@@ -164,16 +163,43 @@ def _buffers(array: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
-def placed_gradients(grads: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
-    """Gradients that fit their variables, as arrays where those lie; or an error."""
-    check_count("gradients", grads, variables)
-    grads = [_placed(_array(g), v) for g, v in zip(grads, variables, strict=True)]
-    return _checked(grads, variables)
+def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
+    """Gradients as arrays that fit their variables, None staying None; or an error.
 
-
-def as_arrays(grads: Sequence[Any], variables: Sequence[Variable]) -> list[Any]:
-    """Gradients that fit their variables, wherever they lie; or an error."""
-    return _checked(list(map(_array, grads)), variables)
+    Args:
+        grads: one for each variable, or None.
+        variables: those variables.
+        placed: whether to move gradients to where their variables lie.
+    """
+    if all(gradient is None for gradient in grads):
+        raise ValueError(
+            f"Expected a gradient for at least one variable; got None for all of "
+            f"{[variable.name for variable in variables]}."
+        )
+    arrays = []
+    for gradient, variable in zip(grads, variables, strict=True):
+        if isinstance(gradient, Variable):
+            gradient = gradient.value()
+        if gradient is None:
+            arrays.append(None)
+            continue
+        if not isinstance(gradient, jax.Array) or gradient.weak_type:
+            gradient = strong(gradient)
+        if gradient.shape != variable.shape:
+            raise ValueError(
+                f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "
+                f"got shape {gradient.shape}."
+            )
+        if not jnp.issubdtype(gradient.dtype, jnp.floating):
+            raise TypeError(
+                f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
+                f"got dtype {gradient.dtype}."
+            )
+        free = isinstance(gradient, Tracer) or variable._is_lent or variable._is_planned
+        if placed and not free and gradient.sharding.device_set != variable.sharding.device_set:
+            gradient = jax.device_put(gradient, variable.sharding)
+        arrays.append(gradient)
+    return arrays
 
 
 def in_order(grads: list[Any], places: Sequence[int], variables: Sequence[Variable]) -> list[Any]:
@@ -220,42 +246,3 @@ def check_floating(variables: Sequence[Variable]) -> None:
                 f"Expected variables of a floating dtype; got {variable.name!r} of dtype "
                 f"{variable.dtype}."
             )
-
-
-def _checked(grads: list[Any], variables: Sequence[Variable]) -> list[Any]:
-    if all(gradient is None for gradient in grads):
-        raise ValueError(
-            f"Expected a gradient for at least one variable; got None for all of "
-            f"{[variable.name for variable in variables]}."
-        )
-    for gradient, variable in zip(grads, variables, strict=True):
-        if gradient is None:
-            continue
-        if gradient.shape != variable.shape:
-            raise ValueError(
-                f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "
-                f"got shape {gradient.shape}."
-            )
-        if not jnp.issubdtype(gradient.dtype, jnp.floating):
-            raise TypeError(
-                f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
-                f"got dtype {gradient.dtype}."
-            )
-    return grads
-
-
-def _array(gradient: Any) -> Any:
-    if isinstance(gradient, Variable):
-        gradient = gradient.value()
-    if gradient is None or (isinstance(gradient, jax.Array) and not gradient.weak_type):
-        return gradient
-    return strong(gradient)
-
-
-def _placed(gradient: Any, variable: Variable) -> Any:
-    """The gradient on its variable's devices."""
-    if gradient is None or isinstance(gradient, Tracer) or variable._is_lent:
-        return gradient
-    if variable._is_planned or gradient.sharding.device_set == variable.sharding.device_set:
-        return gradient
-    return jax.device_put(gradient, variable.sharding)

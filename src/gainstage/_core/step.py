@@ -1,18 +1,60 @@
 """A step as a pure function: what happens to gradients and weights around an update rule."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import gradients
+from gainstage._core import checks, gradients
 from gainstage._core.gradients import Gradients
+from gainstage._core.guard import Window, run_if
 from gainstage._core.inspection import norms as norms_of
-from gainstage._core.options import StepOptions
+from gainstage._core.options import CLIPS, OPTIONS, check_option
 from gainstage._core.variable import Variable, placed
-from gainstage._core.windows import Window, run_if
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """How a step is taken, whatever its rule; each value as `check_option` has returned it."""
+
+    weight_decay: float | None = None
+    clipnorm: float | None = None
+    clipvalue: float | None = None
+    global_clipnorm: float | None = None
+    use_ema: bool = False
+    ema_momentum: float = 0.99
+    ema_overwrite_frequency: int | None = None
+    loss_scale_factor: float | None = None
+    gradient_accumulation_steps: int | None = None
+    on_bad_microbatch: str = "extend"
+
+    @classmethod
+    def checked(cls, given: Mapping[str, Any]) -> "StepOptions":
+        """The options that a caller gave, among other things."""
+        values: dict[str, Any] = {}
+        for name in OPTIONS:
+            values[name] = check_option(name, given[name], values)
+        return cls(**values)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The clip option in force, if any, with its limit."""
+        limits = {name: getattr(self, name) for name in sorted(CLIPS)}
+        return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
+
+    @property
+    def limits_of_steps(self) -> dict[str, float]:
+        """The clip option whose norm has to be finite for a step: none with accumulation, which
+        clips the mean."""
+        return {} if self.gradient_accumulation_steps else self.limits
+
+    def under(self, over: Mapping[str, Any]) -> "StepOptions":
+        """These options where `over`, those of a wrapper, says nothing else."""
+        if any(over.get(clip) is not None for clip in CLIPS):  # one is in force, of whichever kind
+            over = dict.fromkeys(CLIPS) | dict(over)
+        return dataclasses.replace(self, **over)
 
 
 class StepState(NamedTuple):
@@ -71,7 +113,8 @@ class Step:
         if self.options.use_ema:
             state = self._average(state)
         weights = [
-            self._constrain(v, w) for v, w in zip(self.variables, state.weights, strict=True)
+            weight if variable.constraint is None else self._constrain(variable, weight)
+            for variable, weight in zip(self.variables, state.weights, strict=True)
         ]
         return state._replace(
             weights=[
@@ -84,15 +127,15 @@ class Step:
 
     def _in_float32(self, state: StepState) -> list[jax.Array]:
         """The weights in float32 or wider: their master copies, where those round to them."""
-
-        def upcast(weight: jax.Array, master: jax.Array | None) -> jax.Array:
+        weights = []
+        for weight, master, sharding in zip(
+            state.weights, state.masters, self.shardings, strict=True
+        ):
             value = weight.astype(gradients.wide(weight.dtype))
-            if master is None:
-                return value
-            return jnp.where(master.astype(weight.dtype) == weight, master, value)
-
-        both = zip(state.weights, state.masters, self.shardings, strict=True)
-        return [placed(upcast(weight, master), sharding) for weight, master, sharding in both]
+            if master is not None:
+                value = jnp.where(master.astype(weight.dtype) == weight, master, value)
+            weights.append(placed(value, sharding))
+        return weights
 
     def _accumulate(
         self, window: Window, state: StepState, grads: Gradients, rate: jax.Array
@@ -161,9 +204,7 @@ class Step:
         return state._replace(averages=averages, weights=weights)
 
     def _constrain(self, variable: Variable, weight: jax.Array) -> jax.Array:
-        if variable.constraint is None:
-            return weight
-        value = jnp.asarray(variable.constraint(weight), weight.dtype)
+        value = jnp.asarray(variable.constraint(weight), weight.dtype)  # type: ignore[misc]
         if value.shape != weight.shape:
             raise ValueError(
                 f"Expected a value of shape {weight.shape} from the constraint of "

@@ -14,13 +14,12 @@ from jax.typing import DTypeLike
 from gainstage._core import gradients
 from gainstage._core.bridge import read
 from gainstage._core.groups import Group, groups_of
+from gainstage._core.guard import WINDOWS, Window
 from gainstage._core.joining import join, offsets
 from gainstage._core.learning_rate import LearningRate
-from gainstage._core.options import StepOptions
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
-from gainstage._core.step import StepState
+from gainstage._core.step import StepOptions, StepState
 from gainstage._core.variable import Variable
-from gainstage._core.windows import WINDOWS, Window
 
 Initializer = str | Callable[..., Any]
 
@@ -37,6 +36,7 @@ class Slots:
         self.owner, self.shard_over = owner, shard_over
         self.all: list[Variable] = []
         self.of: dict[tuple[Variable, str, int], Variable] = {}  # the last: which of those alike
+        self.groups: list[Group] = []  # of small variables, which share buffers
         self.group_of: dict[Variable, Group] = {}
         self._added: dict[Any, Variable] = {}  # those beside `of` that builds have added
         self._asked: Counter[Any] = Counter()  # how many of each kind this build has asked for
@@ -99,10 +99,11 @@ class Slots:
             slot._move_to(reference)
         return slot
 
-    @property
-    def groups(self) -> list[Group]:
-        """Those of small variables that share buffers."""
-        return list(dict.fromkeys(self.group_of.values()))
+    def group(self, variables: Sequence[Variable]) -> None:
+        """From here on small variables share buffers."""
+        self.groups = groups_of(variables, gradients.wide)
+        for group in self.groups:
+            self.group_of |= dict.fromkeys(group.members, group)
 
     def _of_group(
         self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
@@ -174,6 +175,7 @@ class Store:
         self.iterations = Variable(0, jnp.int32, f"{owner}/iteration", trainable=False)
         self.rate = LearningRate(learning_rate, owner)
         self.index: dict[Variable, int] = {}  # the trainable variables, with their places
+        self.shardings: list[Any] = []  # where the state of each lies, None off a mesh
         self.averages: list[Variable] = []
         self.accumulators: list[Variable] = []
         self.masters: dict[Variable, Variable] = {}
@@ -221,7 +223,8 @@ class Store:
     @property
     def in_force(self) -> StepOptions:
         """The options in force."""
-        return self.options if self.guard is None else self.options.under(self.guard.over)
+        guard = self.guard
+        return self.options if guard is None else self.options.under(guard.over)
 
     @property
     def skips(self) -> bool:
@@ -257,11 +260,6 @@ class Store:
         count = [] if self.window_count is None else [self.window_count]
         return [self.iterations, *rate, *copies, *count, *self.slots.all]
 
-    @property
-    def shardings(self) -> list[Any]:
-        """Where the state of each weight lies, None off a mesh."""
-        return [sharding_of_state(variable, self.slots.shard_over) for variable in self.index]
-
     def build(self, variables: Sequence[Variable], master_weights: bool, grouped: bool) -> None:
         """Makes all state for these variables."""
         check_axes(self.slots.shard_over, [variable.sharding for variable in variables])
@@ -281,9 +279,9 @@ class Store:
         if self.guard is not None:
             self.guard.build(self, variables)
         self.index = {variable: place for place, variable in enumerate(variables)}
+        self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         if grouped:
-            for group in groups_of(variables, gradients.wide):
-                slots.group_of |= dict.fromkeys(group.members, group)
+            slots.group(variables)
         self.changed()
 
     def _counter(self, window: Window | None, policy: str) -> Variable | None:

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from gainstage._core import gradients
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.guard import GuardState, Reading, guarded
+from gainstage._core.guard import Branch, GuardState, Reading, guarded
 from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.store import Guard
-from gainstage._core.windows import Branch
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
@@ -127,7 +126,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
-        def update(old: Any, norms: Any, mask: Any = None) -> tuple[None, Any]:
+        def update(norms: Any, old: Any, mask: Any = None) -> tuple[None, Any]:
             # What quantized layers measure comes in the place of a gradient, and stays as it is.
             true = [
                 g if g is None or keep else gradients.unscale(g, state.scale)

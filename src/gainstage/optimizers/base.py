@@ -13,26 +13,33 @@ from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import assign, functional, lent, read, variables_in, write
 from gainstage._core.configurable import Configurable, deserialize
 from gainstage._core.gradients import Gradients
-from gainstage._core.guard import GuardState, Outcome, Reading, guarded
+from gainstage._core.guard import (
+    Fail,
+    GuardState,
+    Keep,
+    Outcome,
+    Reading,
+    Window,
+    guarded,
+    run_if,
+)
 from gainstage._core.inspection import norms
-from gainstage._core.options import BEFORE_BUILD, StepOptions, check_option
+from gainstage._core.options import BEFORE_BUILD, check_option
 from gainstage._core.run import (
     Runner,
     VarList,
     WithLoss,
-    as_arrays,
     check_bound,
     check_floating,
     differentiate,
+    fitted,
     in_order,
     loss_of,
-    placed_gradients,
 )
 from gainstage._core.saving import check_count, shown
-from gainstage._core.step import Step, StepState
+from gainstage._core.step import Step, StepOptions, StepState
 from gainstage._core.store import Initializer, Store
 from gainstage._core.variable import Computed, Variable, is_inside, is_tracing
-from gainstage._core.windows import Fail, Keep, Window, run_if
 from gainstage.schedules import LearningRateSchedule
 
 
@@ -478,7 +485,7 @@ class Optimizer(Configurable):
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Any:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
-        loss, pairs = loss_of(grads_and_vars), [tuple(pair) for pair in grads_and_vars]
+        loss, pairs = loss_of(grads_and_vars), [tuple(p) for p in grads_and_vars]
         self.apply(WithLoss([g for g, _ in pairs], loss), [v for _, v in pairs])
         return self.iterations
 
@@ -520,7 +527,8 @@ class Optimizer(Configurable):
         only_if = None if only_if is None else checks.condition("only_if", only_if)
         if not grads:
             return
-        self._raise_if_failed()
+        if self._store.window_count is not None:
+            self._raise_if_failed()
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
         store, variables, weights = self._store, self.variables, list(self._index)
@@ -544,7 +552,8 @@ class Optimizer(Configurable):
             variables = self._built_variables("apply without trainable_variables")
         else:
             variables = variables_in(trainable_variables)
-        grads = placed_gradients(grads, variables)
+        check_count("gradients", grads, variables)
+        grads = fitted(grads, variables)
         if not self.built:
             self.build(variables)
         if not self.built:
@@ -596,7 +605,7 @@ class Optimizer(Configurable):
         check_count("gradients", grads, trainable)
         check_count("trainable_variables", trainable_variables, trainable)
         values = (list(trainable_variables), list(optimizer_variables))
-        grads, rate = as_arrays(grads, trainable), self._store.rate.now()
+        grads, rate = fitted(grads, trainable, placed=False), self._store.rate.now()
         return functional(self._apply, (trainable, variables))(values, grads, rate)[1]
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
@@ -635,9 +644,8 @@ class Optimizer(Configurable):
     def _raise_if_failed(self) -> None:
         """An error if nothing will change any more."""
         failed = self._store.window_count
-        if failed is None or failed._traces or not isinstance(self._store.window, Fail):
-            return
-        if bool(failed):
+        fails = isinstance(self._store.window, Fail)
+        if fails and failed is not None and not failed._traces and bool(failed):
             raise FloatingPointError(
                 f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
                 f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
@@ -675,7 +683,7 @@ class Optimizer(Configurable):
         pairs = zip(grads, step.shardings, strict=True)
         grads = [gradients.in_order(g) if sharding is None else g for g, sharding in pairs]
 
-        def update(state: StepState, norms: Any, mask: Any = None) -> tuple[None, StepState]:
+        def update(norms: Any, state: StepState, mask: Any = None) -> tuple[None, StepState]:
             true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
             return None, step(state, gradients.divided(true, scale), norms, rate)
 

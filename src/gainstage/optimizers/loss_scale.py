@@ -49,7 +49,7 @@ class ScaleGuard(Guard):
     def __init__(self, optimizer: "LossScaleOptimizer", over: Mapping[str, Any]):
         super().__init__(optimizer.name, over)
         self._mesh, self._rule = optimizer.mesh, optimizer.rule
-        self._telemetry, self._every = optimizer.telemetry, optimizer.underflow_every
+        self._telemetry, self.every = optimizer.telemetry, optimizer.underflow_every
         self.state = GuardState(variables_like(start(self._rule), self.owner, _DOCUMENTED))
 
     def share(self, scale: Any) -> None:
@@ -64,7 +64,7 @@ class ScaleGuard(Guard):
         scale, stats, window = self.state.scale, None, {}
         if self._telemetry:
             factor = store.in_force.loss_scale_factor
-            first = at_first(scaled_by(read(scale.scale), factor), len(variables), self._every)
+            first = at_first(scaled_by(read(scale.scale), factor), len(variables), self.every)
             stats = variables_like(first, f"{self.owner}/last")
         if store.window_count is not None:
             window = {
@@ -268,7 +268,7 @@ class LossScaleOptimizer(Optimizer):
         return super()._checked(grads, trainable_variables)
 
     def _wants_loss(self) -> bool:
-        return "loss" in self.rule.measures or self.inner_optimizer._wants_loss()
+        return "loss" in self._rule.measures or self._inner._wants_loss()
 
     @property
     def _step_state(self) -> ScaledState:
@@ -280,8 +280,8 @@ class LossScaleOptimizer(Optimizer):
         guard, inner = state
         scale = scaled_by(guard.scale.scale, self._store.in_force.loss_scale_factor)
         args = (guard, inner, grads, self._divisor(scale), rate, loss, apply_if)
-        more = {"loss_scale": scale, "every": self.underflow_every}
-        done = self._inner._guarded(self.rule, *args, **more)
+        more = {"loss_scale": scale, "every": self._guard.every}
+        done = self._inner._guarded(self._rule, *args, **more)
         return ScaledState(done.state, done.inner)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
