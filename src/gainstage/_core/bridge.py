@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
+from gainstage._core._jax import Literal, Tracer
 from gainstage._core.signals import deferred_signals
 from gainstage._core.variable import Variable, is_inside
 
@@ -60,10 +60,7 @@ def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = F
             if value is not variable._value:
                 variable._check_that_it_stays(value)  # all of them, before any is stored
     with deferred_signals():
-        for variable, value in zip(variables, values, strict=True):
-            if value is not variable._value:
-                variable._value = value  # thousands of times a step
-                variable._shared = shared
+        Variable._put(variables, values, shared)
 
 
 def assign(variables: Sequence[Variable], values: Sequence[Any]) -> None:
@@ -82,28 +79,13 @@ def lent(
     and may hold traced values. It is the box itself that changes: no other thread should read it
     meanwhile.
     """
-    own = _held(variables)
-    trace = get_opaque_trace_state()
+    own = Variable._held(variables)
     layouts = [variable._layout for variable in variables] if layouts is None else layouts
-    for variable, value, layout in zip(variables, values, layouts, strict=True):
-        variable._traces.append(trace)
-        variable._value, variable._layout = value, layout
-        variable._shared = not isinstance(value, Tracer)  # whoever lends it holds it
     try:
+        Variable._lend(variables, values, layouts)
         yield
     finally:
-        _take_back(variables, own)
-
-
-def _held(variables: Sequence[Variable]) -> list[tuple[Any, ...]]:
-    """All that lending values changes about variables."""
-    return [(len(v._traces), v._value, v._shared, v._layout) for v in variables]
-
-
-def _take_back(variables: Sequence[Variable], own: Sequence[tuple[Any, ...]]) -> None:
-    for variable, (depth, *before) in zip(variables, own, strict=True):
-        del variable._traces[depth:]
-        variable._value, variable._shared, variable._layout = before
+        Variable._take_back(variables, own)
 
 
 def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
@@ -142,15 +124,14 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
                 f"{[v.name for v in variables]}; got {jax.tree.structure(values)}."
             ) from error
         values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
-        own = _held(variables)
+        own = Variable._held(variables)
         try:
             with lent(variables, values):
                 result = fn(*args, **kwargs)
                 return result, structure.unflatten(read(variables))
         finally:
-            _take_back(
-                variables, own
-            )  # once more: a signal may have interrupted `lent` in doing so
+            # Once more: a signal may have interrupted `lent` in doing so.
+            Variable._take_back(variables, own)
 
     del pure.__wrapped__  # whose signature is another
     return pure
@@ -348,3 +329,21 @@ def _check_structure(new: Any, old: Any) -> None:
             f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
             f"{jax.tree.structure(new)}."
         )
+
+
+def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:
+    """A NamedTuple of arrays (or more such tuples), with a variable in the place of each.
+
+    Args:
+        state: the tuple; None in it stays None.
+        owner: the prefix of the variables' names.
+        documented: the names of fields that are called otherwise outside.
+    """
+
+    def one(name: str, value: Any) -> Any:
+        if value is None or hasattr(value, "_fields"):
+            return value and variables_like(value, owner, documented)
+        name = (documented or {}).get(name, name)
+        return Variable(value, name=f"{owner}/{name}", trainable=False)
+
+    return type(state)(*(one(name, getattr(state, name)) for name in state._fields))

@@ -1,6 +1,6 @@
 """A mutable box for one array, a leaf of every pytree."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -220,6 +220,34 @@ class Variable:
         """Says what makes the value of a planned variable."""
         self._first_value = first_value
 
+    @staticmethod
+    def _put(variables: "Sequence[Variable]", values: Sequence[Any], shared: bool) -> None:
+        """Stores values, thousands of a step; `shared` says whether somebody else holds them."""
+        for variable, value in zip(variables, values, strict=True):
+            if value is not variable._value:
+                variable._value, variable._shared = value, shared
+
+    @staticmethod
+    def _lend(variables: "Sequence[Variable]", values: Sequence[Any], layouts: Any) -> None:
+        """Stores values that the variables hold until `_take_back`, in the current trace."""
+        trace = get_opaque_trace_state()
+        for variable, value, layout in zip(variables, values, layouts, strict=True):
+            variable._traces.append(trace)
+            variable._value, variable._layout = value, layout
+            variable._shared = not isinstance(value, Tracer)  # whoever lends it holds it
+
+    @staticmethod
+    def _held(variables: "Sequence[Variable]") -> list[tuple[Any, ...]]:
+        """All that `_lend` changes."""
+        return [(len(v._traces), v._value, v._shared, v._layout) for v in variables]
+
+    @staticmethod
+    def _take_back(variables: "Sequence[Variable]", own: Sequence[tuple[Any, ...]]) -> None:
+        """Restores what `_held` has returned."""
+        for variable, (depth, *before) in zip(variables, own, strict=True):
+            del variable._traces[depth:]
+            variable._value, variable._shared, variable._layout = before
+
     @property
     def _is_planned(self) -> bool:
         return isinstance(self._value, jax.ShapeDtypeStruct)
@@ -370,21 +398,3 @@ def placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
     if isinstance(layout, NamedSharding) and AxisType.Explicit in layout.mesh.axis_types:
         return jax.sharding.reshard(value, layout)
     return lax.with_sharding_constraint(value, layout)
-
-
-def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:
-    """A NamedTuple of arrays (or more such tuples), with a variable in the place of each.
-
-    Args:
-        state: the tuple; None in it stays None.
-        owner: the prefix of the variables' names.
-        documented: the names of fields that are called otherwise outside.
-    """
-
-    def one(name: str, value: Any) -> Any:
-        if value is None or hasattr(value, "_fields"):
-            return value and variables_like(value, owner, documented)
-        name = (documented or {}).get(name, name)
-        return Variable(value, name=f"{owner}/{name}", trainable=False)
-
-    return type(state)(*(one(name, getattr(state, name)) for name in state._fields))

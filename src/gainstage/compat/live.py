@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gainstage._core import checks, gradients, rules
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
-from gainstage._core.inspection import all_finite
+from gainstage._core.guard import GuardState, Keep, Reading, guarded
 from gainstage._core.run import WithLoss
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
@@ -118,11 +118,10 @@ class DynamicLossScale(LossScale):
             multiplier,
             min_scale=FLOOR,
         )
-        names = {"scale": "current_loss_scale"}
         state = rules.start(self.rule)
-        self._state = jax.tree.map(lambda x: Variable(x, trainable=False), state)
-        for field in ("scale", "good_steps"):
-            getattr(self._state, field).name = names.get(field, field)
+        scale = Variable(state.scale, name="current_loss_scale", trainable=False)
+        good_steps = Variable(state.good_steps, name="good_steps", trainable=False)
+        self._state = state._replace(scale=scale, good_steps=good_steps)
 
     @property
     def initial_loss_scale(self) -> float:
@@ -165,10 +164,10 @@ class DynamicLossScale(LossScale):
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
-        finite = all_finite(leaves)
-        new = rules.advance(self.rule, read(self._state), finite)
-        assign(jax.tree.leaves(self._state), jax.tree.leaves(new))
-        return None, finite
+        state = GuardState(read(self._state))
+        done = guarded(self.rule, _nothing, state, (), leaves, Reading(), Keep())
+        assign(jax.tree.leaves(self._state), jax.tree.leaves(done.state.scale))
+        return None, done.finite
 
     def get_config(self) -> dict[str, Any]:
         names = ("initial_loss_scale", "increment_period", "multiplier")
@@ -179,6 +178,11 @@ class DynamicLossScale(LossScale):
         live = f"current_loss_scale={float(scale)}, num_good_steps={int(good_steps)}"
         config = ", ".join(f"{name}={value}" for name, value in self.get_config().items())
         return f"DynamicLossScale({live}, {config})"
+
+
+def _nothing(norms: Any, state: Any, mask: Any = None) -> tuple[None, Any]:
+    """An update that changes nothing: whoever asks takes the step."""
+    return None, state
 
 
 class UnscaledLossScaleOptimizer(LossScaleOptimizer):

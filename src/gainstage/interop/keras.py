@@ -95,7 +95,6 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 )
 
     def _frozen(self) -> Any:
-        """What a compiled step has as constants, and may have become something else."""
         return self.rule, constants(self.inner_optimizer)
 
     @property

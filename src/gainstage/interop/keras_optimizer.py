@@ -27,11 +27,21 @@ from gainstage.schedules import LearningRateSchedule
 PACKAGE = "gainstage"  # in which Keras registers the classes
 
 
-class Stateless:
+class Stateless(keras.optimizers.Optimizer):
     """`apply` by way of `stateless_apply`, and so one compiled program where it is called alone."""
 
     _compiled: Any = None
     _constants: Any = None  # of what is compiled
+
+    def _step(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The step as a pure function, for gradients of which some may be None."""
+        raise NotImplementedError
+
+    def _frozen(self) -> Any:
+        """What a compiled step has as constants, and may have become something else."""
+        raise NotImplementedError
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
         """Takes a step; gradients may be None, variables some of those it was built with."""
@@ -100,7 +110,7 @@ class Stateless:
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "KerasOptimizer")
-class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
+class KerasOptimizer(Stateless):
     """An optimizer of gainstage as one of Keras, for models that need no loss scaling.
 
     Args:
@@ -145,9 +155,7 @@ class KerasOptimizer(Stateless, keras.optimizers.Optimizer):
         starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
         known = self.variables  # iterations and rate, which may have been set since
         for slot, mirror in zip(self._ours.variables, known, strict=False):
-            if slot._layout is not None:
-                mirror._layout = slot._layout
-                mirror.assign(jax.device_put(mirror.value, slot._layout))
+            _place(mirror, slot._layout)
         for slot in self._ours.variables[len(known) :]:
             self._track_variable(_mirror_of(slot, starts[slot]))
         self._trainable_variables_indices = {
@@ -318,10 +326,15 @@ def _mirror_of(slot: Variable, value: jax.Array) -> Any:
     value = jnp.copy(value)  # Keras donates what its variables hold
     name = slot.name.replace("/", "_")
     mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
-    if slot._layout is not None:
-        mirror._layout = slot._layout
-        mirror.assign(jax.device_put(value, slot._layout))
+    _place(mirror, slot._layout)
     return mirror
+
+
+def _place(mirror: Any, sharding: Any) -> None:
+    """Puts a Keras variable where ours lies; Keras has no public name for that."""
+    if sharding is not None:
+        mirror._layout = sharding
+        mirror.assign(jax.device_put(mirror.value, sharding))
 
 
 def _planned(variable: Any) -> Variable:

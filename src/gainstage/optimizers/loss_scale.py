@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import checks, saving
-from gainstage._core.bridge import read
+from gainstage._core.bridge import read, variables_like
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.guard import GuardState
@@ -23,7 +23,7 @@ from gainstage._core.scaled_state import states_in
 from gainstage._core.sharding import replicate
 from gainstage._core.step import StepState
 from gainstage._core.store import Guard, Slots, Store
-from gainstage._core.variable import Variable, variables_like
+from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Fixed, Optimizer
 from gainstage.optimizers.optax import Optax
 

@@ -93,7 +93,7 @@ class Optax(Optimizer):
             for path, value in paths
         ]
         self._state = jax.tree.unflatten(structure, slots)
-        self._slots.all += slots
+        self._slots.all.extend(slots)
         replicate(self.name, self.mesh, [slot for slot in slots if slot.ndim == 0], variables)
 
     def _init(self, values: Any) -> Any:

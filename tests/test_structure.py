@@ -1,0 +1,100 @@
+"""What holds the code together: who may know of whom, counted in the sources."""
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections import defaultdict
+from pathlib import Path
+
+import gainstage as gs
+
+SRC = Path(gs.__file__).parent
+FILES = sorted(SRC.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+# Keras has no public way to say where a variable lies.
+FOREIGN = {("interop/keras_optimizer.py", "mirror._layout")}
+
+
+def classes():
+    """Every class that is defined in a file of the package, with its syntax tree."""
+    for path, tree in TREES.items():
+        name = ".".join(("gainstage", *path.relative_to(SRC).with_suffix("").parts))
+        found = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        if found and not name.endswith("__main__"):
+            module = importlib.import_module(name)
+            yield from ((getattr(module, node.name), node) for node in found)
+
+
+def attributes(node, store):
+    """The names of attributes of `self` that a class loads, or stores, in its methods."""
+    for part in ast.walk(node):
+        is_own = isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self"
+        if is_own and isinstance(part.ctx, ast.Store) == store:
+            yield part.attr
+
+
+def test_no_class_counts_on_its_subclasses():
+    """What a method loads from `self`, its class or a base defines; a subclass need not."""
+    found = dict(classes())
+    defined = defaultdict(set)
+    for cls in found:
+        for base in cls.__mro__:
+            defined[cls] |= vars(base).keys() | inspect.get_annotations(base).keys()
+            node = found.get(base)
+            if node is None and base.__module__.partition(".")[0] not in ("builtins", "typing"):
+                node = ast.parse(textwrap.dedent(inspect.getsource(base)))
+            defined[cls] |= set(attributes(node, store=True)) if node else set()
+    missing = []
+    for cls, node in found.items():
+        below = [other for other in found if cls in other.__mro__[1:]]
+        for name in set(attributes(node, store=False)) - defined[cls]:
+            owners = [other.__name__ for other in below if name in defined[other]]
+            missing += [f"{cls.__name__}.{name}, of {owners}"] if owners else []
+    assert missing == []
+
+
+def test_no_object_is_changed_from_outside():
+    """An attribute is assigned by methods of its own class alone, or through a public property."""
+    ours, public = set(), set()
+    for cls, node in classes():
+        ours |= set(attributes(node, store=True))
+        settable = inspect.getmembers(cls, lambda x: isinstance(x, property) and x.fset)
+        public |= {name for name, _ in settable if not name.startswith("_")}
+    found = []
+    for path, tree in TREES.items():
+        own = {
+            part
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for part in ast.walk(node)
+            if isinstance(part, ast.Attribute) and part.attr in set(attributes(node, store=True))
+        }
+        for part in ast.walk(tree):
+            stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store | ast.Del)
+            if not stored or part in own or part.attr not in ours - public:
+                continue
+            where = path.relative_to(SRC).as_posix(), ast.unparse(part)
+            if where not in FOREIGN:
+                found.append(f"{where[0]}:{part.lineno} {where[1]}")
+    assert found == []
+
+
+def test_one_place_reads_decides_and_advances():
+    """Gradients are read, a step decided on and the scale updated in one place of the package."""
+    calls = defaultdict(list)
+    for path, tree in TREES.items():
+        imported = {
+            alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gainstage._core")
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in imported or name in ("keep.take", "keep.decide"):
+                calls[name].append(path.relative_to(SRC).as_posix())
+    for name in ("inspect", "keep.take", "keep.decide"):
+        assert calls[name] == ["_core/guard.py"]
+    # A recorded run is replayed with other rules: there is no step to be guarded.
+    assert calls["advance"] == ["_core/guard.py", "diagnostics/replay.py"]
