@@ -17,15 +17,17 @@ from gainstage.demo import report
 from gainstage.demo.task import load_digits
 from gainstage.demo.training import FLOAT32, MODES, SCALED, UNSCALED, Trainer
 
+SIZES = [(200, 3), pytest.param((800, 5), marks=pytest.mark.slow)]
 
-@pytest.fixture(scope="module", params=[3, pytest.param(5, marks=pytest.mark.slow)])
+
+@pytest.fixture(scope="module", params=SIZES, ids=["short", "as the command"])
 def runs(request):
-    """A full training from each of so many seeds in each mode, and its numbers."""
-    data = load_digits()
+    """The numbers of a training of so many steps from each of so many seeds, in each mode."""
+    (steps, seeds), data = request.param, load_digits()
     return {
-        mode: [report.measures(trainer.run(seed)) for seed in range(request.param)]
+        mode: [report.measures(trainer.run(seed)) for seed in range(seeds)]
         for mode in MODES
-        for trainer in [Trainer(mode, 800, data)]
+        for trainer in [Trainer(mode, steps, data)]
     }
 
 

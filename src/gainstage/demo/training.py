@@ -84,11 +84,13 @@ class Trainer:
     def _train_step(self, digits: Digits) -> tuple[jax.Array, jax.Array, jax.Array]:
         """One step; returns the reconstruction error, the scale, and whether it was skipped."""
         scale, before = self._scale(), self.optimizer.iterations.value()
-        _, error = loss([w.value() for w in self.weights], digits, self.mode.dtype)
-        self.optimizer.minimize(
-            lambda: loss([w.value() for w in self.weights], digits, self.mode.dtype)[0],
-            self.weights,
-        )
+
+        def scaled_loss(weights: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            value, error = loss(weights, digits, self.mode.dtype)
+            return self.optimizer.scale_loss(value), error
+
+        grads, error = jax.grad(scaled_loss, has_aux=True)([w.value() for w in self.weights])
+        self.optimizer.apply(grads)
         return error, scale, self.optimizer.iterations.value() == before
 
     def _scale(self) -> jax.Array:
