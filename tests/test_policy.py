@@ -37,16 +37,3 @@ def test_other_names_are_refused(name):
     """What is no policy is an error that says what there is."""
     with pytest.raises((ValueError, TypeError), match="for name; got"):
         gs.Policy(name)
-
-
-def test_the_global_policy():
-    """The policy set last, by name or object, is the global one."""
-    before = gs.global_policy()
-    try:
-        gs.set_global_policy("mixed_float16")
-        assert gs.global_policy() == gs.Policy("mixed_float16")
-        with pytest.raises(ValueError, match="for name; got"):
-            gs.set_global_policy("nonsense")
-        assert gs.global_policy().compute_dtype == "float16"
-    finally:
-        gs.set_global_policy(before)

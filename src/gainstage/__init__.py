@@ -10,7 +10,7 @@ from gainstage._core.observed import StepInfo
 from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage._core.variable import Variable
 from gainstage._local import locally_scaled
-from gainstage._policy import Policy, global_policy, set_global_policy
+from gainstage._policy import Policy
 from gainstage._serialization import deserialize, get, serialize
 from gainstage._telemetry import Report, Underflow, report, telemetry
 from gainstage._to_optax import to_optax
@@ -65,7 +65,6 @@ __all__ = [
     "fp8",
     "functional",
     "get",
-    "global_policy",
     "jit",
     "locally_scaled",
     "loss_scale",
@@ -74,7 +73,6 @@ __all__ = [
     "scale_loss",
     "schedules",
     "serialize",
-    "set_global_policy",
     "step_was_applied",
     "telemetry",
     "to_optax",

@@ -76,33 +76,3 @@ class Policy(Fields):
             return jnp.asarray(x, dtype) if floating else x
 
         return jax.tree.map(one, tree)
-
-
-_policies = [Policy("float32")]
-
-
-def global_policy() -> Policy:
-    """The policy that was set last, at first "float32".
-
-    Source: `keras.mixed_precision.global_policy`.
-
-    Examples:
-        >>> import gainstage as gs
-        >>> gs.global_policy()
-        Policy(name='float32')
-    """
-    return _policies[-1]
-
-
-def set_global_policy(policy: Policy | str) -> None:
-    """Sets what `global_policy` returns, in all threads.
-
-    Args:
-        policy: a `Policy` or its name.
-
-    Raises:
-        TypeError, ValueError: no policy.
-
-    Source: `keras.mixed_precision.set_global_policy`.
-    """
-    _policies[:] = [policy if isinstance(policy, Policy) else Policy(policy)]
