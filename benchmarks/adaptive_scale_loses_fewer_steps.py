@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
-from harness import RESULTS, between_marks, file_to_write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 import gainstage as gs
 from gainstage.demo import task as digits
+
+from . import models
+from .harness import RESULTS, between_marks, file_to_write
 
 STORM = range(100, 145)
 COLUMNS = ("run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32")

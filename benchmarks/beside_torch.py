@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import parameters
+from . import parameters
 
 PLAIN, SCALED = "torch, fused", "torch, fused, GradScaler"
 
@@ -74,7 +74,7 @@ def torch_turn(
 
 def in_turns(case: Any, options: Any, missing: dict[str, str], say: Callable[[str], None]) -> Any:
     """What `harness.measure` returns, with a pair of turns in the place of a round."""
-    import harness
+    from . import harness
 
     def jax_turn() -> dict[str, float]:
         nonlocal ours
@@ -105,14 +105,15 @@ def in_turns(case: Any, options: Any, missing: dict[str, str], say: Callable[[st
 
 def call(python: str, words: Sequence[Any]) -> dict[str, Any]:
     """What a turn of PyTorch printed, in its own interpreter."""
-    command = [python, __file__, "--turn", json.dumps(words)]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    command = [python, "-m", "benchmarks.beside_torch", "--turn", json.dumps(words)]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=root)
+    return json.loads(done.stdout)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures float32 gradients: PyTorch wants them in the dtype of the parameters."""
-    import harness
-    import peers
+    from . import harness, peers
 
     parser = harness.parser(__doc__)
     parser.add_argument("--turns", type=int, metavar="N", help="pairs of turns (5; quick: 2)")

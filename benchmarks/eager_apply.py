@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-import harness
-import peers
+from . import harness, peers
 
 VARIANTS = (
     peers.KERAS_EAGER,

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import RESULTS, between_marks, environment, file_to_write
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -35,6 +34,8 @@ from rich.table import Table
 import gainstage as gs
 from gainstage import distributed
 from gainstage.demo.task import load_digits
+
+from .harness import RESULTS, between_marks, environment, file_to_write
 
 STEPS, START, BATCH = 120, 20, 64  # good steps in all, those before a fault, images in a step
 PATIENCE = 4000  # steps after which a run that does not come to its good ones is given up
@@ -55,7 +56,7 @@ RULES: dict[str, gs.LossScale] = {
 }
 VALUES = {"inf": np.inf, "-inf": -np.inf, "NaN": np.nan}
 STORMS, EVERY = (1, 10, 45, 200, 2000), (2, 3, 10, 100)
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
 
 ALL, NONE = (0, 2**30), (0, 0)
 
@@ -428,12 +429,15 @@ def examine_processes(optimizer: str) -> tuple[float, list[Outcome]]:
             job = {"coordinator": coordinator, "process": process, "result": str(file)}
             words = [
                 sys.executable,
-                __file__,
+                "-m",
+                "benchmarks.faults_never_reach_a_weight",
                 "--job",
                 json.dumps(job | {"configuration": configuration}),
             ]
             with file.with_suffix(".txt").open("w") as output:
-                running.append(subprocess.Popen(words, stdout=output, stderr=output, env=alone))
+                running.append(
+                    subprocess.Popen(words, stdout=output, stderr=output, env=alone, cwd=ROOT)
+                )
         try:
             statuses = [process.wait(300) for process in running]
         finally:
@@ -564,7 +568,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="Adam on float16 variables alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--output", type=file_to_write, default=RESULTS / "faults" / "cpu.json")
-    parser.add_argument("--page", type=Path, default=DOCS / "faults.md", help="to write them into")
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs" / "faults.md", help="to write them into"
+    )
     parser.add_argument("--only-page", action="store_true", help="make the page of old results")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import parameters
-from harness import Builders, Case, Variant
 
 import gainstage as gs
 from gainstage._core.gradients import unscale
+
+from . import parameters
+from .harness import Builders, Case, Variant
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 

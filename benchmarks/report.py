@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import LIMIT, RESULTS, between_marks
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
+
+from .harness import LIMIT, RESULTS, between_marks
 
 DOCS = Path(__file__).parents[1] / "docs"
 INTRODUCTION = """# Benchmarks

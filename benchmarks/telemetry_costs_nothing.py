@@ -11,12 +11,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import harness
-import models
-from train_steps_do_not_notice_scaling import SCALE, case, keras_style
-
 import gainstage as gs
 from gainstage._core.observed import LOOK
+
+from . import harness, models
+from .train_steps_do_not_notice_scaling import SCALE, case, keras_style
 
 PLAIN = "ours"
 VARIANTS = {

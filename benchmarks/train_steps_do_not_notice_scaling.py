@@ -11,13 +11,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import harness
 import jax
 import jax.numpy as jnp
-import models
 import optax
 
 import gainstage as gs
+
+from . import harness, models
 
 RATE, EPSILON, SCALE = 1e-3, 1e-7, 2.0**10
 PLAIN, BARRIER = "no scaling", "no scaling, in a conditional"

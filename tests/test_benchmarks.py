@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 import weakref
 from pathlib import Path
 
@@ -12,10 +11,8 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
 
-import harness
-import report
+from benchmarks import harness, report
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 

@@ -1,17 +1,16 @@
 """The evidence for the rule that measures: its results, and the page that shows them."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
+
+from benchmarks import adaptive_scale_loses_fewer_steps as evidence
+
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-evidence = importlib.import_module("adaptive_scale_loses_fewer_steps")
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "rules" / "float16.json").read_text())
 
 

@@ -1,8 +1,6 @@
 """Injected faults: a slice of `benchmarks/faults_never_reach_a_weight.py`, which tries them all."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,10 @@ from gainstage._core.guard import Keep
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
+
+from benchmarks import faults_never_reach_a_weight as faults
+
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
-faults = importlib.import_module("faults_never_reach_a_weight")
 
 SLICE = [
     ("SGD", "float16", "plain", "DynamicLossScale()"),

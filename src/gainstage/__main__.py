@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`, `doctor`, `bench` and `report`."""
+"""The command line: `gainstage demo`, `doctor` and `report`."""
 
 import argparse
 import importlib
@@ -20,9 +20,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        if words[:1] == ["bench"]:
-            _bench(words[1:])  # it reads its own words
-            return 0
         arguments = parser.parse_args(words)
         if arguments.command is None:
             parser.print_help()
@@ -44,14 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
     return 0
-
-
-def _bench(words: list[str]) -> None:
-    """Runs the benchmarks, which lie in the package or, in a checkout, beside `src`."""
-    package = Path(__file__).parent
-    folders = [package / "benchmarks", package.parents[1] / "benchmarks"]
-    sys.path.insert(0, str(next(folder for folder in folders if folder.is_dir())))
-    importlib.import_module("run_all").main(words, here=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,11 +90,6 @@ def _parser() -> argparse.ArgumentParser:
         type=_page,
         metavar="PATH",
         help="the page's file, .html, or a picture's, .png, .pdf or .svg (default: RUN.html)",
-    )
-    commands.add_parser(
-        "bench",
-        help="measure on this machine what the documentation claims about speed",
-        add_help=False,
     )
     return parser
 

@@ -7,8 +7,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import harness
-import report
+from . import harness, report
 
 CLAIMS = (
     "scaling_is_free_beside_optax",
@@ -23,20 +22,13 @@ CLAIMS = (
 )
 
 
-def main(argv: Sequence[str] | None = None, here: bool = False) -> None:
-    """Runs the scripts one after the other; each adds to the results as it goes.
-
-    Args:
-        argv: the words of the command line, by default those of the process.
-        here: whether all files are written below the current folder, unless the words say where.
-    """
-    parser = harness.parser(__doc__, prog="gainstage bench" if here else None)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the scripts one after the other; each adds to the results as it goes."""
+    parser = harness.parser(__doc__, prog="python -m benchmarks")
     parser.add_argument("claims", nargs="*", type=claim, help=f"some of: {', '.join(CLAIMS)}")
     parser.add_argument("--docs", default=report.DOCS, metavar="DIR", help="folder of the page")
     parser.add_argument("--torch-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--torch-threads", default="0", metavar="N")
-    if here:
-        parser.set_defaults(output="gainstage-bench", docs="gainstage-bench")
     options = parser.parse_args(argv)
     words = [f"--{name}={getattr(options, name)}" for name in ("repeats", "budget", "output")]
     words += ["--quick"] if options.quick else []
@@ -48,7 +40,9 @@ def main(argv: Sequence[str] | None = None, here: bool = False) -> None:
             f"--torch-threads={options.torch_threads}",
         ]
         try:
-            importlib.import_module(name).main(words + torch * (name == "beside_torch"))
+            importlib.import_module(f"benchmarks.{name}").main(
+                words + torch * (name == "beside_torch")
+            )
         except Exception:  # the others, and the page, are worth hours
             traceback.print_exc()
             failed.append(name)

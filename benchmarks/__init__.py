@@ -1,0 +1,1 @@
+"""What the documentation claims about speed and safety: a script for each claim."""
