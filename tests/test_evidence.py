@@ -39,6 +39,7 @@ def test_the_rule_loses_a_tenth_of_the_steps(task):
         )
 
 
+@pytest.mark.slow
 def test_a_case_of_it_can_be_seen_again():
     """A start that is 2**10 too high costs the rule one step, and the other ten."""
     task = evidence.digits_task()

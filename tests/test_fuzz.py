@@ -566,7 +566,7 @@ def check_checkpoint(data, checkpoint):
 
 
 @ORBAX
-@settings(QUICK, max_examples=60)
+@settings(QUICK, max_examples=40)
 @given(st.data())
 def test_checkpoints(checkpoint, data):
     """`Checkpoints.restore` with one file of Orbax damaged or missing."""

@@ -1,6 +1,7 @@
 """A step on a mesh of eight devices: one small sum, one decision everywhere, state in place."""
 
 import contextlib
+import functools
 import json
 import re
 import subprocess
@@ -171,12 +172,16 @@ def trained(layouts, rule, **options):
     return variables, opt
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [[(4, 2), (2, 4)], pytest.param([(2, 1), (2, 2), (8, 1)], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
 @pytest.mark.parametrize("rule", SOME, ids=lambda rule: rule.__name__)
-def test_every_layout_takes_the_same_steps(rule):
+def test_every_layout_takes_the_same_steps(rule, shapes):
     """The same gradients give the same bits on every mesh, and on one device."""
     runs = []
-    shapes = [(1, 1), (4, 2), (2, 4)] + [(2, 1), (2, 2), (8, 1)] * (rule is gs.Adam)
-    for shape in shapes:
+    for shape in [(1, 1), *shapes]:
         layouts = layouts_on(mesh_of(shape))
         layouts = layouts if shape != (2, 4) else [*layouts[:4], layouts[1], layouts[1]]
         variables, opt = trained(layouts, rule, use_ema=True)
@@ -184,11 +189,16 @@ def test_every_layout_takes_the_same_steps(rule):
     assert all(run == runs[0] for run in runs)
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [[(4, 2)], pytest.param([(2, 1), (8, 1)], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
 @pytest.mark.parametrize("options", [{"global_clipnorm": 1.0}, {"clipnorm": 0.5}], ids=str)
-def test_clipped_steps_differ_by_rounding_only(options):
+def test_clipped_steps_differ_by_rounding_only(options, shapes):
     """With a norm, whose sum depends on the layout, runs agree to 1e-6, and in all counters."""
     reference, opt = trained(None, gs.Adam, **options)
-    for shape in [(2, 1), (4, 2), (8, 1)]:
+    for shape in shapes:
         variables, other = trained(layouts_on(mesh_of(shape)), gs.Adam, **options)
         for a, b in zip(variables, reference, strict=True):
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, atol=1e-6)
@@ -213,11 +223,20 @@ def test_state_lies_like_its_variable(rule, kind):
 
 # ── divided state ────────────────────────────────────────────────────────────────────────────
 
+momentum = functools.partial(gs.SGD, momentum=0.9)
 WIDE = [(64, 48), (48, 128), (128,), (2048, 8), (37, 5), ()]
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-@pytest.mark.parametrize("rule", [gs.Adam, lambda *a, **o: gs.SGD(*a, momentum=0.9, **o)])
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (gs.Adam, AUTO),
+        (momentum, EXPLICIT),
+        pytest.param(gs.Adam, EXPLICIT, marks=pytest.mark.slow),
+        pytest.param(momentum, AUTO, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_divided_state_takes_the_same_steps_in_an_eighth_of_the_memory(rule, kind):
     """ZeRO-1: slots, averages and accumulators hold 1/8 on each device; steps are bit-equal."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
@@ -388,9 +407,14 @@ def compiled_on(devices, tensors, repeats=1):
     return {int(count): about for count, about in json.loads(done.stdout).items()}
 
 
-def test_the_program_is_the_same_on_8_64_and_512_devices():
+@pytest.mark.parametrize(
+    ("counts", "tensors"),
+    [((8, 512), [4, 16]), pytest.param((8, 64, 512), [4, 64], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_the_program_is_the_same_on_8_64_and_512_devices(counts, tensors):
     """One sum of 8 bytes for check and norm, and as many instructions, however many devices."""
-    runs = [compiled_on(devices, [4, 64]) for devices in (8, 64, 512)]
+    runs = [compiled_on(devices, tensors) for devices in counts]
     for run in runs:
         for tensors, about in run.items():
             assert about["collectives"] == [["f32[2]{0}", "all-reduce"]]
