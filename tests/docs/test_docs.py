@@ -15,7 +15,7 @@ import pytest
 
 import gainstage as gs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(set(DOCS.glob("**/*.md")) - {DOCS / "migrating.md"})  # that has a test of its own
 BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
@@ -51,7 +51,7 @@ def test_fault_table_names_every_status():
 
 def test_layers_are_those_that_are_tested():
     """The page on the design lists the layers as the test of the imports has them."""
-    from test_package import LAYERS
+    from contracts.test_package import LAYERS
 
     listed = re.search(r"```text\n(_core\._jax.*?)```", (DOCS / "design.md").read_text(), re.S)
     lines = [set(line.split(", ")) for line in listed[1].splitlines()]

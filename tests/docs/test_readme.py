@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = {
     language: re.findall(rf"```{language}\n(.*?)```", README, re.S)
     for language in ("python", "diff", "bash")

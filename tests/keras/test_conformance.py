@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-FOLDER = Path(__file__).parent / "conformance"
+FOLDER = Path(__file__).parents[1] / "conformance"
 
 
 def test_the_tests_of_keras():

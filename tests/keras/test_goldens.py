@@ -10,7 +10,7 @@ import pytest
 import gainstage as gs
 
 RECORDED = json.loads(
-    (Path(__file__).parent / "goldens" / "keras3_loss_scale_optimizer.json").read_text()
+    (Path(__file__).parents[1] / "goldens" / "keras3_loss_scale_optimizer.json").read_text()
 )["traces"]
 # Raw edges of Keras 3: no bounds on the scale, a growth period of 0, no check after unscaling.
 EDGES = {trace["id"]: trace for trace in RECORDED if trace["id"].startswith("edge-")}

@@ -11,7 +11,7 @@ import pytest
 import gainstage as gs
 from gainstage.compat import experimental, tf2
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 def recorded(name):

@@ -12,7 +12,7 @@ for needed in ("rich", "sklearn"):
 
 from benchmarks import faults_never_reach_a_weight as faults
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SLICE = [
     ("SGD", "float16", "plain", "DynamicLossScale()"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "optax": "sklearn",
     "haiku": "haiku",

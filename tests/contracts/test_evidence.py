@@ -10,7 +10,7 @@ for needed in ("rich", "sklearn"):
 
 from benchmarks import adaptive_scale_loses_fewer_steps as evidence
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "benchmarks" / "results" / "rules" / "float16.json").read_text())
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 from benchmarks import harness, report
 

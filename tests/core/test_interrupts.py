@@ -14,7 +14,7 @@ import pytest
 import gainstage as gs
 from gainstage._core.signals import deferred_signals
 
-SCRIPT = Path(__file__).with_name("interrupted.py")
+SCRIPT = Path(__file__).parents[1] / "interrupted.py"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import gainstage as gs
 from gainstage.compat import v1
 
-RECORDED = Path(__file__).parent / "goldens" / "tf_v1_mp_loss_scale_optimizer.json"
+RECORDED = Path(__file__).parents[1] / "goldens" / "tf_v1_mp_loss_scale_optimizer.json"
 TRACES = {t["id"]: t for t in json.loads(RECORDED.read_text())["traces"]}
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage.compat import dtensor
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = Path(__file__).parents[1] / "goldens"
 TRACES = {
     f"{path.stem.removeprefix('dtensor_sgd_')}-{trace['id']}": trace
     for path in sorted(GOLDENS.glob("dtensor_*.json"))

@@ -13,7 +13,7 @@ from gainstage.interop import peers
 
 # Recorded from `torch.amp.GradScaler` around SGD(0.5) on the loss `w[0] + i * w[1]` of step i,
 # times inf where a step is not finite, from w = (1, 1).
-TORCH = json.loads((Path(__file__).parent / "goldens/torch_grad_scaler.json").read_text())
+TORCH = json.loads((Path(__file__).parents[1] / "goldens/torch_grad_scaler.json").read_text())
 FLAGS = np.random.default_rng(0).random(60) < 0.8
 
 

@@ -19,7 +19,7 @@ from gainstage import distributed
 
 import worker
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def Checkpoints(folder):  # noqa: N802 - in the place of the class, where Orbax is installed

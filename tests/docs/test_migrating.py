@@ -21,7 +21,7 @@ import gainstage as gs
 from gainstage._core.configurable import serialize
 from gainstage.compat import dtensor, experimental, tf2, v1
 
-GUIDE = (Path(__file__).parents[1] / "docs/migrating.md").read_text()
+GUIDE = (Path(__file__).parents[2] / "docs/migrating.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", GUIDE, re.M))
 PURPOSE = "differences"
 

@@ -11,7 +11,7 @@ import pytest
 import gainstage as gs
 
 SRC = Path(gs.__file__).parent
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
     {"_core._jax", "_core._lazy", "_core.checks", "_core.configurable", "_core.signals"},
