@@ -265,3 +265,56 @@ def test_live_scales_are_described_pickled_and_subclassed():
     for wrong in (None, "8", True, 0.5, np.inf):
         with pytest.raises(ValueError, match="loss_scale_value"):
             experimental.FixedLossScale(wrong)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("start", ["skipped", "later"])
+@pytest.mark.filterwarnings("ignore:Expected get_")
+def test_averages_of_tf2_start_with_the_weights(start):
+    """A first step that is skipped counts there; the averages then are not taken to be 0."""
+    w = gs.Variable(1.0)
+    opt = tf2.LossScaleOptimizer(gs.SGD(0.5, use_ema=True, ema_momentum=0.75))
+    if start == "later":
+        opt.iterations = 5
+    opt.apply_gradients([(INF if start == "skipped" else 0.0, w)])
+    opt.finalize_variable_values([w])
+    assert float(w) == 1.0
+    opt.apply_gradients([(1.0, w)])
+    opt.finalize_variable_values([w])
+    assert float(w) == 0.75 * 1.0 + 0.25 * 0.5
+
+
+def test_the_old_name_of_the_rate_compiles_nothing():
+    """`opt.lr = x`, every step, keeps the program."""
+    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(0.5))
+    opt.minimize(lambda: w * 1.0, [w])
+    program = opt._runner.program
+    opt.lr = 0.25
+    opt.minimize(lambda: w * 1.0, [w])
+    assert opt._runner.program is program
+    assert float(w) == 0.25
+
+
+def test_what_tensorflow_wrote_is_read():
+    """A configuration of TensorFlow 2.3, with a `decay` of 0; another decay is refused."""
+    inner = {"name": "SGD", "learning_rate": 0.01, "decay": 0.0, "momentum": 0.5, "nesterov": False}
+    scale = {"initial_loss_scale": 64.0, "increment_period": 2000, "multiplier": 2.0}
+    config = {
+        "optimizer": {"class_name": "SGD", "config": inner},
+        "loss_scale": {"class_name": "DynamicLossScale", "config": scale},
+    }
+    opt = tf2.LossScaleOptimizer.from_config(config)
+    assert (opt.inner_optimizer.momentum, opt.initial_scale) == (0.5, 64.0)
+    inner["decay"] = 0.1
+    with pytest.raises(ValueError, match=r"Expected an optimizer without decay; got 0\.1"):
+        tf2.LossScaleOptimizer.from_config(config)
+
+
+def test_options_that_were_set_later_are_described():
+    """An option set on the wrapper of TensorFlow 2 acts, and is in its configuration."""
+    opt = tf2.LossScaleOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    opt.clipnorm, opt.weight_decay = 1.0, None
+    again = tf2.LossScaleOptimizer.from_config(opt.get_config())
+    assert (again.clipnorm, again.weight_decay) == (1.0, None)

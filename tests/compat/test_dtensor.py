@@ -188,3 +188,12 @@ def test_slots_of_ones_own_in_the_documented_order():
     )
     assert slot.numpy().tolist() == [3.0, 4.0]
     assert opt.add_variable_from_reference(var, "other").numpy().tolist() == [0.0, 0.0]
+
+
+def test_options_in_option_objects_are_given():
+    """A clip option in an option object and another on the wrapper are told apart."""
+    inner = dtensor.SGD(0.1, gradients_clip_option={"clipnorm": 1.0})
+    with pytest.raises(ValueError, match="clipnorm on 'SGD'"):
+        gs.LossScaleOptimizer(inner, clipvalue=0.5)
+    with pytest.raises(TypeError, match="Expected a EMAOption for ema_option"):
+        dtensor.SGD(ema_option={"momentum": 0.9})

@@ -194,3 +194,54 @@ def test_a_gradient_that_differs_between_devices_is_refused():
     with pytest.raises(RuntimeError, match="'w' varies over a mesh axis"):
         run(lambda g: g)
     assert float(run(lambda g: jax.lax.pmean(g, "x"))) == 0.5
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_a_live_scale_of_version_1_is_one_object():
+    """The scale that was handed over moves with the optimizer, and starts where it was."""
+    w, live = gs.Variable(1.0), v1.DynamicLossScale(16.0)
+    live.update([INF])
+    opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), live)
+    assert float(opt.loss_scale) == 8.0
+    opt.apply_gradients([(INF, w)])
+    assert float(live()) == float(opt.loss_scale) == 4.0
+    assert not any(v.trainable for v in [*live.variables, *opt.variables()])
+
+
+def test_a_subclass_of_a_live_scale_decides():
+    """What a user's subclass overrides is called."""
+
+    class Mine(v1.DynamicLossScale):
+        def update(self, grads):
+            super().update(grads)
+            return None, False
+
+    w = gs.Variable(1.0)
+    opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), Mine(16.0))
+    opt.apply_gradients([(1.0, w)])
+    assert float(w) == 1.0
+
+
+@pytest.mark.parametrize("step", [0, jnp.int32(0)])
+def test_a_step_that_cannot_be_counted_is_not_taken(step):
+    """`global_step` is asked before anything moves."""
+    w = gs.Variable(1.0)
+    opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), "dynamic")
+    with pytest.raises(TypeError, match=r"Expected a gainstage\.Variable for global_step"):
+        opt.apply_gradients([(1.0, w)], global_step=step)
+    assert float(w) == 1.0
+
+
+def test_a_users_scale_does_not_move_for_gradients_that_do_not_fit():
+    """Gradients are checked before a scale of one's own hears of them."""
+
+    class Mine(v1.DynamicLossScale):
+        pass
+
+    w, live = gs.Variable([1.0, 2.0]), Mine(16.0)
+    opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), live)
+    with pytest.raises(ValueError, match="Expected"):
+        opt.apply_gradients([(np.array([INF]), w)])
+    assert float(live()) == 16.0

@@ -309,3 +309,36 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
         with pytest.raises(ValueError, match=r"a callable of no argument.* Use a schedule"):
             compiled()
     assert float(w) == -0.75
+
+
+def test_a_pure_function_does_not_eat_its_arguments():
+    """`functional` of a step that donates leaves the arrays that it was given."""
+    w = gs.Variable(jnp.zeros(1000))
+    held = []
+    step = gs.jit(lambda: w.assign(w * 2), [w], donate=True)
+
+    def twice():
+        step()
+        held.append(w.value())
+        step()
+
+    x = jnp.ones(1000)
+    _, (new,) = gs.functional(twice, [w])([x])
+    assert (new == 4).all()
+    assert (x == 1).all()
+    assert (held[0] == 2).all()
+    assert (w.value() == 0).all()
+
+
+def test_arrays_on_a_chosen_device_compile_no_more():
+    """Weights made by `jax.device_put`: one program, for another rate and other weights too."""
+    x = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
+    w = gs.Variable(x)
+    opt = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True), telemetry=True)
+    opt.apply([x], [w])
+    for rate in (0.1, 0.2):
+        opt.learning_rate = rate
+        opt.apply([x], [w])
+    w.assign(np.zeros(8))
+    opt.apply([x], [w])
+    assert opt._runner.program._compiled._cache_size() == 1

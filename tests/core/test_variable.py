@@ -329,3 +329,27 @@ def test_an_optimizer_can_be_built_and_compiled_for_a_plan():
     assert float(opt.loss_scale) == 2.0**15
     with pytest.raises(ValueError, match="only planned"):
         opt.state()
+
+
+def test_a_variable_stays_on_its_device():
+    """`assign` and `load_state` of arrays from another device do not move anything."""
+    here, there = (jax.device_put(jnp.ones(4), d) for d in jax.devices()[:2])
+    w, other = gs.Variable(there), gs.Variable(here)
+    one, two = gs.SGD(0.5, momentum=0.5), gs.SGD(0.5, momentum=0.5)
+    one.apply([there], [w])
+    two.apply([here], [other])
+    w.assign(other)
+    one.load_state(two.state())
+    one.apply([there], [w])
+    assert {v.value().device for v in [w, *one.variables]} == {jax.devices()[1]}
+
+
+def test_a_compiled_function_does_not_freeze_a_variable_that_is_lent():
+    """A `jax.jit` inside of an uncompiled function on variables is told, whatever these hold."""
+    w = gs.Variable(1.0, name="w")
+    predict = jax.jit(lambda x: w * x)
+    pure = gs.functional(predict, [w])
+    with pytest.raises(ValueError, match="'w', whose value would be frozen"):
+        pure([2.0], 10.0)
+    assert float(jax.jit(pure)([2.0], 10.0)[0]) == 20.0
+    assert float(jax.jit(lambda x: gs.functional(lambda: w * x, [w])([3.0])[0])(10.0)) == 30.0

@@ -497,3 +497,15 @@ def test_a_weight_assigned_from_outside_wins_over_its_master():
     assert float(var[0]) == 4.5
     (master,) = [v for v in opt.variables if "master" in v.name]
     np.testing.assert_allclose(master.numpy(), [4.5, 2 - 0.5 * 0.001], rtol=1e-6)
+
+
+def test_a_build_that_fails_is_no_build():
+    """A wrapper on another mesh says so each time, and takes no step."""
+    devices = np.array(jax.devices())
+    ours, other = (jax.sharding.Mesh(part, ("d",)) for part in np.split(devices, 2))
+    w = gs.Variable(jax.device_put(np.ones(8, np.float32), NamedSharding(ours, PartitionSpec("d"))))
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1, momentum=0.9), mesh=other)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Expected variables on the mesh"):
+            opt.apply([np.ones(8, np.float32)], [w])
+        assert not opt.built

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
 
@@ -170,3 +171,13 @@ def test_wrong_optimizers():
     opt.build([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="not to be built"):
         gs.to_optax(opt)
+
+
+def test_grouped_parameters_on_a_mesh():
+    """Inside of `jax.jit` parameters do not say that they lie on a mesh, where none are grouped."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    params = {"a": jnp.ones(8), "b": jnp.ones(8)}
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    tx = gs.to_optax(gs.SGD(0.5, momentum=0.5, group_small=True))
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    assert (updates["a"] == -0.5).all()

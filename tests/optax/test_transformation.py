@@ -1,3 +1,4 @@
+import functools
 from functools import partial
 
 import jax
@@ -575,3 +576,24 @@ def test_the_state_is_stored_by_orbax_and_msgpack(tmp_path):
         ours, theirs = tx.update(grads, state, params), tx.update(grads, again, params)
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("rule", [gs.DynamicLossScale(4.0), gs.AdaptiveLossScale(4.0)])
+@pytest.mark.parametrize("told", [{}, {"telemetry": True}, {"underflow_every": 1}])
+def test_a_fresh_state_can_be_donated(rule, told):
+    """An optax loop may donate what `init` returned: no two leaves are one array."""
+    params = {"w": jnp.ones(4)}
+    tx = gs.loss_scaled(optax.adam(0.1), rule, **{"telemetry": True} | told if told else {})
+    state = tx.init(params)
+    leaves = jax.tree.leaves(state)
+    assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        _, grads = gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(2):
+        params, state = step(params, state)
+    assert (params["w"] < 1).all()

@@ -219,3 +219,16 @@ def test_misuse_is_an_error(make, message):
     """An unknown policy, or one without windows or without a check, is refused."""
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+def test_a_dropped_window_leaves_nothing():
+    """`drop_window` drops the gradients of variables, too, that had none in the last microbatch."""
+    a, b = gs.Variable(0.0), gs.Variable(0.0)
+    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
+    opt = gs.LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0))
+    opt.apply([1.0, 8.0], [a, b])
+    opt.apply([np.float32("inf"), None], [a, b])
+    opt.apply([1.0, 1.0], [a, b])
+    opt.apply([1.0, 1.0], [a, b])
+    assert (float(a), float(b)) == (-1.0, -1.0)

@@ -224,3 +224,28 @@ def test_what_is_no_optimizer_is_refused_by_name():
     for function, wrong in [(gs.get, 3), (gs.serialize, gs.FixedLossScale(8.0))]:
         with pytest.raises(TypeError, match="optimizer"):
             function(wrong)
+
+
+def test_decay_that_was_taken_away_stays_away():
+    """An AdamW whose decay is off is described so, by itself and inside of a wrapper."""
+    adamw = gs.AdamW()
+    adamw.weight_decay = None
+    assert gs.AdamW.from_config(adamw.get_config()).weight_decay == 0
+    opt = gs.LossScaleOptimizer(gs.AdamW())
+    opt.weight_decay = None
+    again = gs.LossScaleOptimizer.from_config(opt.get_config())
+    assert again.weight_decay == 0
+    w = gs.Variable(1.0)
+    again.apply([0.0], [w])
+    assert float(w) == 1.0
+
+
+class Steady(gs.FixedLossScale):
+    """A fixed scale of a user's own."""
+
+
+def test_a_fixed_scale_of_ones_own_is_described_as_such():
+    """A subclass of `FixedLossScale` comes back as that subclass."""
+    opt = gs.LossScaleOptimizer(gs.SGD(), rule=Steady(8.0))
+    again = gs.LossScaleOptimizer.from_config(opt.get_config(), {"Steady": Steady})
+    assert again.rule == Steady(8.0)

@@ -191,3 +191,39 @@ def test_variables_on_a_mesh_are_not_grouped():
     opt.build(variables)
     assert opt.groups == []
     assert all(s.sharding.is_equivalent_to(spread, 1) for s in opt.variables if s.ndim)
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+def test_a_group_takes_gradients_of_several_dtypes():
+    """With `group_small` gradients of float64, of float32 and missing ones may be mixed."""
+    with jax.enable_x64(True):
+        a, b, c = (gs.Variable([1.0, 2.0], jnp.float32) for _ in range(3))
+        opt = gs.SGD(0.5, group_small=True)
+        opt.apply([np.ones(2), np.ones(2, np.float32), None], [a, b, c])
+        assert [v.numpy().tolist() for v in (a, b, c)] == [[0.5, 1.5], [0.5, 1.5], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_every_slot_starts_as_its_own_request_says(grouped):
+    """With `group_small`, too, a slot is what the initializer of its variable returns."""
+
+    class Anchored(gs.Optimizer):
+        elementwise = True
+
+        def build(self, var_list):
+            super().build(var_list)
+            self.start = [
+                self.add_variable_from_reference(v, "start", lambda *_, v=v: v.value() + 0)
+                for v in var_list
+            ]
+
+        def update_step(self, gradient, variable, learning_rate):
+            start = self.start[self._get_variable_index(variable)]
+            self.assign(variable, variable - learning_rate * (gradient + variable - start))
+
+    weights = [gs.Variable([1.0, 1.0]), gs.Variable([5.0, 5.0, 5.0])]
+    opt = Anchored(0.5, group_small=grouped)
+    for _ in range(2):
+        opt.apply([jnp.zeros(2), jnp.zeros(3)], weights)
+        opt.build(weights)
+    assert [w.numpy().tolist() for w in weights] == [[1.0, 1.0], [5.0, 5.0, 5.0]]

@@ -350,3 +350,21 @@ def test_a_step_that_would_be_bypassed_is_refused(verb):
         old = type("Old", (v1.GradientDescentOptimizer,), {verb: lambda self, *args: None})
         with pytest.raises(TypeError, match=f"Old overrides {verb}"):
             v1.MixedPrecisionLossScaleOptimizer(old(0.5), 8.0)
+
+
+def test_an_option_of_the_wrapper_is_not_set_inside():
+    """An option that the wrapper has is refused on the inner one, where it would do nothing."""
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), 1.0, clipnorm=1.0)
+    with pytest.raises(ValueError, match=r"Expected clipnorm to be set on .* where it is 1\.0"):
+        opt.inner_optimizer.clipnorm = 0.25
+    opt.clipnorm = None
+    with pytest.raises(ValueError, match=r"Expected clipnorm to be set on .* where it is None"):
+        opt.inner_optimizer.clipnorm = 0.25
+
+
+@pytest.mark.parametrize("scale", [0.1, 2.0**15, 2.0**27, 2.0**30])
+def test_the_first_scale_is_the_one_that_was_given(scale):
+    """Small ones in decimal notation, large ones to the last digit."""
+    assert gs.LossScaleOptimizer(gs.SGD(), scale).initial_scale == scale
+    if scale >= 1:
+        assert tf2.LossScaleOptimizer(gs.SGD(), initial_scale=scale).initial_scale == scale

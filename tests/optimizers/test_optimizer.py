@@ -712,3 +712,42 @@ def test_building_again_adds_no_variable(base):
     assert opt.counts == first
     assert opt.variables == variables
     assert len({*first, before, opt.add_variable((), name="count")}) == 4
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("transform", [jax.grad, jax.vmap])
+def test_a_step_under_a_transformation_is_an_error_that_changes_nothing(transform):
+    """`apply` in a function that is differentiated or mapped raises, and all state is as before."""
+    w = gs.Variable(jnp.ones(3), name="w")
+    opt = gs.SGD(0.5, momentum=0.5)
+    opt.build([w])
+    opt.apply([jnp.ones(3)])
+    before = [v.numpy() for v in [w, *opt.variables]]
+
+    def loss(x):
+        opt.apply([x * jnp.ones(3)], [w])
+        return x
+
+    with pytest.raises(ValueError, match="Expected variable"):
+        transform(loss)(1.0 if transform is jax.grad else jnp.ones(2))
+    jax.tree.map(np.testing.assert_array_equal, [v.numpy() for v in [w, *opt.variables]], before)
+    opt.apply([jnp.ones(3)])
+    assert int(opt.iterations) == 2
+
+
+def test_one_variable_is_excluded_from_decay():
+    """A variable that is 0 counts as one all the same, and so does a vector."""
+    for value in (0.0, [1.0, 2.0]):
+        w, opt = gs.Variable(value), gs.SGD(0.1, weight_decay=0.1)
+        opt.exclude_from_weight_decay(w)
+        assert not opt._decays(w)
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+@pytest.mark.parametrize(("limit", "gradient"), [(1e39, 1.0), (1e-60, 0.0)])
+def test_limits_that_float32_does_not_hold_clip_as_far_as_it_goes(clip, limit, gradient):
+    """A norm's limit above all numbers of float32 clips nothing, one below all does no harm."""
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5, **{clip: limit}), initial_scale=4.0)
+    opt.apply([4 * gradient], [w])
+    assert float(w) == 1 - 0.5 * gradient

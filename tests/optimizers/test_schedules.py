@@ -1,10 +1,14 @@
 """Learning-rate schedules against their formulas in float64."""
 
+import json
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage import schedules
 
 
 def restarted_cosine(step, rate, first, t_mul, m_mul, alpha):
@@ -49,3 +53,33 @@ def test_a_schedule_may_start_at_the_rate_of_an_optimizer():
     for _ in range(2):
         opt.apply([1.0], [w])
     assert float(w) == -0.75
+
+
+@pytest.mark.parametrize("never", [2**31 - 1, 1e10, 1e300])
+def test_a_boundary_that_is_never_reached(never):
+    """A boundary beyond all steps changes nothing, and one before all is passed from the start."""
+    rate = schedules.PiecewiseConstantDecay([-never, 1, never], [8.0, 0.5, 0.25, 4.0])
+    w = gs.Variable(0.0)
+    opt = gs.SGD(rate)
+    for expected in (-0.5, -1.0, -1.25):
+        opt.apply([1.0], [w])
+        assert float(w) == expected
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedules.ExponentialDecay(np.float32(0.5), np.int64(100), jnp.float32(0.5), np.True_),
+        schedules.PolynomialDecay(jnp.float32(0.5), jnp.int32(100), cycle=np.False_),
+        schedules.CosineDecay(np.float64(0.5), 100, warmup_target=1.0, warmup_steps=np.int32(3)),
+        schedules.PiecewiseConstantDecay(jnp.array([10, 20]), np.array([1.0, 0.5, 0.25])),
+    ],
+)
+def test_schedules_keep_numbers_of_python(schedule):
+    """Whatever kind of number a schedule was made with, it is hashed, written as JSON and read."""
+    config = json.loads(json.dumps(gs.SGD(schedule).get_config()))
+    again = gs.SGD.from_config(config)._store.rate.source
+    assert again == schedule
+    assert hash(again) == hash(schedule)
+    assert all(type(n) in (bool, int, float, str, list, type(None))
+               for n in schedule.get_config().values())  # fmt: skip

@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import distributed
+from gainstage.distributed import agreement, processes
 
 import worker
 
@@ -419,3 +421,25 @@ def test_a_sum_that_jax_puts_in_is_taken_in_float32(dtype):
         assert (value == (160000 if mark and dtype == np.float32 else np.inf)).all()
     with pytest.raises(ValueError, match="Expected params on a mesh of Explicit axes"):
         distributed.sum_in_float32(np.ones(3), "data")
+
+
+def test_facts_do_not_name_the_device_of_a_process():
+    """An optimizer that is not built is the same on every process: it names no device."""
+    assert "evice" not in json.dumps(agreement._facts(gs.SGD(0.1)))
+
+
+def test_a_machine_that_calls_itself_loopback_is_found(monkeypatch):
+    """Where a machine's own name is 127.0.1.1 the others get an address that they can reach."""
+    monkeypatch.setattr(processes, "_ipv4", lambda host: "127.0.1.1")
+    found = processes._reachable("node0")
+    assert found.count(".") == 3
+    assert found != "127.0.0.1"
+    assert processes._reachable("localhost") == "127.0.1.1"  # whoever says so means it
+
+
+def test_replicas_of_complex_arrays_are_compared():
+    """Both parts of complex numbers are in the sums."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    z = jax.device_put(jnp.array([1 + 2j, 3]), NamedSharding(mesh, PartitionSpec()))
+    assert distributed.check_replicas({"z": z})
+    assert (agreement.hashes(z) != agreement.hashes(z.conj())).any()

@@ -1,5 +1,6 @@
 """Alarms: none in a healthy run, one of its own kind in every other."""
 
+import pickle
 import warnings
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage.diagnostics import Alarm, Alarms, JsonLines, alarms_in, largest_scale, read_run
+from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, largest_scale, read_run
+from gainstage.diagnostics.findings import findings
+from gainstage.diagnostics.runs import why_skipped
 
 from oracles import AdaptiveAutomaton, scale_automaton
 
@@ -259,3 +262,50 @@ def test_between_looks_the_largest_gradient_moves_with_the_norm():
     for step, record in enumerate(records):
         record["max_abs"] = float(largest[step // 34 * 34])
     assert kinds(records[:34], rule) == ["headroom"]
+
+
+def recorded(n, **numbers):
+    columns = {name: np.broadcast_to(np.asarray(x, float), n) for name, x in numbers.items()}
+    return Run(np.arange(n), columns)
+
+
+@pytest.mark.parametrize(
+    "scale", [2.0**24, np.maximum(2.0 ** (15.0 - np.arange(300)), 2.0**-24)], ids=["fixed", "low"]
+)
+def test_a_run_without_one_applied_step_is_told(scale):
+    """A report on a run of which nothing was applied says so, though it does not know the rule."""
+    run = recorded(300, finite=0, loss=1, max_abs=0, grad_norm=INF, loss_scale=scale)
+    assert any("the scale stayed at" in line for line in findings(run).advice)
+
+
+def test_a_run_that_does_not_scale_is_left_alone():
+    """A scale of 1 in every step is meant so; another that never moves may be a fixed one."""
+    calm = {"finite": 1, "loss": 1, "max_abs": 2.0**-10, "grad_norm": 1}
+    assert not findings(recorded(300, loss_scale=1, **calm)).advice
+    (advice, *_) = findings(recorded(300, loss_scale=2, **calm)).advice
+    assert "it has never been another. Take 2^24" in advice
+
+
+def test_gradients_that_stay_nan_are_nan_though_the_scale_comes_back():
+    """A rule that goes back to where it was has seen NaN at the lowest scale, too."""
+    fell = 2.0 ** -np.concatenate([np.arange(13.0), np.zeros(7)])
+    scale = np.concatenate([np.ones(40), fell, np.ones(40)])
+    bad = np.concatenate([np.zeros(40), np.ones(20), np.zeros(40)]).astype(bool)
+    run = recorded(100, finite=~bad, grad_norm=np.where(bad, NAN, 1), loss=1, loss_scale=scale)
+    assert {name: mask.sum() for name, mask in why_skipped(run).items()} == {
+        "overflow": 0, "NaN": 20, "bad loss": 0,
+    }  # fmt: skip
+
+
+def test_alarms_say_what_the_rule_can_do():
+    """A fixed scale is told of its own argument, and bounds are powers of two."""
+    told = []
+    with Alarms(gs.FixedLossScale(2.0**17), on_alarm=told.append) as alarms:
+        alarms.look_at(lambda x: (x.astype(jnp.float16) ** 2).sum(), jnp.ones(3))
+        for n in range(300):
+            alarms.write(n, finite=n % 5 != 4, loss_scale=2.0**17, grad_norm=1.0, max_abs=1e-6)
+    said = {alarm.kind: alarm.message for alarm in told}
+    assert "loss_scale_value=2^15" in said["boundary"]
+    assert "take a lower loss_scale_value" in said["skips"]
+    again = pickle.loads(pickle.dumps(told[0]))
+    assert (type(again), again.kind, str(again)) == (Alarm, "boundary", str(told[0]))

@@ -7,7 +7,9 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from html.parser import HTMLParser
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -539,3 +541,67 @@ def test_tensorboard_loses_no_number_to_a_full_disk(tmp_path):
     wanted = {(step, "train/loss"): float(step) for step in range(1, 301)}
     assert events(tmp_path) == wanted | {(0, "train/loss"): 1.0}
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_interrupt_loses_no_step(monkeypatch, tmp_path):
+    """Who waits for the steps may be interrupted; the end of the `with` writes what was waiting."""
+    path, real = tmp_path / "run.jsonl", jax.device_get
+
+    def once(tree):
+        monkeypatch.setattr(jax, "device_get", real)
+        raise KeyboardInterrupt
+
+    with JsonLines(path, every=2) as run:
+        run.write(0, loss=1.0)
+        monkeypatch.setattr(jax, "device_get", once)
+        with pytest.raises(KeyboardInterrupt):
+            run.write(1, loss=2.0)
+    assert read_run(path).numbers["loss"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["to do\n", '{"lr": 0.1}', '{"lr": 0.1}\n', "<p>\n{% endblock %}", '{"step": 0}\n\n', "[]"],
+)
+def test_files_of_something_else_are_left_as_they_are(text, tmp_path):
+    """A file that ends in anything but a step is no recording."""
+    path = tmp_path / "file"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="Expected a file of JSON objects"):
+        JsonLines(path)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("rest", ["", "{", '{"st', '{"step": 1, "lo', '{"step": 1}'])
+def test_recordings_are_gone_on_with(rest, tmp_path):
+    """A line that a killed process has left unfinished is dropped, one that it finished is not."""
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 0, "loss": 1.0}\n' + rest)
+    with JsonLines(path) as run:
+        run.write(2, loss=3.0)
+    assert read_run(path).steps.tolist() == ([0, 1, 2] if rest.endswith("}") else [0, 2])
+
+
+def test_a_number_called_as_a_report_is_refused(tmp_path):
+    """A number called `tensors` would make the file unreadable: it is refused before."""
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        run.write(0, loss=1.0)
+        with pytest.raises(ValueError, match="Expected another name than that of a report"):
+            run.write(1, tensors=5)
+    assert read_run(tmp_path / "run.jsonl").steps.tolist() == [0]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".html"])
+def test_an_output_that_is_there_is_not_touched_before_the_work(suffix, capsys):
+    """Looking whether a file can be written removes neither links nor empty files."""
+    from gainstage.__main__ import main
+
+    folder = Path(tempfile.mkdtemp())
+    (folder / "empty").touch()
+    link = folder / f"link{suffix}"
+    link.symlink_to(folder / "empty")
+    with pytest.raises(SystemExit):
+        main(["report", "", "--output", str(link)])
+    assert "Expected the file of a run" in capsys.readouterr().err
+    assert link.is_symlink()
+    assert link.read_bytes() == b""
