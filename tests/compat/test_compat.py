@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage.compat import experimental, tf2
+from gainstage.compat import experimental, tf2, v1
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -318,3 +318,26 @@ def test_options_that_were_set_later_are_described():
     opt.clipnorm, opt.weight_decay = 1.0, None
     again = tf2.LossScaleOptimizer.from_config(opt.get_config())
     assert (again.clipnorm, again.weight_decay) == (1.0, None)
+
+
+def test_the_live_object_and_the_rule_know_each_other():
+    """`update` with the other's arguments says where the other is; either is taken for a rule."""
+    live, rule = experimental.DynamicLossScale(8.0), gs.DynamicLossScale(8.0)
+    with pytest.raises(TypeError, match=r"gainstage.compat.experimental"):
+        rule.update([jnp.ones(2)])
+    with pytest.raises(TypeError, match=r"gainstage.DynamicLossScale"):
+        live.update(rule.init(), True)
+    assert gs.LossScaleOptimizer(gs.SGD(), rule=live).rule == live.rule
+    opt = experimental.LossScaleOptimizer(gs.SGD(), rule)
+    assert (opt.initial_scale, opt.dynamic_growth_steps) == (8.0, 2000)
+
+
+def test_errors_name_the_argument_of_the_document():
+    """A wrong `loss_scale` or period is refused under its own name, in the documents' bounds."""
+    with pytest.raises(ValueError, match=r">= 1, 'dynamic' or a LossScale for loss_scale"):
+        v1.MixedPrecisionLossScaleOptimizer(v1.AdamOptimizer(), "fast")
+    with pytest.raises(TypeError, match="increment_period"):
+        experimental.DynamicLossScale(8.0, None)
+    with pytest.raises(TypeError, match="jit_compile"):
+        gs.SGD(jit_compile="yes")
+    assert v1.AdamOptimizer.GATE_OP == 1

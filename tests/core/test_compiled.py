@@ -342,3 +342,43 @@ def test_arrays_on_a_chosen_device_compile_no_more():
     w.assign(np.zeros(8))
     opt.apply([x], [w])
     assert opt._runner.program._compiled._cache_size() == 1
+
+
+def scaled_sgd():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+def test_one_variable_or_a_dictionary_is_a_list_of_variables():
+    """`var_list` may be one variable, a dictionary of them, or an iterator."""
+    w, opt = scaled_sgd()
+    for var_list in (w, {"w": w}, iter([w]), lambda: w):
+        opt.minimize(lambda: (w**2).sum(), var_list)
+    assert w.numpy().tolist() == [0.0, 0.0]
+
+
+def test_jit_of_jit_keeps_its_own_state():
+    """Compiling a compiled function again donates what the outer one was told to donate."""
+    w, _ = scaled_sgd()
+    step = gs.jit(gs.jit(lambda: w.assign(w * 2), [w]), [w], donate=True)
+    step()
+    pointer = w._value.unsafe_buffer_pointer()
+    step()
+    assert w._value.unsafe_buffer_pointer() == pointer
+
+
+def test_values_of_another_structure_are_named():
+    """A pure function called with too few values says which it expects."""
+    w = gs.Variable(1.0, name="w")
+    with pytest.raises(ValueError, match="one for each of"):
+        gs.functional(lambda: None, [w])([])
+
+
+def test_a_pure_function_has_its_own_signature():
+    """`functional` takes values first: donating and static arguments count from there."""
+    w = gs.Variable([1.0, 2.0])
+    double = jax.jit(gs.functional(lambda: w.assign(w * 2), [w]), donate_argnums=0)
+    assert double([jnp.ones(2)])[1][0].tolist() == [2, 2]
+    add = gs.functional(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
+    _, (new,) = jax.jit(add, static_argnames="twice")([w.value()], 1.0, twice=True)
+    assert new.tolist() == [3, 4]

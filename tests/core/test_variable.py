@@ -353,3 +353,65 @@ def test_a_compiled_function_does_not_freeze_a_variable_that_is_lent():
         pure([2.0], 10.0)
     assert float(jax.jit(pure)([2.0], 10.0)[0]) == 20.0
     assert float(jax.jit(lambda x: gs.functional(lambda: w * x, [w])([3.0])[0])(10.0)) == 30.0
+
+
+def scaled_sgd():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        lambda w: jax.jit(lambda x: (w * x).sum())(1.0),
+        lambda w: jax.lax.scan(lambda c, x: (c + (w * x).sum(), 0), 0.0, jnp.ones(2)),
+        lambda w: jax.make_jaxpr(lambda: w.value())(),
+    ],
+)
+def test_plain_tracing_does_not_freeze_a_variable(trace):
+    """Under `jax.jit` or `lax.scan` a variable that is not lent raises: it would go stale."""
+    with pytest.raises(ValueError, match="'w', whose value would be frozen"):
+        trace(scaled_sgd()[0])
+
+
+def test_transformations_that_do_not_compile_may_read_variables():
+    """`jax.grad` and `jax.vmap` read a variable like any function that runs now."""
+    w, _ = scaled_sgd()
+    assert jax.vmap(lambda x: w[0] * x)(jnp.arange(3.0)).tolist() == [0, 1, 2]
+    assert float(jax.grad(lambda x: (w * x).sum())(1.0)) == 3.0
+
+
+def test_augmented_assignment_is_refused():
+    """`w += 1` would put an array in the variable's place; the error names what to call."""
+    w, _ = scaled_sgd()
+    with pytest.raises(TypeError, match=r"assign_add.*'w'"):
+        w += 1
+
+
+def test_variables_compare_with_numbers():
+    """`opt.iterations == 1` asks for the value; two variables are equal if they are one."""
+    w, opt = gs.Variable([1.0, 2.0]), gs.SGD(0.5)
+    opt.apply([jnp.ones(2)], [w])  # to 0.5 and 1.5
+    assert opt.iterations == 1
+    assert (w == np.array([0.5, 1.5])).tolist() == [True, True]
+    assert (w != np.array([0.5, 7.0])).tolist() == [False, True]
+    assert w != gs.Variable(w)
+    assert w in [gs.Variable(w), None, w]
+    assert w not in [gs.Variable(w), None]
+
+
+@pytest.mark.parametrize("keep", ["assign", "apply"])
+def test_memory_of_numpy_stays_the_callers(keep):
+    """A buffer that is filled anew changes neither a variable nor a step that was handed it."""
+    memory = np.zeros(2**12 + 16, np.float32)
+    start = (-memory.ctypes.data // 4) % 16  # where JAX could go on using it
+    buffer = memory[start : start + 2**12]
+    w = gs.Variable(np.ones(2**12, np.float32))
+    buffer[:] = 3.0
+    if keep == "assign":
+        w.assign(buffer)
+        kept = w.value()
+    else:
+        kept = gs.SGD()._checked([buffer], [w])[0]
+    buffer[:] = 0.0
+    assert kept[0] == 3

@@ -597,3 +597,33 @@ def test_a_fresh_state_can_be_donated(rule, told):
     for _ in range(2):
         params, state = step(params, state)
     assert (params["w"] < 1).all()
+
+
+def test_a_forgotten_has_aux_is_named():
+    """A function that returns (loss, aux) without has_aux=True is told about it."""
+    state = gs.loss_scaled(optax.sgd(0.1)).init(jnp.float32(1.0))
+    with pytest.raises(TypeError, match="has_aux=True"):
+        gs.value_and_grad(lambda w: (w**2, 0), state)(jnp.float32(1.0))
+
+
+def test_a_plain_optax_state_is_told_how_to_make_one():
+    """`value_and_grad` on a state without loss scaling names `loss_scaled(tx).init(params)`."""
+    with pytest.raises(ValueError, match=r"loss_scaled\(tx\)\.init\(params\)"):
+        gs.value_and_grad(lambda w: w**2, optax.sgd(0.1).init(jnp.float32(1.0)))
+
+
+def test_a_state_keeps_its_types_whatever_a_rule_returns():
+    """A rule that returns weakly typed or wider numbers does not change the type of the state."""
+
+    class Careless(gs.DynamicLossScale):
+        def update(self, state, finite, **measured):
+            return state._replace(scale=jnp.where(finite, 2.0, 1.0), good_steps=3.0)
+
+    tx = gs.loss_scaled(optax.sgd(0.5), Careless())
+    params = jnp.ones(2)
+    with jax.enable_x64(True):
+        state = tx.init(params)
+        new = tx.update(jnp.ones(2), state, params)[1]
+        types = [jax.tree.map(jnp.result_type, s.loss_scale) for s in (state, new)]
+    assert types[0] == types[1]
+    assert not any(jnp.asarray(x).weak_type for x in new.loss_scale if x is not None)

@@ -232,3 +232,34 @@ def test_a_dropped_window_leaves_nothing():
     opt.apply([1.0, 1.0], [a, b])
     opt.apply([1.0, 1.0], [a, b])
     assert (float(a), float(b)) == (-1.0, -1.0)
+
+
+def test_accumulated_gradients_cannot_overflow_into_the_weights():
+    """Two finite gradients whose sum is infinite: the second step is skipped."""
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(2.0**-100, gradient_accumulation_steps=2), 1.0)
+    opt.apply([np.float32(3e38)], [w])
+    state = [v.numpy() for v in opt.inner_optimizer.variables]
+    opt.apply([np.float32(3e38)])
+    assert float(w) == 1.0
+    assert float(opt.loss_scale) == 0.5
+    for variable, before in zip(opt.inner_optimizer.variables, state, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), before)
+
+
+@pytest.mark.parametrize("clip", ["global_clipnorm", "clipnorm"])
+def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
+    """Accumulated elements may be finite and their norm not: the microbatch that makes it so is
+    skipped like any that is not finite, and the window goes on."""
+    w = gs.Variable([1.0] * 9)
+    inner = gs.SGD(1.5, momentum=0.9, gradient_accumulation_steps=2, **{clip: 1.0})
+    opt = gs.LossScaleOptimizer(inner, initial_scale=1.0, telemetry=True)
+    opt.apply([[1e38] * 9], [w])
+    before = [v.numpy().tobytes() for v in inner.variables]
+    opt.apply([[1e38] * 9])
+    assert [v.numpy().tobytes() for v in inner.variables] == before
+    assert (int(opt.iterations), float(opt.loss_scale)) == (0, 0.5)
+    opt.apply([[3.0] * 9])
+    np.testing.assert_allclose(w.numpy(), [0.5] * 9, rtol=1e-6)
+    info = gs.telemetry(opt)
+    assert (int(opt.iterations), int(info.applied_steps), int(info.skipped_steps)) == (1, 2, 1)

@@ -227,3 +227,31 @@ def test_every_slot_starts_as_its_own_request_says(grouped):
         opt.apply([jnp.zeros(2), jnp.zeros(3)], weights)
         opt.build(weights)
     assert [w.numpy().tolist() for w in weights] == [[1.0, 1.0], [5.0, 5.0, 5.0]]
+
+
+def scaled_sgd():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+class TwoAverages(gs.SGD):
+    """A rule whose slots have no names of their own, and one that SGD has too."""
+
+    def build(self, var_list):
+        super().build(var_list)
+        self.firsts = [self.add_variable_from_reference(v) for v in var_list]
+        self.seconds = [self.add_variable_from_reference(v) for v in var_list]
+        self.own = self.add_optimizer_variables(var_list, "momentum", "ones")
+
+
+@pytest.mark.parametrize("group_small", [False, True])
+def test_slots_of_one_name_are_several(group_small):
+    """Each request makes a slot, as in Keras; a second `build` gets those of the first."""
+    variables = scaled_sgd()[0], gs.Variable([3.0, 4.0], name="b")
+    opt = TwoAverages(0.5, momentum=0.5, group_small=group_small)
+    for _ in range(2):
+        opt.build(variables)
+        slots = [opt.momentums[0], opt.firsts[0], opt.seconds[0], opt.own[0]]
+        assert len(set(slots)) == 4
+        assert len(opt.variables) == 2 + 4 * (1 if group_small else 2)
+    assert [float(slots[0][0]) for slots in (opt.own, opt.momentums)] == [1, 0]

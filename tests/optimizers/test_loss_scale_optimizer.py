@@ -368,3 +368,58 @@ def test_the_first_scale_is_the_one_that_was_given(scale):
     assert gs.LossScaleOptimizer(gs.SGD(), scale).initial_scale == scale
     if scale >= 1:
         assert tf2.LossScaleOptimizer(gs.SGD(), initial_scale=scale).initial_scale == scale
+
+
+def scaled_sgd():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+def test_read_only_parts_of_a_wrapper():
+    """Rule, inner optimizer and first scale are settled, and an inner argument is set inside."""
+    _, opt = scaled_sgd()
+    for name in ("rule", "inner_optimizer", "initial_scale"):
+        with pytest.raises(AttributeError):
+            setattr(opt, name, None)
+    with pytest.raises(AttributeError, match="momentum to be set on the inner optimizer"):
+        opt.momentum = 0.9
+    opt.remark = "free"
+    assert opt.remark == "free"
+
+
+def test_an_option_taken_back_is_no_longer_given():
+    """An option of the inner optimizer set to None may be given to the wrapper."""
+    sgd = gs.SGD(1.0, clipnorm=1.0)
+    sgd.clipnorm = None
+    assert gs.LossScaleOptimizer(sgd, clipvalue=3.0).clipvalue == 3.0
+
+
+@pytest.mark.parametrize("count", [2**31 - 1, -(2**31)])
+def test_a_stored_count_cannot_overflow(count):
+    """A loaded count of good steps, however large, leads to growth and not to a wrapped count."""
+    rule = gs.DynamicLossScale(8.0, increment_period=2)
+    state = rule.init()._replace(good_steps=jnp.int32(count))
+    state = rule.update(state, finite=True)
+    assert int(state.good_steps) in (0, 1)
+
+
+def test_computed_gradients_are_known_to_be_unscaled():
+    """`tf2` gradients from `compute_gradients` need no reminder to unscale them."""
+    w = gs.Variable(1.0)
+    opt = tf2.LossScaleOptimizer(gs.SGD(0.25))
+    opt.apply_gradients(opt.compute_gradients(lambda: w**2, [w]))
+    assert float(w) == 0.5
+
+
+def test_a_wrapper_that_fails_leaves_the_inner_optimizer_free():
+    """A wrong mesh is refused before anything has changed: another wrapper may be made."""
+    meshes = [jax.make_mesh((8,), ("data",)), jax.make_mesh((4,), ("data",))]
+    layout = jax.sharding.NamedSharding(meshes[0], jax.sharding.PartitionSpec("data"))
+    inner, w = gs.SGD(0.5), gs.Variable(jax.device_put(np.ones(8, np.float32), layout))
+    inner.build([w])
+    with pytest.raises(ValueError, match="Expected variables on the mesh"):
+        gs.LossScaleOptimizer(inner, mesh=meshes[1])
+    with pytest.raises(ValueError, match=r"Expected a jax.sharding.Mesh for mesh; got 3"):
+        gs.LossScaleOptimizer(inner, mesh=3)
+    gs.LossScaleOptimizer(inner).apply([jnp.full(8, 2.0**15)], [w])
+    assert w.numpy().tolist() == [0.5] * 8

@@ -751,3 +751,105 @@ def test_limits_that_float32_does_not_hold_clip_as_far_as_it_goes(clip, limit, g
     opt = gs.LossScaleOptimizer(gs.SGD(0.5, **{clip: limit}), initial_scale=4.0)
     opt.apply([4 * gradient], [w])
     assert float(w) == 1 - 0.5 * gradient
+
+
+def scaled_sgd():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+def test_a_jit_inside_of_a_loss_is_explained():
+    """A compiled function that reads variables by itself fails with a note on what to do."""
+    w, opt = scaled_sgd()
+    loss = jax.jit(lambda: (w * w).sum())
+    opt.minimize(loss, [w])
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        opt.minimize(loss, [w])
+    notes = " ".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
+    assert "pass it `variable.value()` as an argument" in notes
+
+
+def test_finalizing_before_the_first_step_keeps_the_weights():
+    """As long as every step was skipped there is no average, and nothing to finalize."""
+    w = gs.Variable(5.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), use_ema=True)
+    opt.apply([jnp.inf], [w])
+    opt.finalize_variable_values([w])
+    assert float(w) == 5.0
+
+
+def test_exclusions_take_lists_of_the_right_kind():
+    """A string is no list of names, and a name is no variable."""
+    with pytest.raises(TypeError, match="list of strings for var_names"):
+        gs.SGD().exclude_from_weight_decay(var_names="bias")
+    with pytest.raises(TypeError, match="made of Variables"):
+        gs.SGD().exclude_from_weight_decay(["bias"])
+
+
+def test_an_update_step_that_returns_is_told_to_assign():
+    """Returning the new value, as in optax, is an error and changes nothing."""
+
+    class Returning(gs.Optimizer):
+        def update_step(self, gradient, variable, learning_rate):
+            return variable - learning_rate * gradient
+
+    w = gs.Variable(1.0)
+    with pytest.raises(TypeError, match="update_step to assign"):
+        Returning(0.1).apply([1.0], [w])
+    assert float(w) == 1.0
+
+
+def test_integer_variables_in_minimize():
+    """An integer variable is named before JAX complains about tangents."""
+    n = gs.Variable(1, name="n")
+    with pytest.raises(TypeError, match="'n' of dtype int32"):
+        gs.SGD().minimize(lambda: n * 1.0, [n])
+
+
+def test_a_float32_gradient_does_not_narrow_a_float64_step():
+    """Adam corrects its bias in the variable's precision, whatever the gradient's."""
+    with jax.enable_x64(True):
+        weights = []
+        for dtype in (jnp.float32, jnp.float64):
+            w = gs.Variable(1.0, jnp.float64)
+            gs.Adam(0.125).apply([jnp.ones((), dtype)], [w])
+            weights.append(float(w))
+    assert weights[0] == weights[1]
+
+
+def test_a_build_that_forgets_its_base_is_named():
+    """A subclass whose `build` does not call the base's is told so at the first step."""
+
+    class Forgetful(gs.SGD):
+        def build(self, var_list):
+            pass
+
+    with pytest.raises(ValueError, match=r"super\(\).build"):
+        Forgetful(0.1).apply([1.0], [gs.Variable(1.0)])
+
+
+def test_an_optimizer_adds_lists():
+    """`optimizer.assign_add` and `assign_sub` take whatever a variable's own methods take."""
+    w, opt = scaled_sgd()
+    opt.assign_add(w, [0.5, 0.5])
+    opt.assign_sub(w, [0.25, 0.0])
+    assert w.numpy().tolist() == [1.25, 2.5]
+
+
+@pytest.mark.parametrize("of", [iter, lambda vs: {"w": vs[0]}, lambda vs: vs[0]])
+def test_build_wants_a_list(of):
+    """What cannot be gone through twice as a list of variables is refused, and nothing is built."""
+    w, opt = gs.Variable([1.0, 2.0]), gs.Adam(0.5)
+    with pytest.raises(TypeError, match="Expected a list of variables for var_list; got"):
+        opt.build(of([w]))
+    assert not opt.built
+    opt.build([w])
+    opt.apply([jnp.ones(2)])
+
+
+def test_a_shallow_copy_survives_a_step():
+    """`copy.copy` of a variable keeps its value, though a step reuses the original's memory."""
+    w = gs.Variable([1.0, 2.0])
+    best = copy.copy(w)
+    gs.SGD(0.5).minimize(lambda: (w.value() ** 2).sum(), [w])
+    assert (best.numpy().tolist(), w.numpy().tolist()) == ([1, 2], [0, 0])

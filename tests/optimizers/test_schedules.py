@@ -83,3 +83,9 @@ def test_schedules_keep_numbers_of_python(schedule):
     assert hash(again) == hash(schedule)
     assert all(type(n) in (bool, int, float, str, list, type(None))
                for n in schedule.get_config().values())  # fmt: skip
+
+
+def test_boundaries_between_steps():
+    """A boundary at 2.5 separates step 2 from step 3, as in Keras."""
+    schedule = gs.schedules.PiecewiseConstantDecay([2.5], [1.0, 0.25])
+    assert [float(schedule(jnp.int32(step))) for step in range(5)] == [1, 1, 1, 0.25, 0.25]

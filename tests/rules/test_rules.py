@@ -286,3 +286,49 @@ def test_a_scale_within_a_scale_is_refused():
     with pytest.raises(ValueError, match="a scale within a scale"):
         opt.minimize(lambda: weight * weight, [weight])
     assert not inner.built
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_a_rule_of_ones_own_cannot_break_the_scale(scale):
+    """Whatever a rule returns, the scale stays finite and positive, in float32."""
+
+    class Broken(gs.FixedLossScale):
+        def init(self):
+            return gs.ScaleState(8)
+
+        def update(self, state, finite):
+            return gs.ScaleState(jnp.float32(scale))
+
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=Broken(8.0))
+    opt.minimize(lambda: w * 1.0, [w])
+    assert opt.loss_scale.dtype == jnp.float32
+    assert 0 < float(opt.loss_scale) <= 2.0**126
+
+
+def test_a_number_beyond_every_float_is_out_of_range():
+    """An integer that no float holds is a ValueError like any other number out of range."""
+    with pytest.raises(ValueError, match="initial_loss_scale"):
+        gs.DynamicLossScale(10**400)
+
+
+def scaled_sgd():
+    w = gs.Variable([1.0, 2.0], name="w")
+    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+
+
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf, 0.0, -1.0])
+def test_a_spoiled_scale_heals(spoiled):
+    """Whatever was put into the scale, it is finite and positive after the next step."""
+    w, opt = scaled_sgd()
+    opt.apply([jnp.ones(2)], [w])
+    opt.dynamic_scale.assign(spoiled)
+    opt.apply([jnp.full(2, np.inf)], [w])
+    assert 0 < float(opt.loss_scale) <= 2.0**126
+    rule = gs.DynamicLossScale()
+    tx = gs.loss_scaled(optax.sgd(0.5), rule)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    scale = state.loss_scale._replace(scale=jnp.float32(spoiled))
+    state = tx.update(jnp.full(2, jnp.inf), state._replace(loss_scale=scale), params)[1]
+    assert 0 < float(state.loss_scale.scale) <= 2.0**126

@@ -164,3 +164,13 @@ def test_it_needs_telemetry():
         gs.loss_scaled(optax.sgd(0.1), telemetry=True, underflow_every=0)
     config = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=5).get_config()
     assert gs.LossScaleOptimizer.from_config(config).underflow_every == 5
+
+
+def test_exponents_of_missing_gradients_in_x64():
+    """`underflow_every` counts nothing for a variable without gradient, in x64 too."""
+    with jax.enable_x64(True):
+        w, b = gs.Variable(1.0, jnp.float32), gs.Variable(2.0, jnp.float64)
+        opt = gs.LossScaleOptimizer(gs.SGD(0.5), telemetry=True, underflow_every=1)
+        with pytest.warns(UserWarning, match="No gradient for"):
+            opt.apply([jnp.float32(2.0**15), None], [w, b])
+        assert (float(w), float(b)) == (0.5, 2.0)
