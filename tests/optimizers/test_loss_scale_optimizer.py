@@ -423,3 +423,15 @@ def test_a_wrapper_that_fails_leaves_the_inner_optimizer_free():
         gs.LossScaleOptimizer(inner, mesh=3)
     gs.LossScaleOptimizer(inner).apply([jnp.full(8, 2.0**15)], [w])
     assert w.numpy().tolist() == [0.5] * 8
+
+
+def test_a_loss_that_is_given_reaches_the_rule():
+    """In a loop of one's own `apply(..., loss=loss)` tells the rule what `minimize` would have."""
+    w = gs.Variable([1.0])
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=gs.AdaptiveLossScale(2.0**10))
+    opt.apply([[1.0]], [w], loss=1.0)
+    scale = float(opt.loss_scale)
+    opt.apply([[float("inf")]], loss=float("nan"))
+    assert float(opt.loss_scale) == scale
+    opt.apply([[float("inf")]], loss=1.0)
+    assert float(opt.loss_scale) < scale

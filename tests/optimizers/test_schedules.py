@@ -89,3 +89,15 @@ def test_boundaries_between_steps():
     """A boundary at 2.5 separates step 2 from step 3, as in Keras."""
     schedule = gs.schedules.PiecewiseConstantDecay([2.5], [1.0, 0.25])
     assert [float(schedule(jnp.int32(step))) for step in range(5)] == [1, 1, 1, 0.25, 0.25]
+
+
+def test_a_schedule_moves_with_applied_steps():
+    """After k skips of n steps the rate is that of step n - k, and the ledger tells both."""
+    schedule = gs.schedules.ExponentialDecay(1.0, 1, 0.5)
+    w = gs.Variable([0.0])
+    opt = gs.LossScaleOptimizer(gs.SGD(schedule), telemetry=True)
+    for n in range(9):
+        opt.apply([[float("nan") if n % 3 == 0 else 0.0]], [w])
+    info = gs.telemetry(opt)
+    assert (int(info.applied_steps), int(info.skipped_steps)) == (6, 3)
+    assert float(opt.learning_rate) == 0.5**6
