@@ -23,13 +23,16 @@ TESTS = Path(__file__).parent
 COVERED = {
     1: ("jmp#47, examples fail", "test_readme.py::test_python_blocks_run"),
     2: ("jmp#18, a floor below 1", "test_rules.py::test_the_scale_survives_300_steps_one_way"),
-    3: ("jmp#44, a floor lost", "test_peer_bugs.py::test_h6_the_floor_is_lost_under_jit"),
-    5: ("flax#2547, infinite scale", "test_peer_bugs.py::test_h2_a_scale_of_inf_never_recovers"),
+    3: ("jmp#44, a floor lost", "test_rules.py::test_the_floor_survives_jit"),
+    5: (
+        "flax#2547, infinite scale",
+        "test_rules.py::test_after_120_doublings_the_scale_comes_down",
+    ),
     6: ("keras#19244, JAX loops", "test_keras_fit.py::test_a_loop_of_ones_own"),
     8: ("tf-keras#644, scale < 1", "test_goldens.py::test_scale_falls_below_one_as_recorded"),
     9: (
         "keras#14829, accumulation",
-        "test_peer_bugs.py::test_h4_accumulation_crashes_with_float16_variables",
+        "test_accumulation.py::test_float16_variables_accumulate_in_float32",
     ),
     10: (
         "keras#17225, use_ema",
@@ -53,7 +56,7 @@ COVERED = {
     23: ("pytorch#157436, scale of 5e-23", "test_rules.py::test_legal_edges"),
     24: (
         "pytorch#40497, NaN for ever",
-        "test_peer_bugs.py::test_keras_does_not_train_on_after_a_storm_of_bad_batches",
+        "test_rules.py::test_training_goes_on_after_a_storm_of_bad_batches",
     ),
     25: (
         "pytorch#96755, overflow in unscaling",
@@ -61,7 +64,7 @@ COVERED = {
     ),
     31: (
         "apex#777, division by a scale of 0",
-        "test_peer_bugs.py::test_h2_a_scale_of_zero_writes_inf_into_the_weights",
+        "test_rules.py::test_after_200_overflows_a_finite_step_is_finite",
     ),
     32: ("DeepSpeed#2911, inf or NaN", "test_telemetry.py::test_a_report_in_words"),
     33: (

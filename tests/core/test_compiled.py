@@ -15,6 +15,8 @@ import pytest
 
 import gainstage as gs
 
+from peers import fails, live
+
 
 def model(**options):
     variables = [gs.Variable(np.ones((256, 128)), name="w"), gs.Variable(np.ones(128), name="b")]
@@ -382,3 +384,38 @@ def test_a_pure_function_has_its_own_signature():
     add = gs.functional(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
     _, (new,) = jax.jit(add, static_argnames="twice")([w.value()], 1.0, twice=True)
     assert new.tolist() == [3, 4]
+
+
+def test_the_first_step_counts_and_compiles_the_only_program():
+    """flax starts above float16's largest number and with a weak type; ours with neither."""
+    traces = []
+    params = {"w": jnp.ones(4, jnp.float16)}
+    tx = gs.loss_scaled(optax.sgd(0.25))
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        traces.append(1)
+        loss, grads = gs.value_and_grad(lambda p: p["w"].mean(), state)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    for _ in range(3):
+        params, state, loss = step(params, state)
+        assert (loss.dtype, bool(jnp.isfinite(loss))) == (jnp.float32, True)
+    assert (len(traces), int(state.loss_scale.good_steps)) == (1, 3)
+    assert params["w"].tolist() == [0.8125] * 4
+
+    with live("flax.training.dynamic_scale") as flax:
+        scale, traces, finite, losses = flax.DynamicScale(), [], [], []
+
+        @jax.jit
+        def their_step(scale, params):
+            traces.append(1)
+            return scale.value_and_grad(lambda p: p["w"].mean())(params)
+
+        for _ in range(2):
+            scale, ok, loss, _ = their_step(scale, {"w": jnp.ones(4, jnp.float16)})
+            finite.append(bool(ok))
+            losses.append(float(loss))
+        fails(flax, len(traces) > 1 or not finite[0] or not np.isfinite(losses[0]))

@@ -3,10 +3,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
 from gainstage._core import gradients, inspection
+
+from peers import fails, live
 
 SIZES = (1, 1024, 4096, 210_000)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
@@ -138,3 +141,63 @@ def test_clipping_knows_norms_of_all_sizes(name, element, limit, size):
         np.testing.assert_allclose(w.numpy().astype(float), expected, rtol=2e-6)
     assert int(gs.telemetry(opt).applied_steps) == 1
     np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(exact), rtol=1e-5)
+
+
+def test_a_plain_factor_divides_in_float32():
+    """Keras divides a float16 gradient by 2**15 in float16 and gets 0; ours keeps it."""
+    var = gs.Variable(jnp.zeros((), jnp.float16))
+    opt = gs.SGD(2.0**15, loss_scale_factor=2.0**15)
+    opt.apply([jnp.float16(2.0**-10)], [var])
+    assert float(var) == -(2.0**-10)
+
+    with live("keras") as keras:
+        theirs = keras.Variable(np.float16(0), dtype="float16")
+        peer = keras.optimizers.SGD(2.0**15, loss_scale_factor=2.0**15)
+        peer.apply([jnp.float16(2.0**-10)], [theirs])
+        fails(keras, float(theirs.value) == 0)
+
+
+def test_gradients_are_divided_by_the_scale_they_were_made_with():
+    """mpx halves loss and gradient on every growth step; ours unscales with the old scale."""
+    rule = gs.DynamicLossScale(8.0, increment_period=1)
+    tx = gs.loss_scaled(optax.sgd(1.0), rule)
+    params = jnp.float32(1.0)
+    state = tx.init(params)
+    for _ in range(3):
+        loss, grads = gs.value_and_grad(lambda w: 2 * w, state)(params)
+        assert (float(loss), float(grads)) == (2 * float(params), 2.0)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert (float(params), float(state.loss_scale.scale)) == (-5.0, 64.0)
+
+    var = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0), 8.0, dynamic_growth_steps=1)
+    assert [float(opt.minimize(lambda: 2 * var, [var])) for _ in range(3)] == [2.0, -2.0, -6.0]
+    assert float(var) == -5.0
+
+    with live("mpx") as mpx:
+        scaling = mpx.DynamicLossScaling(jnp.float32(8.0), jnp.float32(1.0), period=1)
+        loss, _, _, grads = mpx.filter_value_and_grad(lambda w: 2 * w, scaling)(jnp.float32(1.0))
+        fails(mpx, (float(loss), float(grads)) != (2.0, 2.0))
+
+
+def test_float64_gradients_keep_their_digits():
+    """flax hands out float64 gradients cut to float32; ours keep all their digits."""
+    with jax.enable_x64(True):
+        params = jnp.float64(1 / 3)
+        state = gs.loss_scaled(optax.sgd(0.1)).init(params)
+        loss, grads = gs.value_and_grad(lambda w: w * w, state)(params)
+        assert (float(loss), float(grads)) == (float(params * params), float(2 * params))
+
+        with live("flax.training.dynamic_scale") as flax:
+            scale = flax.DynamicScale(scale=1024.0)
+            _, _, _, grads = scale.value_and_grad(lambda w: w * w)(params)
+            fails(flax, float(grads) != float(2 * params))
+
+
+def test_large_gradients_are_not_taken_for_inf():
+    """They look at the sum or norm of the gradients, which overflows; ours at the gradients."""
+    var = gs.Variable(np.zeros(4, np.float32))
+    opt = gs.LossScaleOptimizer(gs.SGD(2.0**-100), initial_scale=1.0)
+    opt.apply([jnp.full(4, 2.0**127)], [var])
+    assert var.numpy().tolist() == [-(2.0**27)] * 4

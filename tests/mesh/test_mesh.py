@@ -18,6 +18,7 @@ import gainstage as gs
 from gainstage._core import inspection, sharding
 
 import programs
+from peers import fails, live
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
@@ -509,3 +510,29 @@ def test_a_build_that_fails_is_no_build():
         with pytest.raises(ValueError, match="Expected variables on the mesh"):
             opt.apply([np.ones(8, np.float32)], [w])
         assert not opt.built
+
+
+def test_devices_in_shard_map_have_one_scale():
+    """Under `shard_map` flax's devices drift apart after an inf on one; ours agree."""
+    mesh, spec = jax.make_mesh((8,), ("data",)), PartitionSpec("data")
+    params, data = jnp.float32(1.0), jnp.ones(8).at[1].set(jnp.inf)
+    tx = gs.loss_scaled(optax.sgd(0.5), gs.DynamicLossScale(1024.0))
+
+    def ours(x):
+        state = tx.init(params)
+        _, grads = gs.value_and_grad(lambda w: (w * x).sum(), state)(params)
+        return tx.update(grads, state, params)[1].loss_scale.scale[None]
+
+    def everywhere(fn):
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        return mapped(jax.device_put(data, NamedSharding(mesh, spec))).tolist()
+
+    assert everywhere(ours) == [512.0] * 8
+
+    with live("flax.training.dynamic_scale") as flax:
+
+        def theirs(x):
+            peer = flax.DynamicScale(scale=1024.0)
+            return peer.value_and_grad(lambda w: (w * x).sum())(params)[0].scale[None]
+
+        fails(flax, len(set(everywhere(theirs))) > 1)

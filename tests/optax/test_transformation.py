@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 
+from peers import fails
+
 
 def loss_fn(params, x):
     return jnp.sum((params["w"].astype(jnp.float32) * x) ** 2)
@@ -627,3 +629,22 @@ def test_a_state_keeps_its_types_whatever_a_rule_returns():
         types = [jax.tree.map(jnp.result_type, s.loss_scale) for s in (state, new)]
     assert types[0] == types[1]
     assert not any(jnp.asarray(x).weak_type for x in new.loss_scale if x is not None)
+
+
+def test_nan_is_never_applied():
+    """optax's `apply_if_finite` in the end applies the NaN; ours never does."""
+    params = jnp.float32(1.0)
+    tx = gs.loss_scaled(optax.adam(0.1))
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(300):
+        updates, state = update(jnp.float32(jnp.nan), state, params)
+        params = optax.apply_updates(params, updates)
+    assert (float(params), float(state.loss_scale.scale)) == (1.0, 1.0)
+
+    peer = optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=5)
+    state, update = peer.init(params), jax.jit(peer.update)
+    for _ in range(10):
+        updates, state = update(jnp.float32(jnp.nan), state, params)
+        params = optax.apply_updates(params, updates)
+    fails(optax, np.isnan(float(params)))

@@ -7,6 +7,8 @@ import pytest
 
 import gainstage as gs
 
+from peers import fails, keras_step, live
+
 STEPS, RATE, INITIAL = 4, 0.25, 2.0**10
 POLICIES = ("extend", "renormalise", "drop_window", "fail")
 
@@ -310,3 +312,25 @@ def test_a_window_learns_nothing_from_the_loss_of_a_rejected_microbatch():
     opt.apply([[1.0]], loss=1.0)
     opt.apply([[np.inf]], loss=1.0)
     assert float(opt.loss_scale) < 2.0**10
+
+
+def test_float16_variables_accumulate_in_float32():
+    """Keras crashes on accumulation with float16 variables; ours accumulates in float32."""
+    var = gs.Variable(jnp.zeros(2, jnp.float16))
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0, gradient_accumulation_steps=2), 2.0)
+    grads = [jnp.array([2, 4], jnp.float16), jnp.array([6, 4], jnp.float16)]
+    for gradient in grads:
+        opt.apply([gradient], [var])
+    assert var.numpy().tolist() == [-2, -2]
+
+    with live("keras") as keras:
+        theirs = keras.Variable(np.zeros(2), dtype="float16")
+        inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+        step = keras_step(keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0), [theirs])
+        try:
+            for gradient in grads:
+                step(gradient)
+            crashed = False
+        except TypeError:
+            crashed = True
+        fails(keras, crashed)

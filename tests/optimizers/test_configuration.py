@@ -13,6 +13,8 @@ import pytest
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
 
+from peers import fails, live
+
 CORE = [gs.SGD, gs.Adam, gs.AdamW, gs.RMSprop, gs.Adagrad, gs.Adadelta, gs.Lion]
 MESH = [dtensor.SGD, dtensor.Adam, dtensor.AdamW, dtensor.RMSprop, dtensor.Adagrad]
 # A value for each option that is not its default; what else a constructor takes is below.
@@ -249,3 +251,16 @@ def test_a_fixed_scale_of_ones_own_is_described_as_such():
     opt = gs.LossScaleOptimizer(gs.SGD(), rule=Steady(8.0))
     again = gs.LossScaleOptimizer.from_config(opt.get_config(), {"Steady": Steady})
     assert again.rule == Steady(8.0)
+
+
+def test_from_config_leaves_its_argument_alone():
+    """Keras's `from_config` takes the inner optimizer out of the caller's dictionary."""
+    config = gs.LossScaleOptimizer(gs.SGD(gs.schedules.ExponentialDecay(0.1, 5, 0.5))).get_config()
+    before = copy.deepcopy(config)
+    gs.LossScaleOptimizer.from_config(config)
+    assert config == before
+
+    with live("keras") as keras:
+        config = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()).get_config()
+        keras.optimizers.LossScaleOptimizer.from_config(config)
+        fails(keras, "inner_optimizer" not in config)

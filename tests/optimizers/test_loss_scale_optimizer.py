@@ -11,6 +11,8 @@ import pytest
 import gainstage as gs
 from gainstage.compat import tf2, v1
 
+from peers import fails, keras_step, live
+
 OPTIONS = [
     {"clipnorm": 0.5},
     {"weight_decay": 0.1, "global_clipnorm": 0.5},
@@ -435,3 +437,86 @@ def test_a_loss_that_is_given_reaches_the_rule():
     assert float(opt.loss_scale) == scale
     opt.apply([[float("inf")]], loss=1.0)
     assert float(opt.loss_scale) < scale
+
+
+def test_the_eager_apply_is_the_pure_one():
+    """Keras's `LossScaleOptimizer.apply` fails on JAX; ours does what `stateless_apply` does."""
+    var = gs.Variable([1.0, 2.0])
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=4.0)
+    opt.build([var])
+    grads, state = [jnp.array([4.0, 8.0])], [v.value() for v in opt.variables]
+    (weights,), state = opt.stateless_apply(state, grads, [var.value()])
+    opt.apply(grads, [var])
+    assert var.numpy().tolist() == weights.tolist() == [0.5, 1.0]
+    assert [float(v) for v in opt.variables] == [float(s) for s in state]
+
+    with live("keras") as keras:
+        theirs = keras.Variable([1.0, 2.0])
+        peer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0)
+        try:
+            peer.apply(grads, [theirs])
+            works = np.asarray(theirs.value).tolist() == [0.5, 1.0]
+        except jax.errors.UnexpectedTracerError:
+            works = False
+        fails(keras, not works)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"initial_scale": v} for v in (-1, 0, np.nan)]
+    + [{"dynamic_growth_steps": v} for v in (0, -5)],
+    ids=str,
+)
+def test_scales_that_cannot_work_are_refused(arguments):
+    """Keras takes a scale of -1, 0 or nan and growth periods of 0 or -5; ours refuses them."""
+    with pytest.raises(ValueError, match="Expected"):
+        gs.LossScaleOptimizer(gs.SGD(), **arguments)
+
+    with live("keras") as keras:
+        try:
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), **arguments)
+            refused = False
+        except (TypeError, ValueError):
+            refused = True
+        fails(keras, not refused)
+
+
+def test_a_wrapper_is_not_wrapped_and_keeps_the_inner_factor():
+    """Keras nests wrappers and erases the inner factor; ours refuses and keeps it in force."""
+    inner = gs.SGD(0.5, loss_scale_factor=8.0)
+    opt = gs.LossScaleOptimizer(inner, initial_scale=2.0)
+    assert (inner.loss_scale_factor, float(opt.loss_scale)) == (8.0, 16.0)
+    var = gs.Variable(1.0)
+    opt.apply([16.0], [var])
+    assert float(var) == 0.5
+    with pytest.raises(TypeError, match="not wrapped"):
+        gs.LossScaleOptimizer(opt)
+
+    with live("keras") as keras:
+        inner = keras.optimizers.SGD(0.5, loss_scale_factor=8.0)
+        wrapped = keras.optimizers.LossScaleOptimizer(inner)
+        try:
+            keras.optimizers.LossScaleOptimizer(wrapped)
+            refused = False
+        except (TypeError, ValueError):
+            refused = True
+        fails(keras, inner.loss_scale_factor is None or not refused)
+
+
+def test_options_and_exclusions_of_the_wrapper_act():
+    """On Keras's wrapper a `clipnorm` set later and an exclusion from decay have no effect."""
+    w, b = gs.Variable(0.0, name="w"), gs.Variable(1.0, name="b")
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0, weight_decay=0.5), initial_scale=1.0)
+    opt.exclude_from_weight_decay(var_names=["b"])
+    opt.clipnorm = 1.0
+    opt.apply([-100.0, 0.0], [w, b])
+    assert (float(w), float(b)) == (1.0, 1.0)
+
+    with live("keras") as keras:
+        theirs = [keras.Variable(0.0, name="w"), keras.Variable(1.0, name="b")]
+        inner = keras.optimizers.SGD(1.0, weight_decay=0.5)
+        peer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0)
+        peer.exclude_from_weight_decay(var_names=["b"])
+        peer.clipnorm = 1.0
+        keras_step(peer, theirs)(jnp.float32(-100.0), jnp.float32(0.0))
+        fails(keras, [float(v.value) for v in theirs] != [1.0, 1.0])

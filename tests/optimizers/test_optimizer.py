@@ -5,10 +5,13 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
+
+from peers import fails
 
 
 class Momentum(gs.Optimizer):
@@ -853,3 +856,39 @@ def test_a_shallow_copy_survives_a_step():
     best = copy.copy(w)
     gs.SGD(0.5).minimize(lambda: (w.value() ** 2).sum(), [w])
     assert (best.numpy().tolist(), w.numpy().tolist()) == ([1, 2], [0, 0])
+
+
+@pytest.mark.parametrize(("gradient", "step"), [(0.0, 0.0), (1e-3, 0.125)])
+def test_adam_steps_for_tiny_float16_gradients(gradient, step):
+    """optax's Adam on float16 weights gives -inf or NaN for tiny and zero gradients; ours steps."""
+    grads, params = jnp.full(3, gradient, jnp.float16), jnp.ones(3, jnp.float16)
+    var, opt = gs.Variable(params), gs.Adam(0.125)
+    tx = gs.loss_scaled(optax.adam(0.125))
+    state = tx.init(params)
+    for i in range(1, 4):
+        opt.apply([grads], [var])
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(var.numpy(), 1 - i * step, atol=2e-3)
+        np.testing.assert_allclose(params, 1 - i * step, atol=2e-3)
+
+    peer, params = optax.adam(0.125), jnp.ones(3, jnp.float16)
+    updates, _ = peer.update(grads, peer.init(params), params)
+    fails(optax, not np.isfinite(updates).all())
+
+
+def test_float16_gradients_are_clipped_by_a_float32_norm():
+    """The norm of float16 gradients overflows in optax, so that all become 0; ours are clipped."""
+    params, grads = jnp.zeros(1000, jnp.float16), jnp.full(1000, 300.0, jnp.float16)
+    expected = np.full(1000, -1 / np.sqrt(1000))
+    tx = gs.loss_scaled(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
+    updates, _ = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates, expected, rtol=1e-3)
+    for clip in ("clipnorm", "global_clipnorm"):
+        var = gs.Variable(params)
+        gs.SGD(1.0, **{clip: 1.0}).apply([grads], [var])
+        np.testing.assert_allclose(var.numpy(), expected, rtol=1e-3)
+
+    peer = optax.clip_by_global_norm(1.0)
+    updates, _ = peer.update(grads, peer.init(params), params)
+    fails(optax, not np.asarray(updates).any())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import gainstage as gs
 
 from oracles import scale_automaton
+from peers import fails, keras_step, live
 
 STEPS = 60
 
@@ -332,3 +333,133 @@ def test_a_spoiled_scale_heals(spoiled):
     scale = state.loss_scale._replace(scale=jnp.float32(spoiled))
     state = tx.update(jnp.full(2, jnp.inf), state._replace(loss_scale=scale), params)[1]
     assert 0 < float(state.loss_scale.scale) <= 2.0**126
+
+
+def test_after_200_overflows_a_finite_step_is_finite():
+    """After 200 overflows Keras's scale is 0 and a finite step gives -inf; ours goes on."""
+    var = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5))
+    for _ in range(200):
+        opt.apply([jnp.inf], [var])
+    opt.minimize(lambda: var * 1.0, [var])
+    assert float(var) == 0.5
+
+    with live("keras") as keras:
+        theirs = keras.Variable(1.0)
+        peer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        step = keras_step(peer, [theirs])
+        for _ in range(200):
+            step(jnp.float32(jnp.inf))
+        step(jnp.float32(1.0))
+        fails(keras, not np.isfinite(float(theirs.value)))
+
+
+def test_after_120_doublings_the_scale_comes_down():
+    """After 112 doublings Keras's scale is inf for ever; ours stays finite and comes down."""
+    var = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.0), dynamic_growth_steps=1)
+    for _ in range(120):
+        opt.apply([0.0], [var])
+    assert float(opt.loss_scale) == 2.0**126
+    opt.apply([jnp.inf], [var])
+    assert float(opt.loss_scale) == 2.0**125
+
+    with live("keras") as keras:
+        inner = keras.optimizers.SGD(0.0)
+        peer = keras.optimizers.LossScaleOptimizer(inner, dynamic_growth_steps=1)
+        step = keras_step(peer, [keras.Variable(1.0)])
+        for gradient in [0.0] * 120 + [np.inf] * 10:
+            step(jnp.float32(gradient))
+        fails(keras, float(peer.dynamic_scale.value) == np.inf)
+
+
+def test_a_plain_factor_skips_nan():
+    """A plain optimizer with Keras's static factor applies a NaN; ours checks and skips."""
+    var = gs.Variable(1.0)
+    opt = gs.SGD(0.5, loss_scale_factor=128.0)
+    opt.apply([jnp.nan], [var])
+    assert (float(var), int(opt.iterations)) == (1.0, 0)
+    assert float(opt.scale_loss(1.0)) == 128.0
+    opt.apply([128.0], [var])
+    assert (float(var), int(opt.iterations)) == (0.5, 1)
+
+    with live("keras") as keras:
+        theirs = keras.Variable(1.0)
+        peer = keras.optimizers.SGD(0.5, loss_scale_factor=128.0)
+        peer.apply([jnp.float32(jnp.nan)], [theirs])
+        fails(keras, np.isnan(float(theirs.value)))
+
+
+def test_the_floor_survives_jit():
+    """jmp's floor goes back to 1 when the scale crosses jit; ours is part of the rule."""
+    rule = gs.DynamicLossScale(1.0, min_scale=2.0**-4)
+    state = jax.tree.map(lambda x: x, rule.init())
+    update = jax.jit(rule.update)
+    for _ in range(10):
+        state = update(state, False)
+    assert float(state.scale) == 2.0**-4
+
+    with live("jmp") as jmp:
+        scale = jmp.DynamicLossScale(jnp.float32(1.0), min_loss_scale=jnp.float32(2.0**-4))
+        adjust = jax.jit(lambda scale, finite: scale.adjust(finite))
+        for _ in range(10):
+            scale = adjust(scale, jnp.array(False))
+        fails(jmp, float(scale.loss_scale) != 2.0**-4)
+
+
+def test_the_scale_grows_after_its_period():
+    """flax's interval of 3 grows after 4 finite steps; ours after 3."""
+    rule = gs.DynamicLossScale(2.0, increment_period=3)
+    state, scales = rule.init(), []
+    for _ in range(7):
+        state = rule.update(state, True)
+        scales.append(float(state.scale))
+    assert scales == [2, 2, 4, 4, 4, 8, 8]
+
+    with live("flax.training.dynamic_scale") as flax:
+        peer, theirs = flax.DynamicScale(scale=2.0, growth_interval=3), []
+        for _ in range(7):
+            peer = peer.value_and_grad(lambda w: w * w)(jnp.float32(1.0))[0]
+            theirs.append(float(peer.scale))
+        fails(flax, theirs != scales)
+
+
+def test_the_default_scale_has_a_floor():
+    """NaNs drive jaxamp's scale to 0, a bad step being repeated up to ten times; ours has one."""
+    rule = gs.DynamicLossScale()
+    state, update = rule.init(), jax.jit(rule.update)
+    for _ in range(240):
+        state = update(state, False)
+    assert float(state.scale) == 2.0**-24
+
+    with live("jaxamp") as jaxamp:
+        fn = jaxamp.dynamic_scale_value_and_grad(lambda w: w * jnp.nan, redo_on_nan=20)
+        state = jaxamp.DynamicScalerState()
+        for _ in range(12):
+            state, _ = fn(jnp.float32(1.0), dynamic_scaler_state=state)
+        fails(jaxamp, float(state.scaler) == 0)
+
+
+def test_hysteresis_counts_anew_after_a_backoff():
+    """After a backoff Megatron halves at every single overflow; ours counts anew each time."""
+    rule = gs.DynamicLossScale(2.0**10, increment_period=1000, hysteresis=2)
+    state, scales = rule.init(), []
+    for finite in (False, False, True, False, True, False, False):
+        state = rule.update(state, finite)
+        scales.append(float(state.scale))
+    assert scales == [1024, 512, 512, 512, 512, 512, 256]
+
+
+def test_training_goes_on_after_a_storm_of_bad_batches():
+    """45 NaN batches leave Keras at a scale of 2**-30; ours goes on as float32 would."""
+    runs = []
+    for storm in (0, 45):
+        var = gs.Variable([1.0, -1.0])
+        opt = gs.LossScaleOptimizer(gs.Adam(0.1))
+        for _ in range(storm):
+            opt.apply([[jnp.nan, 1.0]], [var])
+        for _ in range(20):
+            opt.minimize(lambda var=var: ((var - 0.5) ** 2).sum(), [var])
+        runs.append(var.numpy())
+    np.testing.assert_array_equal(*runs)
+    assert float(opt.loss_scale) == 2.0**-24
