@@ -202,6 +202,7 @@ def test_attributes():
     assert (fixed.dynamic, fixed.dynamic_counter, fixed.dynamic_growth_steps) == (False, None, None)
 
 
+# Asked for in nerfacc#307 (not unscaled).
 def test_forgotten_calls_are_noticed():
     """Gradients applied without scaling and unscaling give one warning; with both there is none."""
     var = gs.Variable(1.0)

@@ -150,6 +150,7 @@ def test_every_attempt_to_change_a_hyperparameter_is_honoured():
     assert float(var) == -1.25
 
 
+# Asked for in accelerate#1714 (transfers).
 def test_nothing_is_transferred_after_the_first_step():
     """A step on device arrays runs while transfers between host and device are forbidden."""
     variables, optimizer = model(use_ema=True, gradient_accumulation_steps=2, clipnorm=1.0)
@@ -175,6 +176,7 @@ def test_the_whole_eager_step_traces(rate):
     assert "callback" not in jaxpr
 
 
+# Asked for in pytorch#120814 (breaks).
 @pytest.mark.parametrize("rate", [0.1, lambda: 0.1])
 def test_compiled_step_has_no_host_callback(rate):
     """The program of a step contains no custom call to the host, no infeed and no outfeed."""

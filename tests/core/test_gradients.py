@@ -72,6 +72,7 @@ def test_a_float64_gradient_beside_float16_ones():
         assert bool(inspection.inspect([*grads, jnp.array([jnp.inf], jnp.float16)]).finite) is False
 
 
+# Asked for in pytorch#74739 (float16 gradients).
 def test_unscaling_is_never_done_in_half():
     """A float16 gradient divided by 2**15 is not flushed; float64 stays float64."""
     tiny = jnp.float16(2.0**-14)
@@ -81,6 +82,7 @@ def test_unscaling_is_never_done_in_half():
         assert (wide.dtype, float(wide)) == (jnp.float64, 1 / 6)
 
 
+# Asked for in pytorch#96755 (overflow in unscaling).
 def test_an_overflow_in_unscaling_skips_the_step():
     """With a scale below 1 a finite gradient can overflow when unscaled: then nothing is taken."""
     var = gs.Variable([1.0, 1.0])

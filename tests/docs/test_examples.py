@@ -47,6 +47,7 @@ def test_float16_ends_where_float32_does(trained, library):
     np.testing.assert_allclose(half[:, :30], exact[:, :30], rtol=0.02)
 
 
+# Asked for in equinox#221 (examples).
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("library", [library for library in NEEDS if library != "optax"])
 def test_all_libraries_train_alike(trained, library, dtype):

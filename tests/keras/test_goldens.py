@@ -117,6 +117,7 @@ def test_variables_stand_in_the_recorded_order():
         )
 
 
+# Asked for in tf-keras#644 (scale < 1).
 @pytest.mark.parametrize("way", [stateful, stateless])
 def test_scale_falls_below_one_as_recorded(way):
     """The Keras 3 class has no floor of 1: its recorded scale below 1 is ours."""

@@ -136,6 +136,7 @@ def test_a_schedule_tells_its_rate():
         opt.learning_rate = 0.1
 
 
+# Asked for in keras#19244 (JAX loops).
 def test_a_loop_of_ones_own():
     """The eager `apply`, which crashes in Keras, takes steps, skips, and builds by itself."""
     w = keras.Variable(np.ones(3, np.float32), name="w")
@@ -555,3 +556,40 @@ def test_a_configuration_without_a_rule_is_one_of_keras():
     rule = gs.DynamicLossScale(8.0, 3, min_scale=1.0)
     config = LossScaleOptimizer(keras.optimizers.SGD(0.5), rule=rule).get_config()
     assert LossScaleOptimizer.from_config(config).rule == rule
+
+
+# Asked for in keras-core#571.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
+def test_the_loss_that_is_shown_is_the_true_one():
+    """Neither `minimize` nor the history of Keras's `fit` shows the loss times the scale."""
+    w = gs.Variable(3.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.0), initial_scale=2.0**10)
+    assert float(opt.minimize(lambda: w**2, [w])) == 9.0
+
+    keras = pytest.importorskip("keras", reason="keras is not installed")
+    from gainstage.interop.keras import LossScaleOptimizer
+
+    model = keras.Sequential([keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.0), 2.0**10), "mse")
+    history = model.fit(np.ones((4, 2)), np.zeros((4, 1)), verbose=0).history
+    assert history["loss"] == [4.0]
+
+
+# Asked for in keras#19534.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
+@pytest.mark.parametrize("kind", ["ours", "keras"])
+def test_what_fp8_layers_measure_is_kept(kind):
+    """A variable that its gradient overwrites is not unscaled, averaged, clipped or decayed."""
+    keras = pytest.importorskip("keras", reason="keras is not installed")
+    from gainstage.interop.keras import LossScaleOptimizer
+
+    options = {"weight_decay": 0.5, "clipnorm": 1.0, "gradient_accumulation_steps": 2}
+    lib = gs if kind == "ours" else keras.optimizers
+    weight, largest = keras.Variable(1.0), keras.Variable(0.0)
+    largest.overwrite_with_gradient = True
+    opt = LossScaleOptimizer(lib.SGD(0.5, momentum=0.9, **options), initial_scale=8.0)
+    opt.build([weight, largest])
+    for measured in (3.0, 5.0):
+        opt.apply([jnp.float32(8.0), jnp.float32(measured)], [weight, largest])
+    assert float(largest.value) == 5.0
+    assert float(weight.value) == 1.0 - 0.25 - 0.5

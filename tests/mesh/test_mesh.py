@@ -119,6 +119,7 @@ def test_norms_on_meshes_that_are_no_power_of_two(shape):
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
 
 
+# Asked for in pytorch#120003 (sharded).
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.float16, jnp.bfloat16], ids=lambda d: d.__name__
 )
@@ -140,6 +141,7 @@ def test_one_bad_element_anywhere_is_found_everywhere(kind, dtype):
                 assert not check(grads), (leaf, place, bad)
 
 
+# Asked for in verl#6150 (sharded).
 @pytest.mark.parametrize("size", [1, 1024, 4096, 210_000])
 def test_a_bad_replica_skips_everywhere(size):
     """A NaN in one replica only of a replicated gradient is found, on each of the devices."""
@@ -455,6 +457,7 @@ def test_slots_are_made_in_place():
 # ── master weights ───────────────────────────────────────────────────────────────────────────
 
 
+# Asked for in optax#1444 (small updates).
 def test_master_weights_keep_small_updates():
     """A float16 weight of 1 moves after many updates of 2**-14, which alone each round away."""
     weights = []
@@ -536,3 +539,21 @@ def test_devices_in_shard_map_have_one_scale():
             return peer.value_and_grad(lambda w: (w * x).sum())(params)[0].scale[None]
 
         fails(flax, len(set(everywhere(theirs))) > 1)
+
+
+# Asked for in DeepSpeed#90.
+def test_a_fixed_scale_with_divided_state():
+    """A static scale and state that is divided over a mesh take the steps of one device."""
+    mesh = jax.make_mesh((8,), ("data",))
+    start = np.arange(16, dtype=np.float32)
+    weights = []
+    for over, place in ((None, None), ("data", NamedSharding(mesh, PartitionSpec()))):
+        w = gs.Variable(jax.device_put(start, place))
+        inner = gs.SGD(0.5, momentum=0.5, shard_state_over=over)
+        opt = gs.LossScaleOptimizer(inner, 4.0, dynamic=False)
+        for factor in (1.0, np.inf, 2.0):
+            opt.apply([np.full(16, factor, np.float32)], [w])
+        assert float(opt.loss_scale) == 4.0
+        weights.append(w.numpy())
+    np.testing.assert_array_equal(*weights)
+    assert weights[0].tolist() == (start - 0.125 - 0.0625 - 0.25).tolist()

@@ -37,6 +37,7 @@ def test_loss_and_gradients_are_true_and_float32(dtype):
     assert grads["w"].tolist() == [1, 1, 1, 1]
 
 
+# Asked for in levanter#122 (scaling for float16).
 def test_small_gradients_survive_and_large_ones_are_seen():
     """A float16 gradient of 1e-9 is not lost, and one that overflowed comes back non-finite."""
     params, _, state = make(optax.sgd(0.1), jnp.float16)
@@ -466,6 +467,7 @@ def test_it_wraps_larger_ones(inner):
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+# Asked for in fairscale#834 (scales of parts).
 def test_several_parts_have_a_scale_each():
     """Two scaled parts in one tree keep their own scale; asked without saying which, an error."""
     parts = {"a": gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0)),
@@ -648,3 +650,31 @@ def test_nan_is_never_applied():
         updates, state = update(jnp.float32(jnp.nan), state, params)
         params = optax.apply_updates(params, updates)
     fails(optax, np.isnan(float(params)))
+
+
+# Asked for in optax#1754.
+@pytest.mark.parametrize(
+    "name", ["adam", "adamw", "adan", "amsgrad", "lion", "nadam", "novograd", "radam", "rmsprop",
+             "yogi"],
+)  # fmt: skip
+def test_float16_gradients_of_zero_give_no_nan(name):
+    """Whatever optax's rule divides by, it is done in float32, where its epsilon is not 0."""
+    tx = gs.loss_scaled(getattr(optax, name)(0.125))
+    params = jnp.ones(3, jnp.float16)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for gradient in (0.0, 0.0, 6e-8):
+        updates, state = update(jnp.full(3, gradient, jnp.float16), state, params)
+        assert np.isfinite(updates).all()
+
+
+# Asked for in BMTrain#39.
+def test_one_loss_has_one_scale():
+    """Two rules for the parts of one model share scale and verdict: both step, or neither does."""
+    parts = optax.multi_transform({"a": optax.sgd(0.5), "b": optax.adam(0.5)}, {"w": "a", "v": "b"})
+    tx, params = gs.loss_scaled(parts, gs.DynamicLossScale(8.0)), {"w": 1.0, "v": 1.0}
+    state = tx.init(params)
+    for w, moved in ((jnp.nan, False), (1.0, True)):
+        grads = {"w": jnp.float32(w), "v": jnp.float32(1.0)}
+        updates, state = tx.update(grads, state, params)
+        assert [float(u) != 0 for u in jax.tree.leaves(updates)] == [moved, moved]
+    assert float(gs.loss_scale(state)) == 4.0

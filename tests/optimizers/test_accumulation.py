@@ -314,6 +314,7 @@ def test_a_window_learns_nothing_from_the_loss_of_a_rejected_microbatch():
     assert float(opt.loss_scale) < 2.0**10
 
 
+# Asked for in keras#14829 (accumulation).
 def test_float16_variables_accumulate_in_float32():
     """Keras crashes on accumulation with float16 variables; ours accumulates in float32."""
     var = gs.Variable(jnp.zeros(2, jnp.float16))
@@ -334,3 +335,13 @@ def test_float16_variables_accumulate_in_float32():
         except TypeError:
             crashed = True
         fails(keras, crashed)
+
+
+# Asked for in prime-rl#1961.
+def test_a_skipped_microbatch_does_not_count():
+    """A window of two is two finite microbatches, and is divided by two."""
+    w = gs.Variable(0.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(1.0, gradient_accumulation_steps=2), initial_scale=8.0)
+    for gradient in (2.0, np.nan, 4.0, np.inf, 6.0, 8.0):
+        opt.apply([gradient * opt.loss_scale], [w])
+    assert (float(w), int(opt.iterations)) == (-3.0 - 7.0, 2)

@@ -53,6 +53,7 @@ def test_attributes_are_readable_before_build():
     assert float(opt.inner_optimizer.learning_rate) == 0.25
 
 
+# Asked for in apex#183 (fixed or dynamic).
 @pytest.mark.parametrize(
     "arguments",
     [{"dynamic": False, "initial_scale": 128.0}, {"rule": gs.FixedLossScale(128.0)}],
@@ -151,6 +152,7 @@ def test_an_option_that_a_class_sets_is_not_given():
         gs.LossScaleOptimizer(Decaying(1.0, weight_decay=0.5), weight_decay=0.25)
 
 
+# Asked for in keras#17225 (use_ema).
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
 def test_options_act_from_either_place(options):
     """An option on the wrapper gives bit for bit what it gives on the inner optimizer."""

@@ -125,3 +125,16 @@ def test_a_veto_is_no_overflow():
     shown = headline(run)
     assert shown["Skipped, of those recorded"] == "2 (50.0%)"
     assert shown["Finite, but turned down by only_if"] == "1"
+
+
+# Asked for in apex#232.
+def test_two_losses_have_two_scales():
+    """Of two optimizers, as a GAN has, an overflow in one neither skips nor halves the other."""
+    real, fake = gs.Variable(1.0), gs.Variable(1.0)
+    rule = gs.DynamicLossScale(8.0, 100)
+    ours = {v: gs.LossScaleOptimizer(gs.SGD(0.25), rule=rule) for v in (real, fake)}
+    for bad in (False, True, False):
+        ours[fake].minimize(lambda: fake * real.value(), [fake])
+        ours[real].minimize(lambda bad=bad: real * (jnp.inf if bad else 1.0), [real])
+    assert (float(ours[fake].loss_scale), float(ours[real].loss_scale)) == (8.0, 4.0)
+    assert (float(real), float(fake)) == (0.5, 1.0 - 0.25 * (1.0 + 0.75 + 0.75))

@@ -144,6 +144,7 @@ def some():
         yield pytest.param(optimizer, option, marks=[pytest.mark.slow] if seldom else [])
 
 
+# Asked for in Lightning#9330 (clipping).
 @pytest.mark.parametrize(("optimizer", "option"), list(some()))
 def test_powers_of_two_change_nothing(optimizer, option):
     """With a power-of-two scale a step is bit for bit that of scale 1, and close to no scaling."""
@@ -202,6 +203,7 @@ def test_float64_variables(optimizer, option):
             np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-14)
 
 
+# Asked for in pytorch#97415 (fused and not).
 @pytest.mark.parametrize(("optimizer", "option"), [("adam", "all"), ("nesterov", "overwrite")])
 def test_pure_compiled_and_uncompiled_steps_agree(optimizer, option):
     """`apply` is `stateless_apply` bit for bit, and the uncompiled step within rounding."""

@@ -90,6 +90,7 @@ def load_store(saved, variables, opt):
     opt.load_own_variables(saved[1])
 
 
+# Asked for in composer#1376 (scaler not saved).
 @pytest.mark.parametrize(
     ("save", "load"),
     [(by_state, load_state), (by_store, load_store)],
@@ -125,6 +126,7 @@ def test_a_pickle(stops):
         goes_on(*pickle.loads(file), start, snapshots)
 
 
+# Asked for in accelerate#4289 (scale not saved).
 @pytest.mark.parametrize("stops", STOPS, ids=["some", "all"])
 def test_orbax(stops, tmp_path):
     """A checkpoint of Orbax."""

@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
@@ -101,3 +102,20 @@ def test_a_schedule_moves_with_applied_steps():
     info = gs.telemetry(opt)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (6, 3)
     assert float(opt.learning_rate) == 0.5**6
+
+
+# Asked for in pytorch#67590.
+def test_a_skipped_step_does_not_move_the_schedule():
+    """After two skipped steps of five, the rates were those of three steps."""
+    rate = gs.schedules.ExponentialDecay(1.0, 1, 0.5)
+    grads = [1.0, np.inf, 1.0, np.nan, 1.0]
+    w, params = gs.Variable(0.0), jnp.float32(0.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(rate), initial_scale=1.0)
+    tx = gs.loss_scaled(optax.sgd(rate))
+    state = tx.init(params)
+    for gradient in grads:
+        opt.apply([gradient * opt.loss_scale], [w])
+        updates, state = tx.update(jnp.float32(gradient), state, params)
+        params = optax.apply_updates(params, updates)
+    assert float(w) == float(params) == -1.75
+    assert (int(opt.iterations), float(opt.learning_rate)) == (3, 0.125)

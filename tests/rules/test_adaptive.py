@@ -81,6 +81,7 @@ def test_a_start_that_is_too_high_costs_one_step():
     assert sum(slow) >= 10
 
 
+# Asked for in verl#4036 (growth in short runs).
 def test_a_start_that_is_too_low_is_over_after_one_step():
     """Gradients that the first scale flushes are in range from the second step on."""
     skipped, used = train(gs.AdaptiveLossScale(), 2.0**-30, 5)

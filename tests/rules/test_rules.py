@@ -70,6 +70,8 @@ def test_other_multipliers(multiplier):
     np.testing.assert_allclose(run(rule, finite_steps).scale, expected, rtol=1e-6)
 
 
+# Asked for in jmp#18 (a floor below 1); pytorch#99640 (scale < 1); pytorch#98828 (infinite
+# scale).
 @pytest.mark.parametrize(
     ("finite", "bound"), [(False, 2.0**-24), (True, 2.0**126)], ids=["overflow", "growth"]
 )
@@ -157,6 +159,7 @@ def test_bounds_must_enclose():
         gs.DynamicLossScale(16.0, max_scale=8.0)
 
 
+# Asked for in pytorch#157436 (scale of 5e-23).
 def test_legal_edges():
     """Numbers of any kind, multipliers up to 1, and a first scale below the floor are legal."""
     rule = gs.DynamicLossScale(jnp.float32(8), np.int64(3), np.float16(0.5), min_scale=np.int32(16))
@@ -335,6 +338,7 @@ def test_a_spoiled_scale_heals(spoiled):
     assert 0 < float(state.loss_scale.scale) <= 2.0**126
 
 
+# Asked for in apex#777 (division by a scale of 0).
 def test_after_200_overflows_a_finite_step_is_finite():
     """After 200 overflows Keras's scale is 0 and a finite step gives -inf; ours goes on."""
     var = gs.Variable(1.0)
@@ -354,6 +358,7 @@ def test_after_200_overflows_a_finite_step_is_finite():
         fails(keras, not np.isfinite(float(theirs.value)))
 
 
+# Asked for in flax#2547 (infinite scale).
 def test_after_120_doublings_the_scale_comes_down():
     """After 112 doublings Keras's scale is inf for ever; ours stays finite and comes down."""
     var = gs.Variable(1.0)
@@ -390,6 +395,7 @@ def test_a_plain_factor_skips_nan():
         fails(keras, np.isnan(float(theirs.value)))
 
 
+# Asked for in jmp#44 (a floor lost).
 def test_the_floor_survives_jit():
     """jmp's floor goes back to 1 when the scale crosses jit; ours is part of the rule."""
     rule = gs.DynamicLossScale(1.0, min_scale=2.0**-4)
@@ -450,6 +456,7 @@ def test_hysteresis_counts_anew_after_a_backoff():
     assert scales == [1024, 512, 512, 512, 512, 512, 256]
 
 
+# Asked for in pytorch#40497 (NaN for ever).
 def test_training_goes_on_after_a_storm_of_bad_batches():
     """45 NaN batches leave Keras at a scale of 2**-30; ours goes on as float32 would."""
     runs = []

@@ -65,6 +65,7 @@ def check(info, told):
         assert not np.isfinite(info.grad_norm)
 
 
+# Asked for in fairseq2#54 (floor and logs).
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_an_optimizer_tells_what_the_step_was_like(options, rng):
     """Finiteness, the scale of the step, all skips so far, the norm before clipping."""
@@ -139,6 +140,7 @@ def test_to_optax_keeps_it():
     assert float(gs.telemetry(state).grad_norm) == 5.0
 
 
+# Asked for in pytorch#26512 (waiting).
 def test_a_compiled_step_returns_it_and_waits_for_nothing():
     """Out of `gs.jit` the numbers of all steps can be read in the end, though it donates; nothing
     is transferred meanwhile."""
@@ -183,6 +185,7 @@ def test_on_a_mesh_the_norm_is_part_of_the_one_sum(kind, rng):
 SIZES = [(3,), (70, 50), (), (2, 2, 2)]
 
 
+# Asked for in apex#192 (which tensor); transformers#11274 (which tensor).
 @pytest.mark.parametrize("way", ["optimizer", "optax"])
 def test_a_planted_element_is_reported_as_its_tensor(way, rng):
     """100 times an inf, -inf or NaN in a random place: the report names that tensor, kind and
@@ -229,6 +232,7 @@ def test_a_part_without_parameters():
     assert str(gs.report(state, {})) == "0 of 1 steps were skipped."
 
 
+# Asked for in DeepSpeed#2911 (inf or NaN).
 def test_a_report_in_words():
     """The worst comes first; what never failed is not mentioned; None counts as finite."""
     a, b, c = (gs.Variable(1.0, name=name) for name in "abc")
@@ -333,3 +337,18 @@ def test_no_dtype_is_promoted_implicitly(rule):
         gs.report(opt)
     assert int(info.skipped_steps) == 1
     assert int(info.applied_steps) == 3
+
+
+# Asked for in DeepSpeed#1958.
+def test_at_the_floor_a_run_goes_on_and_can_be_asked():
+    """40 bad steps end no run: the scale stays at its floor, and it is known how many and where."""
+    w, b = gs.Variable([1.0, 1.0], name="w"), gs.Variable(1.0, name="b")
+    rule = gs.DynamicLossScale(8.0, min_scale=1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule, telemetry=True)
+    for _ in range(40):
+        opt.apply([[np.inf, 0.0], 0.0], [w, b])
+    info = gs.telemetry(opt)
+    assert (float(opt.loss_scale), int(info.skipped_steps), bool(info.finite)) == (1.0, 40, False)
+    assert str(gs.report(opt)).splitlines()[1] == "w: 40 of 40, all inf, steps 0 to 39"
+    opt.apply([[1.0, 1.0], 1.0], [w, b])
+    assert (w.numpy().tolist(), float(b)) == ([0.5, 0.5], 0.5)
