@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage._core import gradients, inspection
+from gainstage._core import gradients, readings
 
 from peers import fails, live
 
@@ -23,7 +23,7 @@ def planted(size, dtype):
 
     def check(position, value):
         tensor = jnp.ones(size, dtype).at[position].set(value.astype(dtype))
-        return optimizer.check_finite([jnp.zeros(3), tensor]), inspection.all_finite({"a": tensor})
+        return optimizer.check_finite([jnp.zeros(3), tensor]), readings.all_finite({"a": tensor})
 
     return jax.jit(check)
 
@@ -58,18 +58,18 @@ def test_one_bad_element_skips_the_step(size, dtype, rng):
 def test_the_largest_finite_values_are_finite(dtype):
     """Tensors full of the largest value are finite: their sum and norm are not asked."""
     tensor = jnp.full(5000, jnp.finfo(dtype).max, dtype)
-    assert inspection.all_finite([tensor, -tensor, None, jnp.zeros((0, 3))])
+    assert readings.all_finite([tensor, -tensor, None, jnp.zeros((0, 3))])
     assert gs.LossScaleOptimizer(gs.SGD()).check_finite([tensor, -tensor])
-    assert inspection.all_finite([])
+    assert readings.all_finite([])
 
 
 def test_a_float64_gradient_beside_float16_ones():
     """Dtypes may be mixed in any order: the sums are those of float64."""
     with jax.enable_x64(True):
         grads = [jnp.ones(1, jnp.float64), jnp.ones(2**15, jnp.float16), jnp.ones(3, jnp.float32)]
-        norm = jax.jit(lambda grads: inspection.inspect(grads, 1.0, norm=True).norm)(grads)
+        norm = jax.jit(lambda grads: readings.inspect(grads, 1.0, norm=True).norm)(grads)
         assert float(norm) == pytest.approx((2**15 + 4) ** 0.5, rel=1e-6)
-        assert bool(inspection.inspect([*grads, jnp.array([jnp.inf], jnp.float16)]).finite) is False
+        assert bool(readings.inspect([*grads, jnp.array([jnp.inf], jnp.float16)]).finite) is False
 
 
 # Asked for in pytorch#74739 (float16 gradients).
@@ -98,7 +98,7 @@ def test_clipping_is_that_of_numpy(name, limit, rng):
     """Each clip agrees with float64 numpy, leaves small gradients alone, and keeps zeros."""
     grads = [rng.normal(size=(4, 3)), np.zeros(5), rng.normal(size=7) * 3]
     arrays, limits = [None, *map(jnp.float32, grads)], {name: limit}
-    norms = inspection.norms(arrays, limits)
+    norms = readings.norms(arrays, limits)
     clipped = [g and g.value() for g in gradients.clip(gradients.divided(arrays), limits, norms)]
     assert clipped[0] is None
     norm = np.sqrt(sum((g**2).sum() for g in grads))
@@ -120,7 +120,7 @@ def test_an_infinite_norm_is_not_finite(name):
     opt.apply(huge, [var])
     assert var.numpy().tolist() == [1] * 16
     assert float(opt.loss_scale) == 1.0
-    norms = inspection.norms(huge, {name: 1.0})
+    norms = readings.norms(huge, {name: 1.0})
     (clipped,) = gradients.clip(gradients.divided(huge), {name: 1.0}, norms)
     assert jnp.isnan(clipped.value()).all()
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from gainstage._core.bridge import lent, read
 from gainstage._core.gradients import Gradients
-from gainstage._core.joining import SMALL, join, offsets, part
+from gainstage._core.packing import SMALL, join, offsets, part
 from gainstage._core.variable import Variable
 
 MOST = 32  # variables in a group: XLA compiles equal parts of equal groups once

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from gainstage._core import checks, gradients
 from gainstage._core.gradients import Gradients
 from gainstage._core.guard import Window, run_if
-from gainstage._core.inspection import norms as norms_of
 from gainstage._core.options import CLIPS, OPTIONS, check_option
+from gainstage._core.readings import norms as norms_of
 from gainstage._core.variable import Variable, placed
 
 

@@ -23,8 +23,8 @@ from gainstage._core.guard import (
     guarded,
     run_if,
 )
-from gainstage._core.inspection import norms
 from gainstage._core.options import BEFORE_BUILD, check_option
+from gainstage._core.readings import norms
 from gainstage._core.run import (
     Runner,
     VarList,

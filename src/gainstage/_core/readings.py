@@ -1,0 +1,368 @@
+"""One reading of the gradients: whether all are finite, and the norms that clipping needs."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gainstage._core.bridge import compiled_if_eager
+from gainstage._core.gradients import real_parts, wide
+from gainstage._core.packing import CHUNK, bundle, chunk_for, fold
+from gainstage._core.sharding import (
+    axes_of,
+    is_first,
+    knows_what_varies,
+    typed_layout,
+    varying,
+    varying_axes,
+    varying_like,
+)
+from gainstage._core.variable import placed
+
+
+class Inspection(NamedTuple):
+    """What one reading of scaled gradients says about the true ones."""
+
+    finite: jax.Array  # bool scalar: whether all their elements, and the norms, are finite
+    norms: list[jax.Array]  # what clipping divides by, as `gradients.clip` takes it
+    norm: jax.Array | None  # of all of them together, if requested
+
+
+class Request(NamedTuple):
+    """What to read beside the finiteness of the gradients."""
+
+    norms: bool = False  # norms
+    each: bool = False  # one for each gradient; else one of all together
+    limit: float = math.inf  # what norms are clipped to
+    bounded: bool = False  # whether the norm of the sums with the accumulators is finite
+
+
+# Squares of float32 numbers cover half of its exponents. A norm is found from the sum of the
+# squares times the first of these factors for which that sum is finite.
+FACTORS = (2.0**80, 1.0, 2.0**-90)
+FLUSHED = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
+# Devices send norms as squares too: a single one in two ranges, of which this is the border.
+LARGE = 2.0**12
+
+
+@compiled_if_eager
+def inspect(
+    grads: Sequence[Any],
+    scale: jax.Array | float = 1.0,
+    limits: Mapping[str, float] | None = None,
+    onto: Sequence[Any] = (),
+    layouts: Sequence[Any] = (),
+    norm: bool = False,
+) -> Inspection:
+    """Reads scaled gradients once, for the finiteness and the norms of the true ones.
+
+    On a mesh every device reads its own part, and one `psum` of 4 bytes, and 4 for each norm,
+    combines them. A norm is right wherever it is a float32 number; on a mesh if it is above
+    `2**-104`, and with `clipnorm` from `2**-40` to `2**70` times the limit.
+
+    Args:
+        grads: arrays of any floating dtype, or None.
+        scale: what they were multiplied by.
+        limits: the clip option in force, as for `gradients.clip`.
+        onto: finite accumulators, to which the true gradients will be added: the sums have to be
+            finite, and so has the norm of all of them if `limits` has one.
+        layouts: the sharding of each, None for those that are on one device; if empty, only what
+            the arrays themselves say is known.
+        norm: whether to compute the norm of all of them together, even if clipping needs none; nan
+            of finite gradients inside of `jax.shard_map(check_vma=False)`.
+
+    Raises:
+        ValueError: a limit for a norm inside of `jax.shard_map(check_vma=False)`.
+    """
+    known = bool(layouts) or jax.device_count() == 1
+    layouts = layouts or [typed_layout(gradient) for gradient in grads]
+    here = [i for i, gradient in enumerate(grads) if gradient is not None]
+    columns = [[column[i] for i in here] for column in (grads, onto) if column]
+    spread = {i: layouts[i] for i in here if isinstance(layouts[i], NamedSharding)}
+    limits = {name: limit for name, limit in (limits or {}).items() if name != "clipvalue"}
+    clips = bool(limits) and not onto
+    request = Request(clips or norm, clips and "clipnorm" in limits, bounded=bool(limits and onto))
+    if clips:
+        request = request._replace(limit=min(limits.values()))
+    mesh = jax.sharding.get_abstract_mesh()
+    unknown = bool(mesh.manual_axes) and not knows_what_varies(mesh)
+    if unknown and clips:
+        (name,) = limits
+        raise ValueError(
+            f"{name} needs to know which gradients differ between devices, and "
+            f"jax.shard_map(check_vma=False) does not tell. Use check_vma=True, or clip the "
+            f"gradients before the step."
+        )
+    if not here:
+        finite, norms = jnp.array(True), jnp.zeros(int(not request.each))
+    elif mesh.manual_axes:  # inside of `jax.shard_map`
+        axes = [varying_axes(gradient) for gradient in columns[0]]
+        ordered = set(mesh.manual_axes) == set(mesh.axis_names)
+        finite, norms = _read(columns, scale, request, axes, mesh.manual_axes, ordered)
+    elif spread:
+        alone = NamedSharding(next(iter(spread.values())).mesh, PartitionSpec())
+        finite, norms = _read_mesh(columns, scale, request, [spread.get(i, alone) for i in here])
+    else:
+        finite, norms = _read(columns, scale, request, [frozenset()] * len(here), (), known)
+    if not request.norms:
+        return Inspection(finite, [], None)
+    whole = _together(norms) if norm else None
+    if unknown:
+        whole = jnp.where(finite, jnp.nan, whole)
+    finite = finite & jnp.isfinite(norms).all() if clips else finite
+    return Inspection(finite, list(norms) if clips else [], whole)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every element of a pytree is finite: a bool scalar, true of an empty tree."""
+    leaves = real_parts([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)])
+    return inspect(leaves).finite
+
+
+@compiled_if_eager
+def norms(
+    grads: Sequence[Any], limits: Mapping[str, float], layouts: Sequence[Any] = ()
+) -> list[jax.Array]:
+    """What `gradients.clip` divides by, of gradients that are not scaled."""
+    clips = any(name != "clipvalue" for name in limits)
+    return inspect(grads, 1.0, limits, layouts=layouts).norms if clips else []
+
+
+def _read_mesh(
+    columns: Sequence[Sequence[jax.Array]],
+    scale: jax.Array | float,
+    request: Request,
+    layouts: Sequence[NamedSharding],
+) -> tuple[jax.Array, Any]:
+    """Reads sharded arrays: every device its part, then one sum over all."""
+    mesh, specs = layouts[0].mesh, [layout.spec for layout in layouts]
+    axes = [axes_of(spec) for spec in specs]
+    everywhere: Any = jax.shard_map(
+        lambda columns, scale: _read(columns, scale, request, axes, mesh.axis_names),
+        mesh=mesh,
+        in_specs=([specs] * len(columns), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    columns = [[placed(x, s) for x, s in zip(c, layouts, strict=True)] for c in columns]
+    return everywhere(columns, jnp.asarray(scale, jnp.float32))
+
+
+def _read(
+    columns: Sequence[Sequence[jax.Array]],
+    scale: jax.Array | float,
+    request: Request,
+    axes: Sequence[frozenset[str]],
+    everywhere: Sequence[str],
+    ordered: bool = True,
+) -> tuple[jax.Array, Any]:
+    """Whether the true gradients of all devices are finite, and their norms.
+
+    Args:
+        columns: the gradients on this device, and accumulators if there are some.
+        scale, request: as for `_read_here`.
+        axes: the axes of the mesh along which each gradient differs.
+        everywhere: all axes; empty off a mesh.
+        ordered: as for `_read_here`.
+    """
+    if request.each or not ordered:
+        pairs = [*zip(axes, zip(*columns, strict=True), strict=True)]
+    else:
+        pairs = bundle(axes, *columns)
+    devices = math.prod(map(lax.axis_size, everywhere))
+    finite, norms = _read_here([row for _, row in pairs], scale, request, devices, ordered)
+    if everywhere and request.norms:  # what several devices hold alike counts on the first of them
+        first = {own: is_first(axis for axis in everywhere if axis not in own) for own in axes}
+        norms = jnp.where(jnp.array([first[own] for own, _ in pairs]), norms, 0)
+    if request.norms and not request.each:
+        norms = _together(norms)[None]
+    if not everywhere:
+        return finite, norms
+    packed = _packed(norms, request) if request.norms else jnp.zeros(1)
+    packed = packed.at[-1].set(jnp.where(finite, packed[-1], jnp.inf))
+    packed = lax.psum(varying(packed, everywhere), tuple(everywhere))
+    return jnp.isfinite(packed[-1]), _unpacked(packed, request) if request.norms else None
+
+
+def _read_here(
+    rows: Sequence[tuple[jax.Array, ...]],
+    scale: jax.Array | float,
+    request: Request,
+    devices: int,
+    ordered: bool,
+) -> tuple[jax.Array, Any]:
+    """Whether the true gradients on this device are finite, and the norm of each row.
+
+    A CPU adds up float32 numbers, or their squares, faster than it does anything else with them,
+    and terms of a finite sum are finite. Only where a sum proves nothing, because it is too large
+    or not finite itself, a CPU reads all a second time. Any other device asks each element at once.
+
+    Args:
+        rows: gradients, each with its accumulator if there is one.
+        scale: what the gradients were multiplied by.
+        request: what to read.
+        devices: how many there are; over all of them the norm of the sums has to be finite.
+        ordered: whether the arrays are known to be on this device.
+    """
+    scale = jnp.asarray(scale, jnp.result_type(jnp.float32, *(wide(x.dtype) for x, *_ in rows)))
+
+    def on_cpu() -> tuple[jax.Array, Any]:
+        proved, sums = _quickly([x for x, *_ in rows], scale, request, len(rows[0]) > 1, ordered)
+        norms = jnp.sqrt(sums) / scale if request.norms else None
+        exactly = functools.partial(_exactly, rows, scale, request, devices, sums, ordered)
+        return lax.cond(proved, lambda: (proved, norms), exactly)
+
+    return lax.platform_dependent(
+        cpu=on_cpu, default=lambda: _exactly(rows, scale, request, devices)
+    )
+
+
+def _quickly(
+    arrays: Sequence[jax.Array], scale: jax.Array, request: Request, adds: bool, ordered: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Whether sums over scaled gradients prove that all is finite, and these sums: of the elements,
+    or of their squares if there are norms to read or accumulators to add them to."""
+    squares = request.norms or adds
+
+    def add(so_far: jax.Array, x: jax.Array) -> jax.Array:
+        x = x.astype(wide(x.dtype))
+        return so_far + jnp.sum(jnp.square(x) if squares else x).astype(scale.dtype)
+
+    # Traced once for each shape.
+    in_chunks = jax.jit(functools.partial(fold, add, longest=chunk_for(arrays)))
+    zero, each = varying_like(jnp.zeros_like(scale), arrays), []
+    before = zero
+    for x in arrays:
+        if ordered and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
+            before = in_chunks(before * 0, x)  # waits for the loop before: they share memory
+            each.append(before)
+        else:
+            each.append(add(zero, x))
+    sums = jnp.stack(each)
+    total = jnp.sum(sums)
+    if not squares:
+        # With a scale below 1 an element may overflow that the sum says nothing about.
+        largest = jnp.asarray(max(_largest(x.dtype) for x in arrays), scale.dtype)
+        return jnp.isfinite(total) & jnp.isfinite(largest / scale), sums
+    # What is below 2**100 moves no finite sum, or norm, of float32 beyond the largest number.
+    proved = jnp.sqrt(total) / scale < 2.0**100
+    # Squares that were flushed to zero are those of norms far below any other limit.
+    small = request.limit * scale <= 2.0**-30
+    return proved & (~small | (sums > FLUSHED).all()), sums
+
+
+def _exactly(
+    rows: Sequence[tuple[jax.Array, ...]],
+    scale: jax.Array,
+    request: Request,
+    devices: int,
+    sums: jax.Array | None = None,
+    ordered: bool = False,
+) -> tuple[jax.Array, Any]:
+    """What `_read_here` returns, from each element.
+
+    Args:
+        rows, scale, request, devices, ordered: as for `_read_here`.
+        sums: on a CPU, those of `_quickly`.
+    """
+    on_cpu = sums is not None
+    factors: Any = jnp.asarray(FACTORS, scale.dtype)
+    if sums is not None and request.norms:  # one for each row
+        factors = jnp.where(sums < FLUSHED, factors[0], factors[1])
+        factors = jnp.where(jnp.isfinite(sums), factors, FACTORS[2])[:, None]
+    bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)
+
+    def look(
+        scalars: Sequence[jax.Array], so_far: Any, gradient: jax.Array, *onto: jax.Array
+    ) -> Any:
+        x = gradient.astype(wide(gradient.dtype))
+        inverse, bound, *factors = (scalar.astype(x.dtype) for scalar in scalars)
+        new = sum(onto, x * inverse)
+        terms = [x * factor for factor in factors] + [new * bound] * request.bounded
+        more = [jnp.sum(jnp.square(term)).astype(scale.dtype) for term in terms]
+        # XLA for CPU (jaxlib 0.10.2) stores what `isfinite` returns.
+        finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
+        return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
+
+    def read(scalars: Any, so_far: Any, *row: jax.Array) -> Any:
+        stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA for CPU, in float32
+        longest = CHUNK if ordered and stored else 0
+        return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
+
+    read_once = jax.jit(read)  # traced once for rows of one shape
+    finite, each = jnp.array(True), []
+    for i, row in enumerate(rows):
+        own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
+        # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,
+        # which overflows. On a CPU each row waits for the one before: XLA would store scalars that
+        # are common to several rows as arrays of their shape.
+        before = finite if on_cpu else True
+        *scalars, _ = lax.optimization_barrier([1 / scale, bound, *own, before])
+        nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
+        finite, found = read_once(scalars, varying_like((finite, nothing), row), *row)
+        each.append(jnp.stack(found) if found else None)
+    if request.bounded:
+        finite &= jnp.isfinite(jnp.sum(jnp.stack(each)[:, -1]))
+    if not request.norms:
+        return finite, None
+    found = jnp.stack(each)[:, : factors.shape[-1]]
+    return finite, _norms(found, factors, scale)
+
+
+def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
+    """The norms of true gradients, of the sums of the squares of scaled ones times each factor."""
+    # In this order nothing overflows or vanishes that the result does not.
+    each = jnp.sqrt(sums) / jnp.maximum(factors, 1)
+    each = each / (jnp.minimum(factors, 1) * jnp.maximum(scale, 1)) / jnp.minimum(scale, 1)
+    place = jnp.argmax(jnp.isfinite(sums).at[:, -1].set(True), axis=1)
+    return jnp.take_along_axis(each, place[:, None], axis=1)[:, 0]
+
+
+def _largest(dtype: Any) -> float:
+    return float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 2.0**64
+
+
+def _times(x: jax.Array, factor: float) -> jax.Array:
+    """`x * factor`, to be squared: XLA would compute (c x)**2 as c**2 x**2, which overflows."""
+    return x * lax.optimization_barrier(jnp.asarray(factor, x.dtype))
+
+
+def _together(norms: jax.Array) -> jax.Array:
+    """The norm of all arrays together, given those of each."""
+    largest = jnp.max(norms, initial=0)
+    whole = largest * jnp.sqrt(jnp.sum(jnp.square(norms / largest)))
+    return jnp.where((largest > 0) & jnp.isfinite(largest), whole, jnp.sum(norms))
+
+
+def _packed(norms: jax.Array, request: Request) -> jax.Array:
+    """Norms of parts, as numbers whose sum over all devices gives the norms of the whole.
+
+    They are squares, and behind them a number that leaves room for what is not finite: for a single
+    norm it is the square of one that is `LARGE`, else 0.
+    """
+    if request.each:
+        return jnp.append(jnp.square(_times(norms, _unit(request))), 0)
+    large = norms >= LARGE
+    small = _times(jnp.where(large, 0, norms), 2.0**41)
+    # The norm of finite elements may be infinite: then send a number that is too large.
+    rest = jnp.minimum(_times(jnp.where(large, norms, 0), 2.0**-75), 2.0**55)
+    return jnp.square(jnp.append(small, rest))
+
+
+def _unpacked(packed: jax.Array, request: Request) -> jax.Array:
+    """The norms of the whole, given the sum of what all devices have `_packed`."""
+    norms = jnp.sqrt(packed[:-1])
+    if request.each:
+        return norms / _unit(request)
+    norm = jnp.hypot(norms * 2.0**-41, jnp.sqrt(packed[-1:]) * 2.0**75)
+    return jnp.where(jnp.isnan(norms), jnp.nan, norm)  # nan beside inf
+
+
+def _unit(request: Request) -> float:
+    """The power of two that norms are multiplied by before they are squared."""
+    return 2.0 ** min(max(-20 - math.frexp(request.limit)[1], -100), 100)
