@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from gainstage import fp8, schedules
 from gainstage._core._lazy import lazy
 from gainstage._core.bridge import functional, jit
-from gainstage._core.observed import StepInfo
 from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
 from gainstage._local import locally_scaled
 from gainstage._policy import Policy

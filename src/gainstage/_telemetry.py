@@ -7,7 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from gainstage._core.observed import (
+from gainstage._core.rules import as_power
+from gainstage._core.saving import unique_names
+from gainstage._core.scaled_state import loss_scaled_state
+from gainstage._core.stats import (
     FLUSHED,
     LOWEST,
     SUBNORMAL,
@@ -16,9 +19,6 @@ from gainstage._core.observed import (
     StepInfo,
     at_first,
 )
-from gainstage._core.rules import as_power
-from gainstage._core.saving import unique_names
-from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer

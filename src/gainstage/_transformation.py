@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
 from gainstage._core.guard import GuardState, Keep, Reading, guarded
-from gainstage._core.observed import at_first, check_telemetry, leaves_and_none
 from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
+from gainstage._core.stats import at_first, check_telemetry, leaves_and_none
 from gainstage.optimizers.base import Optimizer
 
 

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
     {"_core._jax", "_core._lazy", "_core.checks", "_core.configurable", "_core.signals"},
-    {"_core.joining", "_core.packing", "_core.sharding", "_core.variable"},
+    {"_core.packing", "_core.sharding", "_core.variable"},
     {"_core", "fp8"},
     {"_core.bridge", "_core.gradients", "_core.options", "_core.rules", "_policy", "schedules"},
-    {"_core.groups", "_core.readings", "_core.learning_rate", "_core.measures", "_local"},
-    {"_core.observed", "_core.saving", "_core.scaled_state", "rules"},
+    {"_core.groups", "_core.readings", "_core.learning_rate", "_core.stats", "_local"},
+    {"_core.saving", "_core.scaled_state", "rules"},
     {"_core.guard", "_core.run"},
     {"_core.step"},
     {"_core.store"},

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage._core.bridge import select
-from gainstage._core.measures import measure, measured_of_both
-from gainstage._core.observed import observed
 from gainstage._core.readings import inspect
 from gainstage._core.rules import LossScale, advance
+from gainstage._core.stats import measure, measured_of_both, observed
 from gainstage._core.variable import is_inside
 
 Update = Callable[..., tuple[Any, Any]]  # (state, mask of the gradients) -> (result, state)

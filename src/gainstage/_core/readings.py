@@ -111,11 +111,10 @@ def inspect(
         finite, norms = _read(columns, scale, request, [frozenset()] * len(here), (), known)
     if not request.norms:
         return Inspection(finite, [], None)
-    whole = _together(norms) if norm else None
-    if unknown:
-        whole = jnp.where(finite, jnp.nan, whole)
+    whole = _together(norms)
+    whole = jnp.where(finite, jnp.nan, whole) if unknown else whole
     finite = finite & jnp.isfinite(norms).all() if clips else finite
-    return Inspection(finite, list(norms) if clips else [], whole)
+    return Inspection(finite, list(norms) if clips else [], whole if norm else None)
 
 
 def all_finite(tree: Any) -> jax.Array:

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from gainstage._core import checks
-from gainstage._core.observed import StepInfo
 from gainstage._core.rules import as_power
 from gainstage._core.signals import deferred_signals
+from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
 
 Record = dict[str, Any]  # the step, and its numbers by name

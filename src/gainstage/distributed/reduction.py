@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core.gradients import widen
-from gainstage._core.measures import measure
 from gainstage._core.sharding import typed_layout
+from gainstage._core.stats import measure
 
 
 def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:

@@ -12,8 +12,6 @@ from gainstage._core.bridge import read, variables_like
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.guard import GuardState
-from gainstage._core.measures import measure
-from gainstage._core.observed import at_first, check_telemetry
 from gainstage._core.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage._core.readings import all_finite
 from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, as_rule, start
@@ -21,6 +19,7 @@ from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import states_in
 from gainstage._core.sharding import replicate
+from gainstage._core.stats import at_first, check_telemetry, measure
 from gainstage._core.step import StepState
 from gainstage._core.store import Guard, Slots, Store
 from gainstage._core.variable import Variable

@@ -1,17 +1,19 @@
-"""What telemetry keeps of a run, on the device: the last step, what overflowed, what underflows."""
+"""What loss-scale rules and telemetry need of a step beside the finiteness of its gradients."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gainstage._core import checks
 from gainstage._core.bridge import compiled_if_eager
-from gainstage._core.joining import by_rows
-from gainstage._core.measures import measure
-from gainstage._core.sharding import on_one_device, varying
+from gainstage._core.gradients import divided, widen
+from gainstage._core.packing import CHUNK, bundle, fold
+from gainstage._core.sharding import on_one_device, varying, varying_like
 
 # The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
@@ -51,6 +53,121 @@ class Observed(NamedTuple):
     info: StepInfo
     causes: jax.Array  # int32, one row a gradient: steps with an inf, with a NaN, first and last
     exponents: Exponents | None
+
+
+def measure(
+    names: Sequence[str],
+    grads: Any,
+    finite: jax.Array | bool,
+    loss: Any = None,
+    scale: jax.Array | None = None,
+    ordered: bool = False,
+) -> dict[str, jax.Array]:
+    """What a loss-scale rule asks for in its `measures`, of true gradients and the true loss.
+
+    A CPU reads `max_abs` of finite gradients as a maximum and a minimum, which is the fastest it
+    can; only where not all are finite it asks each element. Any other device does so at once.
+
+    Args:
+        names: any of `max_abs`, `any_nan`, `any_inf`, `loss`.
+        grads: a pytree of gradients.
+        finite: whether all their elements are known to be; a Python bool settles it.
+        loss: the true loss, if it is known. Measured, it is inf where it is nan, and nan where it
+            is not known.
+        scale: what the gradients were multiplied by; None if they are true.
+        ordered: whether they are known to be on one device.
+
+    Raises:
+        ValueError: another name.
+    """
+    known = (*_MEASURES, "loss")
+    for name in names:
+        if name not in known:
+            raise ValueError(f"Expected measures among {sorted(known)}; got {name!r}.")
+    measured = _of_gradients([n for n in names if n in _MEASURES], grads, finite, scale, ordered)
+    if "loss" in names:
+        value = jnp.asarray(jnp.nan if loss is None else loss, jnp.float32)
+        measured["loss"] = value if loss is None else jnp.where(jnp.isnan(value), jnp.inf, value)
+    manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not manual:
+        return measured
+    # Inside of `jax.shard_map` each device has measured its own part, and all have to agree.
+    together = {"max_abs": lax.pmax, "loss": lax.pmean}
+    return {
+        name: together[name](varying(value, manual), manual)
+        if name in together
+        else lax.psum(varying(value.astype(jnp.int32), manual), manual) > 0
+        for name, value in measured.items()
+    }
+
+
+def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
+    """What has been measured of several microbatches, and of one more: of the losses the last, but
+    the first that is not finite."""
+    combined = {name: known.combine for name, known in _MEASURES.items()}
+    combined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
+    return {name: combined[name](before[name], value) for name, value in more.items()}
+
+
+class _Measure(NamedTuple):
+    nothing: Any  # what it is of no gradients
+    of: Callable[[jax.Array], jax.Array]  # an array of true gradients, not all of them finite
+    combine: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def _largest_finite(x: jax.Array) -> jax.Array:
+    sizes = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
+    return jnp.max(sizes, initial=0).astype(jnp.float32)
+
+
+_MEASURES = {
+    "max_abs": _Measure(np.float32(0), _largest_finite, jnp.maximum),
+    "any_nan": _Measure(np.bool_(False), lambda x: jnp.isnan(x).any(), jnp.logical_or),
+    "any_inf": _Measure(np.bool_(False), lambda x: jnp.isinf(x).any(), jnp.logical_or),
+}
+
+
+@compiled_if_eager
+def _of_gradients(
+    names: Sequence[str], grads: Any, finite: jax.Array | bool, scale: Any, ordered: bool
+) -> dict[str, jax.Array]:
+    if not names:
+        return {}
+    ordered = on_one_device(ordered)
+    arrays = [leaf for leaf in jax.tree.leaves(grads) if leaf.size]
+    nothing = varying_like({name: jnp.asarray(_MEASURES[name].nothing) for name in names}, arrays)
+    if ordered:
+        arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
+
+    def more(so_far: Any, array: jax.Array) -> Any:
+        (gradient,) = divided([array], scale)
+        assert gradient is not None
+        true = gradient.value()
+        return {n: _MEASURES[n].combine(so_far[n], _MEASURES[n].of(true)) for n in names}
+
+    def exactly(longest: int) -> dict[str, jax.Array]:
+        look = jax.jit(functools.partial(fold, more, longest=longest))  # traced once for each shape
+        return functools.reduce(look, arrays, nothing)
+
+    def on_cpu() -> dict[str, jax.Array]:
+        in_chunks = functools.partial(exactly, CHUNK if ordered else 0)
+        if finite is False:
+            return in_chunks()
+        quickly = dict(nothing)
+        if "max_abs" in names:
+            sizes = [g.value() for g in divided([*map(_largest, arrays)], scale) if g is not None]
+            each = [size.astype(jnp.float32) for size in sizes]
+            quickly["max_abs"] = functools.reduce(jnp.maximum, each, nothing["max_abs"])
+        return quickly if finite is True else lax.cond(finite, lambda: quickly, in_chunks)
+
+    return lax.platform_dependent(cpu=on_cpu, default=lambda: exactly(0))
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.max(jnp.abs(widen(x)))
+    # Not `max` of `abs`, which XLA for CPU would store in float16 (jaxlib 0.10.2).
+    return jnp.maximum(widen(jnp.max(x)), -widen(jnp.min(x)))
 
 
 def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
@@ -94,6 +211,8 @@ def observed(
 ) -> Observed:
     """After one more step.
 
+    One conditional holds what is seldom due: causes of a skipped step, or exponents.
+
     Args:
         before: what was known before it.
         grads: its gradients, arrays or None, which are read only where the step is skipped, or the
@@ -105,7 +224,7 @@ def observed(
         max_abs: their largest finite element, if it has been measured.
         loss_scale: the scale of its loss.
         every: as for `at_first`.
-        ordered: as for `measures.measure`.
+        ordered: as for `measure`.
     """
     info = before.info
     step = info.applied_steps + info.skipped_steps
@@ -127,22 +246,30 @@ def observed(
         max_abs=largest,
         applied=applied,
     )
-    one = on_one_device(ordered)
-    causes = lax.cond(
-        finite, lambda: before.causes, lambda: _more_causes(before.causes, grads, step, one)
-    )
-    exponents = before.exponents
-    if exponents is not None and every:
+
+    def look(longest: int) -> tuple[jax.Array, Exponents | None]:
+        known = before.causes, before.exponents
+
+        def causes() -> tuple[jax.Array, Exponents | None]:
+            return _more_causes(before.causes, grads, step, longest), before.exponents
+
+        if before.exponents is None or not every:
+            return lax.cond(finite, lambda: known, causes)
         more = jnp.float32(loss_scale / scale)
 
-        def counted() -> Exponents:
+        def exponents() -> tuple[jax.Array, Exponents | None]:
             none = jnp.zeros(BINS, jnp.float32)
-            rows = [none if g is None else _exponents(g, more, one) for g in grads]
-            return Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
+            rows = [none if g is None else _exponents(g, more, longest) for g in grads]
+            return before.causes, Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
 
-        due = finite & ((exponents.step < 0) | (step - exponents.step >= every))
-        exponents = lax.cond(due, counted, lambda: exponents)
-    return Observed(new, causes, exponents)
+        last = before.exponents.step
+        due = (last < 0) | (step - last >= every)
+        choice = jnp.where(finite, jnp.where(due, 2, 0), 1)
+        return lax.switch(choice, [lambda: known, causes, exponents])
+
+    longest = CHUNK if on_one_device(ordered) else 0
+    looked: Any = lax.platform_dependent(cpu=lambda: look(longest), default=lambda: look(0))
+    return Observed(new, *looked)
 
 
 def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool, int | None]:
@@ -161,7 +288,7 @@ def leaves_and_none(tree: Any) -> list[Any]:
 
 
 def _more_causes(
-    causes: jax.Array, grads: Sequence[Any], step: jax.Array, ordered: bool
+    causes: jax.Array, grads: Sequence[Any], step: jax.Array, longest: int
 ) -> jax.Array:
     none = jnp.zeros(2, bool)
 
@@ -169,9 +296,7 @@ def _more_causes(
         return so_far | jnp.stack([jnp.isinf(part).any(), jnp.isnan(part).any()])
 
     def kinds_of(gradient: Any) -> jax.Array:
-        if gradient is None:
-            return none
-        return by_rows(kinds, none, gradient) if ordered else kinds(none, gradient)
+        return none if gradient is None else fold(kinds, none, gradient, longest=longest)
 
     found = jnp.array([kinds_of(gradient) for gradient in grads], bool).reshape(-1, 2)
     found = _summed(found.astype(jnp.int32)) > 0
@@ -183,7 +308,7 @@ def _more_causes(
     return jnp.stack([inf + more_inf, nan + more_nan, first, last], axis=1)
 
 
-def _exponents(gradient: jax.Array, scale: jax.Array, ordered: bool) -> jax.Array:
+def _exponents(gradient: jax.Array, scale: jax.Array, longest: int) -> jax.Array:
     """How many elements are 0, and how many have each exponent from `LOWEST` on."""
 
     def more(so_far: jax.Array, part: jax.Array) -> jax.Array:
@@ -199,8 +324,8 @@ def _exponents(gradient: jax.Array, scale: jax.Array, ordered: bool) -> jax.Arra
         # the other, for XLA would store the comparisons with all of them.
         return so_far + lax.map(count, jnp.arange(BINS, dtype=jnp.int8)).astype(jnp.float32)
 
-    none = jnp.zeros(BINS, jnp.float32)
-    return by_rows(more, none, gradient) if ordered else _summed(more(none, gradient))
+    none = varying_like(jnp.zeros(BINS, jnp.float32), [gradient])
+    return _summed(fold(more, none, gradient, longest=longest))
 
 
 def _summed(counts: jax.Array) -> jax.Array:
