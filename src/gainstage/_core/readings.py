@@ -315,9 +315,12 @@ def _exactly(
 
 def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
     """The norms of true gradients, of the sums of the squares of scaled ones times each factor."""
-    # In this order nothing overflows or vanishes that the result does not.
-    each = jnp.sqrt(sums) / jnp.maximum(factors, 1)
-    each = each / (jnp.minimum(factors, 1) * jnp.maximum(scale, 1)) / jnp.minimum(scale, 1)
+    # In this order nothing overflows or vanishes that the result does not. The barrier keeps XLA
+    # (jaxlib 0.10.2) from computing a / b / c as a / (b c).
+    divisors = jnp.maximum(factors, 1), jnp.minimum(factors, 1) * jnp.maximum(scale, 1)
+    each = jnp.sqrt(sums)
+    for divisor in (*divisors, jnp.minimum(scale, 1)):
+        each = lax.optimization_barrier(each / divisor)
     place = jnp.argmax(jnp.isfinite(sums).at[:, -1].set(True), axis=1)
     return jnp.take_along_axis(each, place[:, None], axis=1)[:, 0]
 
