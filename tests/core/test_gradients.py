@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -203,3 +204,40 @@ def test_large_gradients_are_not_taken_for_inf():
     opt = gs.LossScaleOptimizer(gs.SGD(2.0**-100), initial_scale=1.0)
     opt.apply([jnp.full(4, 2.0**127)], [var])
     assert var.numpy().tolist() == [-(2.0**27)] * 4
+
+
+@pytest.mark.parametrize(("element", "scale"), [(60, -60), (-54, 60), (100, 126), (-20, -126)])
+def test_norms_at_any_scale(element, scale):
+    """The norm of true gradients is right if it is a float32 number, at any scale."""
+    gradient = np.float32(2.0**element * np.random.default_rng(0).uniform(0.5, 1, 9000))
+    limits = {"clipnorm": 2.0**-100}
+    found = readings.inspect([jnp.asarray(gradient)], jnp.float32(2.0**scale), limits)
+    expected = np.linalg.norm(gradient.astype(float)) / 2.0**scale
+    assert bool(found.finite)
+    np.testing.assert_allclose(np.float64(found.norms[0]), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_changes_no_other_norm(dtype):
+    """With `clipnorm` the norm of each gradient is its own, whatever the others hold."""
+    grads = [jnp.full(9000, value, dtype) for value in (2.0, np.nan, 0.5, np.inf, 1.0)]
+    norms = np.float64(readings.norms(grads, {"clipnorm": 1.0})) / 9000**0.5
+    np.testing.assert_allclose(norms, [2.0, np.nan, 0.5, np.inf, 1.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1.0}, {"clipnorm": 1.0}], ids=str)
+def test_only_a_cpu_takes_a_conditional(options):
+    """A scaled step has one conditional lowered for a CPU, and none for a GPU or TPU."""
+    w = gs.Variable(jnp.ones((100, 100)))
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1, **options))
+    opt.build([w])
+    values = [[w.value()], [variable.value() for variable in opt.variables]]
+    step = jax.jit(lambda weights, state, grads: opt.stateless_apply(state, grads, weights))
+    traced = step.trace(*values, values[0])
+    for platform, count in {"cpu": 1, "cuda": 0, "tpu": 0}.items():
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        main = text[text.index("@main") :].split("func.func")[0]
+        # What the choice of the platform depends on is no bool, but a constant.
+        operands = re.findall(r"stablehlo.(?:case|if)\"\((%\w+)\)", main)
+        bools = [x for x in operands if re.search(rf"\n +{x} = .*tensor<i1>", main)]
+        assert len(bools) == count, platform

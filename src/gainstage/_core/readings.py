@@ -238,7 +238,8 @@ def _quickly(
     before = zero
     for x in arrays:
         if ordered and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
-            before = in_chunks(before * 0, x)  # waits for the loop before: they share memory
+            start, _ = lax.optimization_barrier((zero, before))  # so that loops share memory
+            before = in_chunks(start, x)
             each.append(before)
         else:
             each.append(add(zero, x))
