@@ -19,11 +19,15 @@ from gainstage._core import readings, sharding
 
 import programs
 from peers import fails, live
+from table import ELEMENTWISE
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
 SPECS = [("data", "model"), (), (None, "model"), (), (), (("data", "model"), None)]
 COLLECTIVE = r"= (\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
+
+
+adam = functools.partial(gs.Adam, 0.1)
 
 
 def mesh_of(shape, kind=AUTO):
@@ -43,12 +47,12 @@ def put(arrays, layouts):
     return [jax.device_put(a, layout) for a, layout in zip(arrays, layouts, strict=True)]
 
 
-def make(layouts, rule=gs.Adam, dtype=np.float32, scale=8.0, **options):
+def make(layouts, rule=adam, dtype=np.float32, scale=8.0, **options):
     values = random(np.random.default_rng(0), dtype)
     if layouts:
         values = put(values, layouts)
     variables = [gs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
-    opt = gs.LossScaleOptimizer(rule(0.1, **options), scale)
+    opt = gs.LossScaleOptimizer(rule(**options), scale)
     opt.build(variables)
     return variables, opt
 
@@ -159,9 +163,10 @@ def test_a_bad_replica_skips_everywhere(size):
 
 
 # The others are written in the same words, and take the longer on each mesh.
-RULES = [gs.AdamW, gs.RMSprop, gs.Adagrad, gs.Adadelta, gs.Lion]
-MORE = [pytest.param(rule, marks=pytest.mark.slow) for rule in RULES]
-SOME = [gs.SGD, gs.Adam, *MORE]
+SOME = [
+    pytest.param(make, id=name, marks=[pytest.mark.slow] * (name not in ("sgd", "adam")))
+    for name, make in ELEMENTWISE.items()
+]
 
 
 def trained(layouts, rule, **options):
@@ -180,7 +185,7 @@ def trained(layouts, rule, **options):
     [[(4, 2), (2, 4)], pytest.param([(2, 1), (2, 2), (8, 1)], marks=pytest.mark.slow)],
     ids=["some", "others"],
 )
-@pytest.mark.parametrize("rule", SOME, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", SOME)
 def test_every_layout_takes_the_same_steps(rule, shapes):
     """The same gradients give the same bits on every mesh, and on one device."""
     runs = []
@@ -200,9 +205,9 @@ def test_every_layout_takes_the_same_steps(rule, shapes):
 @pytest.mark.parametrize("options", [{"global_clipnorm": 1.0}, {"clipnorm": 0.5}], ids=str)
 def test_clipped_steps_differ_by_rounding_only(options, shapes):
     """With a norm, whose sum depends on the layout, runs agree to 1e-6, and in all counters."""
-    reference, opt = trained(None, gs.Adam, **options)
+    reference, opt = trained(None, adam, **options)
     for shape in shapes:
-        variables, other = trained(layouts_on(mesh_of(shape)), gs.Adam, **options)
+        variables, other = trained(layouts_on(mesh_of(shape)), adam, **options)
         for a, b in zip(variables, reference, strict=True):
             np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, atol=1e-6)
         assert float(other.loss_scale) == float(opt.loss_scale) == 4.0
@@ -210,7 +215,7 @@ def test_clipped_steps_differ_by_rounding_only(options, shapes):
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
-@pytest.mark.parametrize("rule", [gs.SGD, *MORE, lambda *a, **o: gs.Adam(*a, amsgrad=True, **o)])
+@pytest.mark.parametrize("rule", SOME)
 def test_state_lies_like_its_variable(rule, kind):
     """Slots, averages and accumulators have their variable's layout, scalars lie on all devices."""
     mesh = mesh_of((4, 2), kind)

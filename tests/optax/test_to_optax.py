@@ -11,15 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
 
-RULES = {
-    "sgd": lambda **o: gs.SGD(0.1, momentum=0.9, nesterov=True, **o),
-    "adam": lambda **o: gs.Adam(0.1, amsgrad=True, **o),
-    "adamw": lambda **o: gs.AdamW(0.1, **o),
-    "rmsprop": lambda **o: gs.RMSprop(0.1, centered=True, **o),
-    "adagrad": lambda **o: gs.Adagrad(0.1, **o),
-    "adadelta": lambda **o: gs.Adadelta(0.1, **o),
-    "lion": lambda **o: gs.Lion(0.1, **o),
-    "optax": lambda **o: gs.Optax(optax.adam(0.1), **o),
+from table import OPTIMIZERS
+
+RULES = OPTIMIZERS | {
     "schedule": lambda **o: gs.SGD(gs.schedules.ExponentialDecay(0.1, 3, 0.5), **o),
 }
 OPTIONS = {

@@ -13,17 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage.compat import dtensor
 
+from table import ELEMENTWISE
+
 SHAPES = [(3, 2), (5,), (), (100, 50), (7,), (4, 4)]  # the fourth is too large to be grouped
-KINDS = {
-    "sgd": lambda **o: gs.SGD(0.1, 0.9, nesterov=True, **o),
-    "adam": lambda **o: gs.Adam(0.1, amsgrad=True, **o),
-    "adamw": lambda **o: gs.AdamW(0.1, **o),
-    "rmsprop": lambda **o: gs.RMSprop(0.1, momentum=0.5, centered=True, **o),
-    "adagrad": lambda **o: gs.Adagrad(0.1, **o),
-    "adadelta": lambda **o: gs.Adadelta(1.0, **o),
-    "lion": lambda **o: gs.Lion(0.1, **o),
-    "mesh": lambda **o: dtensor.Adam(0.1, jit_compile=True, **o),
-}
+KINDS = ELEMENTWISE | {"mesh": lambda **o: dtensor.Adam(0.1, jit_compile=True, **o)}
 OPTIONS = [
     {},
     {"clipnorm": 0.5, "weight_decay": 0.1},
