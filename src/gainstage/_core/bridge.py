@@ -59,6 +59,8 @@ def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = F
         for variable, value in zip(variables, values, strict=True):
             if value is not variable._value:
                 variable._check_that_it_stays(value)  # all of them, before any is stored
+        Variable._put(variables, values, shared)
+        return
     with deferred_signals():
         Variable._put(variables, values, shared)
 

@@ -48,17 +48,6 @@ def real(
     return number
 
 
-def boolean(name: str, value: Any) -> Any:
-    """A bool scalar of Python, numpy or JAX (which may be traced), as it is.
-
-    Raises:
-        TypeError: anything else.
-    """
-    if getattr(value, "dtype", type(value)) != np.dtype(bool) or np.shape(value):
-        raise TypeError(f"Expected a bool scalar for {name}; got {value!r}.")
-    return value
-
-
 def shortest(value: Any) -> float:
     """A float32 as one would write it: 0.1, not 0.10000000149011612."""
     exact = float(value)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.dtypes import float0
 
 from gainstage._core._jax import Layout, Tracer, with_layout_constraint
 from gainstage._core.variable import placed
@@ -32,7 +33,7 @@ def widen(tree: Any) -> Any:
 
 def is_float0(x: Any) -> bool:
     """Whether this is the gradient by an integer, which has no elements to compute with."""
-    return getattr(x, "dtype", None) == jax.dtypes.float0
+    return getattr(x, "dtype", None) == float0
 
 
 def scaled(loss: Any, scale: Any) -> jax.Array:
@@ -66,7 +67,7 @@ def in_order(gradient: Any) -> Any:
     store it both ways, for the check and for the update. An array on several devices it would
     gather.
     """
-    if not isinstance(gradient, Tracer) or gradient.ndim < 2 or is_float0(gradient):
+    if not isinstance(gradient, Tracer) or gradient.ndim < 2 or gradient.dtype == float0:
         return gradient
     rows = Layout(tuple(range(gradient.ndim)))
     pin = functools.partial(with_layout_constraint, layouts=rows)
@@ -81,7 +82,7 @@ class Gradient(NamedTuple):
 
     def value(self) -> jax.Array:
         """The gradient, in float32 or wider."""
-        value = widen(self.array)
+        value = self.array.astype(wide(self.array.dtype))
         # XLA computes a product again in every kernel that wants it, but would store a quotient.
         for factor in self.factors:
             value = value * factor.astype(value.dtype)

@@ -232,7 +232,9 @@ def guarded(
         return Outcome(result, new, state, finite, applied)
     here = bool(shardings) and all(sharding is None for sharding in shardings)
     divisor = scale if isinstance(scale, jax.Array) else None
-    measured = measure(rule.measures, grads, finite, loss, divisor, here)
+    measured = {}
+    if rule.measures:
+        measured = measure(rule.measures, grads, finite, loss, divisor, here)
     stats = state.observed
     if norm is not None:
         now = state.scale.scale if loss_scale is None else loss_scale

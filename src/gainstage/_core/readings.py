@@ -247,7 +247,7 @@ def _quickly(
     total = jnp.sum(sums)
     if not squares:
         # With a scale below 1 an element may overflow that the sum says nothing about.
-        largest = jnp.asarray(max(_largest(x.dtype) for x in arrays), scale.dtype)
+        largest = jnp.asarray(max(float(jnp.finfo(x.dtype).max) for x in arrays), scale.dtype)
         return jnp.isfinite(total) & jnp.isfinite(largest / scale), sums
     # What is below 2**100 moves no finite sum, or norm, of float32 beyond the largest number.
     proved = jnp.sqrt(total) / scale < 2.0**100
@@ -324,10 +324,6 @@ def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
         each = lax.optimization_barrier(each / divisor)
     place = jnp.argmax(jnp.isfinite(sums).at[:, -1].set(True), axis=1)
     return jnp.take_along_axis(each, place[:, None], axis=1)[:, 0]
-
-
-def _largest(dtype: Any) -> float:
-    return float(jnp.finfo(dtype).max) if jnp.issubdtype(dtype, jnp.floating) else 2.0**64
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:

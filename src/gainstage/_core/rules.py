@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gainstage._core import checks
 from gainstage._core.checks import LARGEST, SMALLEST
@@ -38,7 +39,9 @@ def _explained(update: Callable[..., Any]) -> Callable[..., Any]:
                 f"Expected update(state, finite) of the rule {self!r}; got {len(args)} argument. "
                 f"The object with update(grads) is in gainstage.compat.experimental."
             )
-        checks.boolean("finite", kwargs["finite"] if "finite" in kwargs else args[1])
+        finite = kwargs["finite"] if "finite" in kwargs else args[1]
+        if getattr(finite, "dtype", type(finite)) != np.dtype(bool) or np.shape(finite):
+            raise TypeError(f"Expected a bool scalar for finite; got {finite!r}.")
         return update(self, *args, **kwargs)
 
     return checked

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from gainstage._core._jax import Tracer, used_arguments
 from gainstage._core.bridge import functional, jit, read, run
 from gainstage._core.gradients import widen
+from gainstage._core.saving import wrong_count
 from gainstage._core.variable import Variable, is_inside, strong
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
@@ -171,6 +172,8 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
         variables: those variables.
         placed: whether to move gradients to where their variables lie.
     """
+    if len(grads) != len(variables):
+        raise wrong_count("gradients", grads, variables)
     if all(gradient is None for gradient in grads):
         raise ValueError(
             f"Expected a gradient for at least one variable; got None for all of "

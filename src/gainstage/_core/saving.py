@@ -20,7 +20,8 @@ Checks = Mapping[Variable, Callable[[str, Any], Any]]  # of some variables' new 
 
 def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks) -> None:
     """Sets variables, in order, or, if one value does not fit, none."""
-    check_count("weights", weights, variables)
+    if len(weights) != len(variables):
+        raise wrong_count("weights", weights, variables)
     fitted = [fitted_weight(v, w, more) for v, w in zip(variables, weights, strict=True)]
     assign(variables, fitted)
 
@@ -149,10 +150,9 @@ def _kind(dtype: Any) -> int:
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 
-def check_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> None:
-    """One value for each variable, or a ValueError that names what there should be."""
-    if len(values) != len(variables):
-        names = [variable.name for variable in variables]
-        raise ValueError(
-            f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
-        )
+def wrong_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> ValueError:
+    """The error where there is not one value for each variable."""
+    names = [variable.name for variable in variables]
+    return ValueError(
+        f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
+    )

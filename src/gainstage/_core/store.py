@@ -15,10 +15,9 @@ from gainstage._core import gradients
 from gainstage._core.bridge import read
 from gainstage._core.groups import Group, groups_of
 from gainstage._core.guard import WINDOWS, Window
-from gainstage._core.learning_rate import LearningRate
 from gainstage._core.packing import join, offsets
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
-from gainstage._core.step import StepOptions, StepState
+from gainstage._core.step import LearningRate, StepOptions, StepState
 from gainstage._core.variable import Variable
 
 Initializer = str | Callable[..., Any]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gainstage._core.configurable import deserialize, family, serialize
-from gainstage._core.learning_rate import LearningRate
 from gainstage._core.options import OPTIONS
 from gainstage._core.signals import deferred_signals
+from gainstage._core.step import LearningRate
 from gainstage._core.variable import Variable
 from gainstage.interop.keras_backend import keras
 from gainstage.optimizers.base import Optimizer

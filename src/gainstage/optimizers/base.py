@@ -36,7 +36,7 @@ from gainstage._core.run import (
     in_order,
     loss_of,
 )
-from gainstage._core.saving import check_count, shown
+from gainstage._core.saving import shown, wrong_count
 from gainstage._core.step import Step, StepOptions, StepState
 from gainstage._core.store import Initializer, Store
 from gainstage._core.variable import Computed, Variable, is_inside, is_tracing
@@ -196,7 +196,7 @@ class Optimizer(Configurable):
         return {**vars(self), "_runner": Runner()}
 
     def __repr__(self) -> str:
-        rate, count = self._store.rate, len(self._index)
+        rate, count = self._store.rate, len(self._store.index)
         now = rate.source if rate.variable is None else shown(rate.variable)
         built = f"built for {count} variable{'s' * (count > 1)}" if count else "not built"
         return f"<{type(self).__name__} {self.name!r}: learning rate {now}, {built}>"
@@ -309,10 +309,10 @@ class Optimizer(Configurable):
         if isinstance(var_list, Variable) or list(var_list) != variables:
             raise TypeError(f"Expected a list of variables for var_list; got {var_list!r}.")
         self._slots.start_build()
-        if self.built and variables != list(self._index):
+        if self.built and variables != list(self._store.index):
             raise ValueError(
                 f"Expected the variables that {self.name!r} was built with, "
-                f"{[v.name for v in self._index]}; got {[v.name for v in variables]}."
+                f"{[v.name for v in self._store.index]}; got {[v.name for v in variables]}."
             )
         if self.built:
             return
@@ -395,8 +395,8 @@ class Optimizer(Configurable):
 
     def _get_variable_index(self, variable: Variable) -> int:
         """The place of a variable among those that the optimizer was built with."""
-        if variable not in self._index:
-            names = [v.name for v in self._index]
+        if variable not in self._store.index:
+            names = [v.name for v in self._store.index]
             name = getattr(variable, "name", variable)
             again = " It is another variable of that name." if name in names else ""
             raise ValueError(
@@ -404,7 +404,7 @@ class Optimizer(Configurable):
                 f"{again} An optimizer trains the variables that it was built with: assign to "
                 f"them, or create a new optimizer for new ones."
             )
-        return self._index[variable]
+        return self._store.index[variable]
 
     def exclude_from_weight_decay(
         self,
@@ -531,11 +531,14 @@ class Optimizer(Configurable):
             self._raise_if_failed()
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
-        store, variables, weights = self._store, self.variables, list(self._index)
+        store, variables, weights = self._store, self.variables, list(self._store.index)
         if is_inside():
             check_bound(weights if trainable_variables is None else trainable_variables, variables)
         grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
-        variables, weights = self.variables, list(self._index)  # the check may have built them
+        variables, weights = (
+            self.variables,
+            list(self._store.index),
+        )  # the check may have built them
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         args, version = (grads, loss, only_if), store.version if self.jit_compile else None
         self._runner(self._apply, variables, weights, args, store.rate.now, version)
@@ -552,7 +555,6 @@ class Optimizer(Configurable):
             variables = self._built_variables("apply without trainable_variables")
         else:
             variables = variables_in(trainable_variables)
-        check_count("gradients", grads, variables)
         grads = fitted(grads, variables)
         if not self.built:
             self.build(variables)
@@ -561,9 +563,9 @@ class Optimizer(Configurable):
                 f"Expected {type(self).__name__}.build to call super().build(var_list)."
             )
         places = [self._get_variable_index(variable) for variable in variables]
-        for variable in [v for v in (*self.variables, *self._index) if v._is_planned]:
+        for variable in [v for v in (*self.variables, *self._store.index) if v._is_planned]:
             variable.value()  # an error
-        return in_order(grads, places, list(self._index))
+        return in_order(grads, places, list(self._store.index))
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
@@ -601,11 +603,13 @@ class Optimizer(Configurable):
             0.5
         """
         trainable, variables = self._built_variables("stateless_apply"), self.variables
-        check_count("optimizer_variables", optimizer_variables, variables)
-        check_count("gradients", grads, trainable)
-        check_count("trainable_variables", trainable_variables, trainable)
+        if len(optimizer_variables) != len(variables):
+            raise wrong_count("optimizer_variables", optimizer_variables, variables)
+        grads = fitted(grads, trainable, placed=False)
+        if len(trainable_variables) != len(trainable):
+            raise wrong_count("trainable_variables", trainable_variables, trainable)
         values = (list(trainable_variables), list(optimizer_variables))
-        grads, rate = fitted(grads, trainable, placed=False), self._store.rate.now()
+        rate = self._store.rate.now()
         return functional(self._apply, (trainable, variables))(values, grads, rate)[1]
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
@@ -628,7 +632,7 @@ class Optimizer(Configurable):
     def _built_variables(self, caller: str) -> list[Variable]:
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built before {caller}; call `build`.")
-        return list(self._index)
+        return list(self._store.index)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────
 
@@ -693,14 +697,15 @@ class Optimizer(Configurable):
 
     def _make_step(self, loss: Any = None) -> Step:
         """The step that options, rule and variables of now come to."""
-        store = self._store
+        store, options = self._store, self._store.in_force
+        decay = options.weight_decay
         return Step(
-            options=store.in_force,
+            options=options,
             rule=lambda state, grads, rate: self._apply_rule(state, grads, rate, loss),
-            rate=lambda number, step: store.rate.at(step, number),
+            rate=store.rate,
             variables=list(store.index),
             shardings=store.shardings,
-            decays=[self._decays(variable) for variable in store.index],
+            decays=[decay is not None and self._decays(v) for v in store.index],
             window=store.window,
             skips=store.skips,
         )
@@ -717,7 +722,7 @@ class Optimizer(Configurable):
             return read(own)
 
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
-        gradient_of = dict(zip(self._index, grads, strict=True))
+        gradient_of = dict(zip(self._store.index, grads, strict=True))
         for group in self._store.slots.groups:
             members = [gradient_of.pop(variable) for variable in group.members]
             group.update(members, lambda g, v: self._update_one(g, v, rate))
