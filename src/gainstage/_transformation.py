@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.dtypes import float0
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients
@@ -107,9 +108,9 @@ def loss_scaled_within(
         grads, params = gradients.widen(updates), gradients.widen(params)
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
-        arrays = jax.tree.map(lambda g: None if gradients.is_float0(g) else g, grads)
+        arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(grads)]
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
-        leaves = map(lax.optimization_barrier, gradients.real_parts(jax.tree.leaves(arrays)))
+        leaves = [None if g is None else lax.optimization_barrier(g) for g in arrays]
 
         def step(norms: Any, inner: Any, mask: Any = None) -> Any:
             return tx.update(grads, inner, params, **extra)
@@ -119,23 +120,20 @@ def loss_scaled_within(
             step,
             GuardState(state.loss_scale, state.observed),
             state.inner,
-            leaves_and_none(arrays),
-            Reading(limits=limits, leaves=list(leaves)),
+            arrays,
+            Reading(limits=limits, leaves=leaves),
             Keep(),
             loss=extra.get("value"),
             apply_if=only_if,
             every=every,
         )
-        updates = jax.tree.map(lambda u: _kept_if(applied, u), updates)
+        updates = jax.tree.map(
+            lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
+            updates,
+        )
         return updates, LossScaledState(guard.scale, inner, applied, guard.observed)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _kept_if(keep: jax.Array, update: Any) -> Any:
-    if gradients.is_float0(update):
-        return update
-    return jnp.where(keep, update, -0.0).astype(update.dtype)
 
 
 def _on_mesh_of(params: Any, state: Any) -> Any:
@@ -184,7 +182,10 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
-    scale, by = loss_scale(opt_state), {} if argnums == 0 else {"argnums": argnums}
+    scale, by = (
+        loss_scaled_state(opt_state).loss_scale.scale,
+        {} if argnums == 0 else {"argnums": argnums},
+    )
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
@@ -193,7 +194,7 @@ def value_and_grad(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
                 f"{jax.tree.map(_shape, loss)}."
             )
-        return scale_loss(loss, opt_state), (gradients.widen(loss), aux)
+        return gradients.scaled(loss, scale), (gradients.widen(loss), aux)
 
     def true(*args: Any, **kwargs: Any) -> Any:
         (_, (loss, aux)), grads = using(scaled, has_aux=True, **by)(*args, **kwargs)
@@ -283,7 +284,7 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
     applied = step_was_applied(opt_state)
 
     def one(param: Any, update: Any) -> Any:
-        if param is None or update is None or gradients.is_float0(update):
+        if param is None or update is None or getattr(update, "dtype", None) == float0:
             return param
         param = jnp.asarray(param)
         return jnp.where(applied, (param + update).astype(param.dtype), param)

@@ -287,15 +287,19 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
     twice, for the state and for the result, and copy the old one, which the first has overwritten.
     An eager call has nothing to fuse: there `fn` simply runs.
     """
-    if not is_inside():
-        result, new = fn(old)
-        _check_structure(new, old)
+    inside = is_inside()
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
+    if jax.tree.structure(shapes[1]) != jax.tree.structure(old):
+        raise TypeError(
+            f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
+            f"{jax.tree.structure(shapes[1])}."
+        )
+    if jaxpr is None:
+        result, new = shapes
         return result, jax.tree.map(
             lambda n, o: lax.select(keep, jnp.asarray(n, o.dtype), o), new, old
         )
     before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
-    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old)
-    _check_structure(shapes[1], old)
     known = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     known |= zip(jaxpr.invars, before, strict=True)
     outputs = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
@@ -323,14 +327,6 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
         for v, b in zip(outputs, before, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), [*result, *new])
-
-
-def _check_structure(new: Any, old: Any) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise TypeError(
-            f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
-            f"{jax.tree.structure(new)}."
-        )
 
 
 def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:

@@ -23,17 +23,11 @@ def wide(dtype: Any) -> np.dtype:
 
 def widen(tree: Any) -> Any:
     """The floating leaves of a pytree in float32 or wider; the others as they are."""
-
-    def one(x: Any) -> Any:
-        x = jnp.asarray(x)
-        return x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(one, tree)
-
-
-def is_float0(x: Any) -> bool:
-    """Whether this is the gradient by an integer, which has no elements to compute with."""
-    return getattr(x, "dtype", None) == float0
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = map(jnp.asarray, leaves)
+    return structure.unflatten(
+        x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays
+    )
 
 
 def scaled(loss: Any, scale: Any) -> jax.Array:
@@ -106,15 +100,16 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
     What casts to float8 have seen comes with them, and is no gradient: it stays as it is. So does
     the gradient by an integer.
     """
-    leaves, structure = jax.tree.flatten(grads, is_leaf=_is_seen)
-    true = [None if _is_seen(leaf) or is_float0(leaf) else jnp.asarray(leaf) for leaf in leaves]
-    true = divided(true, scale)
-    pairs = zip(leaves, true, strict=True)
-    return structure.unflatten(leaf if g is None else g.value() for leaf, g in pairs)
+    inverse = functools.cache(lambda dtype: 1 / scale.astype(dtype))
 
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, Seen) or getattr(leaf, "dtype", None) == float0:
+            return leaf
+        value = jnp.asarray(leaf)
+        value = value.astype(wide(value.dtype))
+        return value * inverse(value.dtype)
 
-def _is_seen(node: Any) -> bool:
-    return isinstance(node, Seen)
+    return jax.tree.map(one, grads, is_leaf=lambda leaf: isinstance(leaf, Seen))
 
 
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:

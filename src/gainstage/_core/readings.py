@@ -66,7 +66,7 @@ def inspect(
     `2**-104`, and with `clipnorm` from `2**-40` to `2**70` times the limit.
 
     Args:
-        grads: arrays of any floating dtype, or None.
+        grads: arrays of any floating dtype, or None; complex ones without shardings.
         scale: what they were multiplied by.
         limits: the clip option in force, as for `gradients.clip`.
         onto: finite accumulators, to which the true gradients will be added: the sums have to be
@@ -79,6 +79,8 @@ def inspect(
     Raises:
         ValueError: a limit for a norm inside of `jax.shard_map(check_vma=False)`.
     """
+    if any(map(jnp.iscomplexobj, grads)):
+        grads = real_parts([g for g in grads if g is not None])
     known = bool(layouts) or jax.device_count() == 1
     layouts = layouts or [typed_layout(gradient) for gradient in grads]
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
@@ -119,8 +121,7 @@ def inspect(
 
 def all_finite(tree: Any) -> jax.Array:
     """Whether every element of a pytree is finite: a bool scalar, true of an empty tree."""
-    leaves = real_parts([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)])
-    return inspect(leaves).finite
+    return inspect([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]).finite
 
 
 @compiled_if_eager
@@ -173,8 +174,7 @@ def _read(
         pairs = [*zip(axes, zip(*columns, strict=True), strict=True)]
     else:
         pairs = bundle(axes, *columns)
-    devices = math.prod(map(lax.axis_size, everywhere))
-    finite, norms = _read_here([row for _, row in pairs], scale, request, devices, ordered)
+    finite, norms = _read_here([row for _, row in pairs], scale, request, everywhere, ordered)
     if everywhere and request.norms:  # what several devices hold alike counts on the first of them
         first = {own: is_first(axis for axis in everywhere if axis not in own) for own in axes}
         norms = jnp.where(jnp.array([first[own] for own, _ in pairs]), norms, 0)
@@ -192,7 +192,7 @@ def _read_here(
     rows: Sequence[tuple[jax.Array, ...]],
     scale: jax.Array | float,
     request: Request,
-    devices: int,
+    everywhere: Sequence[str],
     ordered: bool,
 ) -> tuple[jax.Array, Any]:
     """Whether the true gradients on this device are finite, and the norm of each row.
@@ -205,24 +205,31 @@ def _read_here(
         rows: gradients, each with its accumulator if there is one.
         scale: what the gradients were multiplied by.
         request: what to read.
-        devices: how many there are; over all of them the norm of the sums has to be finite.
+        everywhere: all axes of the mesh; over all of its devices the norm of the sums has to be
+            finite.
         ordered: whether the arrays are known to be on this device.
     """
     scale = jnp.asarray(scale, jnp.result_type(jnp.float32, *(wide(x.dtype) for x, *_ in rows)))
 
     def on_cpu() -> tuple[jax.Array, Any]:
-        proved, sums = _quickly([x for x, *_ in rows], scale, request, len(rows[0]) > 1, ordered)
+        adds = len(rows[0]) > 1
+        proved, sums = _quickly([x for x, *_ in rows], scale, request, adds, everywhere, ordered)
         norms = jnp.sqrt(sums) / scale if request.norms else None
-        exactly = functools.partial(_exactly, rows, scale, request, devices, sums, ordered)
+        exactly = functools.partial(_exactly, rows, scale, request, everywhere, sums, ordered)
         return lax.cond(proved, lambda: (proved, norms), exactly)
 
     return lax.platform_dependent(
-        cpu=on_cpu, default=lambda: _exactly(rows, scale, request, devices)
+        cpu=on_cpu, default=lambda: _exactly(rows, scale, request, everywhere)
     )
 
 
 def _quickly(
-    arrays: Sequence[jax.Array], scale: jax.Array, request: Request, adds: bool, ordered: bool
+    arrays: Sequence[jax.Array],
+    scale: jax.Array,
+    request: Request,
+    adds: bool,
+    everywhere: Sequence[str],
+    ordered: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Whether sums over scaled gradients prove that all is finite, and these sums: of the elements,
     or of their squares if there are norms to read or accumulators to add them to."""
@@ -232,12 +239,14 @@ def _quickly(
         x = x.astype(wide(x.dtype))
         return so_far + jnp.sum(jnp.square(x) if squares else x).astype(scale.dtype)
 
-    # Traced once for each shape.
-    in_chunks = jax.jit(functools.partial(fold, add, longest=chunk_for(arrays)))
-    zero, each = varying_like(jnp.zeros_like(scale), arrays), []
+    in_chunks: Any = None
+    if ordered and any(x.dtype == jnp.float16 for x in arrays):  # traced once for each shape
+        in_chunks = jax.jit(functools.partial(fold, add, longest=chunk_for(arrays)))
+    zero, each = jnp.zeros_like(scale), []
+    zero = varying_like(zero, arrays) if everywhere else zero
     before = zero
     for x in arrays:
-        if ordered and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
+        if in_chunks and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
             start, _ = lax.optimization_barrier((zero, before))  # so that loops share memory
             before = in_chunks(start, x)
             each.append(before)
@@ -260,14 +269,14 @@ def _exactly(
     rows: Sequence[tuple[jax.Array, ...]],
     scale: jax.Array,
     request: Request,
-    devices: int,
+    everywhere: Sequence[str],
     sums: jax.Array | None = None,
     ordered: bool = False,
 ) -> tuple[jax.Array, Any]:
     """What `_read_here` returns, from each element.
 
     Args:
-        rows, scale, request, devices, ordered: as for `_read_here`.
+        rows, scale, request, everywhere, ordered: as for `_read_here`.
         sums: on a CPU, those of `_quickly`.
     """
     on_cpu = sums is not None
@@ -275,6 +284,7 @@ def _exactly(
     if sums is not None and request.norms:  # one for each row
         factors = jnp.where(sums < FLUSHED, factors[0], factors[1])
         factors = jnp.where(jnp.isfinite(sums), factors, FACTORS[2])[:, None]
+    devices = math.prod(map(lax.axis_size, everywhere))
     bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)
 
     def look(
@@ -304,7 +314,9 @@ def _exactly(
         before = finite if on_cpu else True
         *scalars, _ = lax.optimization_barrier([1 / scale, bound, *own, before])
         nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
-        finite, found = read_once(scalars, varying_like((finite, nothing), row), *row)
+        start = (finite, nothing)
+        start = varying_like(start, row) if everywhere else start
+        finite, found = read_once(scalars, start, *row)
         each.append(jnp.stack(found) if found else None)
     if request.bounded:
         finite &= jnp.isfinite(jnp.sum(jnp.stack(each)[:, -1]))

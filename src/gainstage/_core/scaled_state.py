@@ -23,24 +23,21 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
             f"got {len(found)} in a {type(opt_state).__name__} of "
-            f"{jax.tree.structure(opt_state, is_leaf=_is_state)}.{more}"
+            f"{jax.tree.structure(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))}."
+            f"{more}"
         )
-    return _unboxed(found[0])
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, LossScaledState)
+    state = found[0]
+    return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
 
 
 def states_in(tree: Any) -> list[LossScaledState]:
     """All states of `loss_scaled` inside of an optax state."""
-    return [node for node in jax.tree.leaves(tree, is_leaf=_is_state) if _is_state(node)]
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
+    return [node for node in nodes if isinstance(node, LossScaledState)]
 
 
 def _unboxed(state: LossScaledState) -> LossScaledState:
     """The scalars themselves, where a library has put each into a box of its own, as Flax does."""
-    if isinstance(state.loss_scale.scale, jax.Array):
-        return state
 
     def unboxed(x: Any) -> Any:
         if x is None or hasattr(x, "_fields"):
