@@ -96,7 +96,7 @@ def check(run, before):
             return f"weights {weights} after {steps} steps"
         if steps not in (before, before + 1):
             return f"{steps} steps after {before}"
-        if any(v._is_lent for v in (*run.weights, *run.opt.variables)):
+        if any(v._is_bound for v in (*run.weights, *run.opt.variables)):
             return "a variable is still bound"
     except Exception as error:
         return repr(error)

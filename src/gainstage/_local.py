@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import checks
-from gainstage._core.gradients import wide
+from gainstage._core.gradients import float32_or_wider
 
 
 def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
@@ -87,7 +87,9 @@ def _forward(x: jax.Array, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _backward(factor: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     is_complex = jnp.iscomplexobj(gradient)
-    product = (gradient if is_complex else gradient.astype(wide(gradient.dtype))) * factor
+    product = (
+        gradient if is_complex else gradient.astype(float32_or_wider(gradient.dtype))
+    ) * factor
     return product.astype(gradient.dtype), jnp.zeros_like(factor)
 
 

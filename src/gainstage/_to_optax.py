@@ -99,7 +99,9 @@ def _unscaled(
         with jax.ensure_compile_time_eval():
             variables = [
                 Variable(
-                    jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p), sharding=_layout_of(p)),
+                    jax.ShapeDtypeStruct(
+                        jnp.shape(p), jnp.result_type(p), sharding=_sharding_of(p)
+                    ),
                     name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 )
                 for path, p in named
@@ -134,6 +136,6 @@ def _unscaled(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _layout_of(x: Any) -> Any:
-    layout = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return layout if isinstance(layout, NamedSharding) else None
+def _sharding_of(x: Any) -> Any:
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None

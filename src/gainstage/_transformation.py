@@ -93,7 +93,7 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
 
     def init(params: Any) -> LossScaledState:
-        inner = tx.init(gradients.widen(params))
+        inner = tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
@@ -105,7 +105,7 @@ def loss_scaled_within(
         updates: Any, state: Any, params: Any = None, *, only_if: Any = None, **extra: Any
     ) -> tuple[Any, LossScaledState]:
         only_if = None if only_if is None else checks.condition("only_if", only_if)
-        grads, params = gradients.widen(updates), gradients.widen(params)
+        grads, params = gradients.upcast(updates), gradients.upcast(params)
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.in_order, grads)
         arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(grads)]
@@ -140,8 +140,8 @@ def _on_mesh_of(params: Any, state: Any) -> Any:
     """The state, with what is not there yet on all devices of the mesh of the parameters.
 
     A slot lies like its parameter already, if `params` are arrays and not being traced."""
-    layouts = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    spread = [layout for layout in layouts if isinstance(layout, NamedSharding)]
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    spread = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
     if not spread or any(isinstance(x, Tracer) for x in jax.tree.leaves((params, state))):
         return state
     everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
@@ -194,7 +194,7 @@ def value_and_grad(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
                 f"{jax.tree.map(_shape, loss)}."
             )
-        return gradients.scaled(loss, scale), (gradients.widen(loss), aux)
+        return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
     def true(*args: Any, **kwargs: Any) -> Any:
         (_, (loss, aux)), grads = using(scaled, has_aux=True, **by)(*args, **kwargs)

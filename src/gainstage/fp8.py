@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from gainstage._core import checks
-from gainstage._core.sharding import typed_layout, varying_like
+from gainstage._core.sharding import typed_sharding, varying_like
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
@@ -254,7 +254,7 @@ def _range(dtype: Any) -> tuple[np.dtype, float, float]:
 
 def _product(a: Any, b: Any, over: Any, scalings: Any, like: Any = None) -> jax.Array:
     """The product over pairs of axes in float32, without the factors, laid out like `like`."""
-    wide, layout = jnp.float32, typed_layout(like)
+    wide, layout = jnp.float32, typed_sharding(like)
     out = lax.dot_general(a, b, (over, ((), ())), preferred_element_type=wide, out_sharding=layout)
     for one in scalings:  # one by one: the product of the reciprocals might overflow
         out = out * (1 / one.factor)

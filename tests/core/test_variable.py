@@ -369,7 +369,7 @@ def scaled_sgd():
     ],
 )
 def test_plain_tracing_does_not_freeze_a_variable(trace):
-    """Under `jax.jit` or `lax.scan` a variable that is not lent raises: it would go stale."""
+    """Under `jax.jit` or `lax.scan` a variable that is not bound raises: it would go stale."""
     with pytest.raises(ValueError, match="'w', whose value would be frozen"):
         trace(scaled_sgd()[0])
 

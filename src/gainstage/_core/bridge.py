@@ -1,7 +1,7 @@
 """The one bridge from imperative code on variables to pure functions.
 
 An update rule is imperative code that assigns to variables. It becomes a pure function, and so a
-compiled program, by lending values to the variables, running the code, and reading them back:
+compiled program, by binding values to the variables, running the code, and reading them back:
 `functional` does that, `jit` compiles it. A *state* is any pytree whose leaves are variables.
 `select` makes a pure function of a state a transaction.
 """
@@ -72,22 +72,24 @@ def assign(variables: Sequence[Variable], values: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def lent(
-    variables: Sequence[Variable], values: Sequence[jax.Array], layouts: Sequence[Any] | None = None
+def bound(
+    variables: Sequence[Variable],
+    values: Sequence[jax.Array],
+    shardings: Sequence[Any] | None = None,
 ) -> Iterator[None]:
-    """Lends `values` to the variables, which hold their own again on exit.
+    """Binds `values` to the variables, which hold their own again on exit.
 
-    While lent a variable has the dtype of what it holds (and the layout, if `layouts` says so),
+    While bound a variable has the dtype of what it holds (and the sharding, if `shardings` says so),
     and may hold traced values. It is the box itself that changes: no other thread should read it
     meanwhile.
     """
     own = Variable._held(variables)
-    layouts = [variable._layout for variable in variables] if layouts is None else layouts
+    shardings = [variable._sharding for variable in variables] if shardings is None else shardings
     try:
-        Variable._lend(variables, values, layouts)
+        Variable._bind(variables, values, shardings)
         yield
     finally:
-        Variable._take_back(variables, own)
+        Variable._unbind(variables, own)
 
 
 def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
@@ -128,12 +130,12 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
         values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
         own = Variable._held(variables)
         try:
-            with lent(variables, values):
+            with bound(variables, values):
                 result = fn(*args, **kwargs)
                 return result, structure.unflatten(read(variables))
         finally:
-            # Once more: a signal may have interrupted `lent` in doing so.
-            Variable._take_back(variables, own)
+            # Once more: a signal may have interrupted `bound` in doing so.
+            Variable._unbind(variables, own)
 
     del pure.__wrapped__  # whose signature is another
     return pure
@@ -180,11 +182,11 @@ class jit:  # noqa: N801 - reads as the function it stands for
             return values, result
 
         # A layout that is equivalent but written otherwise would be compiled for once more.
-        layouts = [variable._layout for variable in self._state]
-        self._keeping = jax.jit(program, out_shardings=(layouts, None))
+        shardings = [variable._sharding for variable in self._state]
+        self._keeping = jax.jit(program, out_shardings=(shardings, None))
         self._compiled = self._keeping
         if donate:
-            self._compiled = jax.jit(program, donate_argnums=0, out_shardings=(layouts, None))
+            self._compiled = jax.jit(program, donate_argnums=0, out_shardings=(shardings, None))
         self._calls_back: bool | None = None  # whether the program does; not known before its first
         functools.update_wrapper(self, fn, updated=())
 

@@ -16,17 +16,18 @@ from gainstage._core.variable import placed
 from gainstage.fp8 import Seen
 
 
-def wide(dtype: Any) -> np.dtype:
+def float32_or_wider(dtype: Any) -> np.dtype:
     """The dtype to compute in: float32, or float64 for float64."""
     return np.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def widen(tree: Any) -> Any:
+def upcast(tree: Any) -> Any:
     """The floating leaves of a pytree in float32 or wider; the others as they are."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = map(jnp.asarray, leaves)
     return structure.unflatten(
-        x.astype(wide(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in arrays
+        x.astype(float32_or_wider(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        for x in arrays
     )
 
 
@@ -38,7 +39,7 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
     """
     if not jax.tree_util.all_leaves([loss]) or loss is None:
         raise TypeError(f"Expected one loss, an array; got {loss!r}. Add several up before.")
-    loss = widen(loss)
+    loss = upcast(loss)
     return loss * jnp.asarray(scale, loss.dtype)
 
 
@@ -76,15 +77,15 @@ class Gradient(NamedTuple):
 
     def value(self) -> jax.Array:
         """The gradient, in float32 or wider."""
-        value = self.array.astype(wide(self.array.dtype))
+        value = self.array.astype(float32_or_wider(self.array.dtype))
         # XLA computes a product again in every kernel that wants it, but would store a quotient.
         for factor in self.factors:
             value = value * factor.astype(value.dtype)
         return value
 
-    def on(self, layout: Any) -> "Gradient":
+    def on(self, sharding: Any) -> "Gradient":
         """The gradient in this layout, if it is one on a mesh."""
-        return self._replace(array=placed(self.array, layout))
+        return self._replace(array=placed(self.array, sharding))
 
     def times(self, *factors: jax.Array) -> "Gradient":
         """The gradient times more scalars."""
@@ -106,7 +107,7 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
         if isinstance(leaf, Seen) or getattr(leaf, "dtype", None) == float0:
             return leaf
         value = jnp.asarray(leaf)
-        value = value.astype(wide(value.dtype))
+        value = value.astype(float32_or_wider(value.dtype))
         return value * inverse(value.dtype)
 
     return jax.tree.map(one, grads, is_leaf=lambda leaf: isinstance(leaf, Seen))
@@ -115,7 +116,7 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
     """Arrays, or None, as gradients of a loss that was multiplied by `scale`."""
     inverse = functools.cache(lambda dtype: () if scale is None else (1 / scale.astype(dtype),))
-    return [None if g is None else Gradient(g, inverse(wide(g.dtype))) for g in grads]
+    return [None if g is None else Gradient(g, inverse(float32_or_wider(g.dtype))) for g in grads]
 
 
 def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Array]) -> Gradients:

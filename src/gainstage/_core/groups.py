@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core.bridge import lent, read
+from gainstage._core.bridge import bound, read
 from gainstage._core.gradients import Gradients
 from gainstage._core.packing import SMALL, join, offsets, part
 from gainstage._core.variable import Variable
@@ -31,14 +31,14 @@ class Group:
         return [[variable.name, list(shape), start] for variable, shape, start in rows]
 
     def update(self, grads: Gradients, update_step: Callable[[Any, Variable], Any]) -> None:
-        """Calls `update_step` once, on the first variable, lent the values of all of them."""
+        """Calls `update_step` once, with the values of all bound to the first variable."""
         if all(gradient is None for gradient in grads):
             return
         first, slots = self.members[0], self.slots
         values = [variable.value() for variable in self.members]
         gradient = joined(grads, values)
         old = [join(values), *read(slots)]
-        with lent([first], old[:1]):
+        with bound([first], old[:1]):
             update_step(gradient, first)
             new = [first.value(), *read(slots)]
         missing = [g is None for g in grads]
@@ -66,7 +66,7 @@ def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> 
     """Groups of small variables, two or more, on one device, with slots of one dtype."""
     small: dict[Any, list[Variable]] = {}
     for variable in variables:
-        if variable.size <= SMALL and variable._layout is None:
+        if variable.size <= SMALL and variable._sharding is None:
             small.setdefault(dtype_of(variable.dtype), []).append(variable)
     parts = [alike[i : i + MOST] for alike in small.values() for i in range(0, len(alike), MOST)]
     several = [members for members in parts if len(members) > 1]

@@ -11,13 +11,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import compiled_if_eager
-from gainstage._core.gradients import real_parts, wide
+from gainstage._core.gradients import float32_or_wider, real_parts
 from gainstage._core.packing import CHUNK, bundle, chunk_for, fold
 from gainstage._core.sharding import (
     axes_of,
     is_first,
     knows_what_varies,
-    typed_layout,
+    typed_sharding,
     varying,
     varying_axes,
     varying_like,
@@ -56,7 +56,7 @@ def inspect(
     scale: jax.Array | float = 1.0,
     limits: Mapping[str, float] | None = None,
     onto: Sequence[Any] = (),
-    layouts: Sequence[Any] = (),
+    shardings: Sequence[Any] = (),
     norm: bool = False,
 ) -> Inspection:
     """Reads scaled gradients once, for the finiteness and the norms of the true ones.
@@ -71,7 +71,7 @@ def inspect(
         limits: the clip option in force, as for `gradients.clip`.
         onto: finite accumulators, to which the true gradients will be added: the sums have to be
             finite, and so has the norm of all of them if `limits` has one.
-        layouts: the sharding of each, None for those that are on one device; if empty, only what
+        shardings: that of each, None for those that are on one device; if empty, only what
             the arrays themselves say is known.
         norm: whether to compute the norm of all of them together, even if clipping needs none; nan
             of finite gradients inside of `jax.shard_map(check_vma=False)`.
@@ -81,11 +81,11 @@ def inspect(
     """
     if any(map(jnp.iscomplexobj, grads)):
         grads = real_parts([g for g in grads if g is not None])
-    known = bool(layouts) or jax.device_count() == 1
-    layouts = layouts or [typed_layout(gradient) for gradient in grads]
+    known = bool(shardings) or jax.device_count() == 1
+    shardings = shardings or [typed_sharding(gradient) for gradient in grads]
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
     columns = [[column[i] for i in here] for column in (grads, onto) if column]
-    spread = {i: layouts[i] for i in here if isinstance(layouts[i], NamedSharding)}
+    spread = {i: shardings[i] for i in here if isinstance(shardings[i], NamedSharding)}
     limits = {name: limit for name, limit in (limits or {}).items() if name != "clipvalue"}
     clips = bool(limits) and not onto
     request = Request(clips or norm, clips and "clipnorm" in limits, bounded=bool(limits and onto))
@@ -126,21 +126,21 @@ def all_finite(tree: Any) -> jax.Array:
 
 @compiled_if_eager
 def norms(
-    grads: Sequence[Any], limits: Mapping[str, float], layouts: Sequence[Any] = ()
+    grads: Sequence[Any], limits: Mapping[str, float], shardings: Sequence[Any] = ()
 ) -> list[jax.Array]:
     """What `gradients.clip` divides by, of gradients that are not scaled."""
     clips = any(name != "clipvalue" for name in limits)
-    return inspect(grads, 1.0, limits, layouts=layouts).norms if clips else []
+    return inspect(grads, 1.0, limits, shardings=shardings).norms if clips else []
 
 
 def _read_mesh(
     columns: Sequence[Sequence[jax.Array]],
     scale: jax.Array | float,
     request: Request,
-    layouts: Sequence[NamedSharding],
+    shardings: Sequence[NamedSharding],
 ) -> tuple[jax.Array, Any]:
     """Reads sharded arrays: every device its part, then one sum over all."""
-    mesh, specs = layouts[0].mesh, [layout.spec for layout in layouts]
+    mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
     axes = [axes_of(spec) for spec in specs]
     everywhere: Any = jax.shard_map(
         lambda columns, scale: _read(columns, scale, request, axes, mesh.axis_names),
@@ -149,7 +149,7 @@ def _read_mesh(
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    columns = [[placed(x, s) for x, s in zip(c, layouts, strict=True)] for c in columns]
+    columns = [[placed(x, s) for x, s in zip(c, shardings, strict=True)] for c in columns]
     return everywhere(columns, jnp.asarray(scale, jnp.float32))
 
 
@@ -209,7 +209,9 @@ def _read_here(
             finite.
         ordered: whether the arrays are known to be on this device.
     """
-    scale = jnp.asarray(scale, jnp.result_type(jnp.float32, *(wide(x.dtype) for x, *_ in rows)))
+    scale = jnp.asarray(
+        scale, jnp.result_type(jnp.float32, *(float32_or_wider(x.dtype) for x, *_ in rows))
+    )
 
     def on_cpu() -> tuple[jax.Array, Any]:
         adds = len(rows[0]) > 1
@@ -236,7 +238,7 @@ def _quickly(
     squares = request.norms or adds
 
     def add(so_far: jax.Array, x: jax.Array) -> jax.Array:
-        x = x.astype(wide(x.dtype))
+        x = x.astype(float32_or_wider(x.dtype))
         return so_far + jnp.sum(jnp.square(x) if squares else x).astype(scale.dtype)
 
     in_chunks: Any = None
@@ -290,7 +292,7 @@ def _exactly(
     def look(
         scalars: Sequence[jax.Array], so_far: Any, gradient: jax.Array, *onto: jax.Array
     ) -> Any:
-        x = gradient.astype(wide(gradient.dtype))
+        x = gradient.astype(float32_or_wider(gradient.dtype))
         inverse, bound, *factors = (scalar.astype(x.dtype) for scalar in scalars)
         new = sum(onto, x * inverse)
         terms = [x * factor for factor in factors] + [new * bound] * request.bounded

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from gainstage._core._jax import Tracer, used_arguments
 from gainstage._core.bridge import functional, jit, read, run
-from gainstage._core.gradients import widen
+from gainstage._core.gradients import upcast
 from gainstage._core.saving import wrong_count
 from gainstage._core.variable import Variable, is_inside, strong
 
@@ -134,7 +134,7 @@ def differentiate(
             raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"Expected loss() to be floating; got dtype {value.dtype}.")
-        value = widen(value)
+        value = upcast(value)
         return scale_loss(value), value
 
     check_floating(variables)
@@ -198,7 +198,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
                 f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
                 f"got dtype {gradient.dtype}."
             )
-        free = isinstance(gradient, Tracer) or variable._is_lent or variable._is_planned
+        free = isinstance(gradient, Tracer) or variable._is_bound or variable._is_planned
         if placed and not free and gradient.sharding.device_set != variable.sharding.device_set:
             gradient = jax.device_put(gradient, variable.sharding)
         arrays.append(gradient)
@@ -232,8 +232,8 @@ def check_verbs(optimizer: Any, caller: str, verbs: Sequence[str] = VERBS) -> No
 
 def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
     """A ValueError if the weights belong to a transformation of JAX and the state does not."""
-    bound = [v.name for v in weights if isinstance(v, Variable) and v._is_lent]
-    if bound and not any(variable._is_lent for variable in variables):
+    bound = [v.name for v in weights if isinstance(v, Variable) and v._is_bound]
+    if bound and not any(variable._is_bound for variable in variables):
         raise ValueError(
             f"Expected {variables[0].name!r} to be in the state of the function that is "
             f"traced or differentiated, as {bound} are. In `gainstage.jit`: add "

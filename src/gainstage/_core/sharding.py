@@ -21,27 +21,27 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
             a layout over several devices that names no mesh, or one that does not divide its
             variable.
     """
-    spread = [v for v in variables if v._layout is not None]
+    spread = [v for v in variables if v._sharding is not None]
     for variable in variables if spread else ():
-        if variable._layout is None:
+        if variable._sharding is None:
             raise ValueError(
                 f"Expected {variable.name!r} on the mesh of {spread[0].name!r}; got it on one "
                 f"device. Make it of jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
             )
-        if not isinstance(variable._layout, NamedSharding):
+        if not isinstance(variable._sharding, NamedSharding):
             raise ValueError(
                 f"Expected a jax.sharding.NamedSharding for {variable.name!r}; "
-                f"got {variable._layout}."
+                f"got {variable._sharding}."
             )
-        if variable._layout.mesh != spread[0]._layout.mesh:
+        if variable._sharding.mesh != spread[0]._sharding.mesh:
             raise ValueError(
                 f"Expected all variables on one mesh; got {spread[0].name!r} on "
-                f"{spread[0]._layout.mesh} and {variable.name!r} on {variable._layout.mesh}."
+                f"{spread[0]._sharding.mesh} and {variable.name!r} on {variable._sharding.mesh}."
             )
         _check_divides(variable)
     if not spread:
         _check_one_device(variables)
-    return spread[0]._layout.mesh if spread else None
+    return spread[0]._sharding.mesh if spread else None
 
 
 def _check_one_device(variables: Sequence[Any]) -> None:
@@ -58,8 +58,8 @@ def _check_one_device(variables: Sequence[Any]) -> None:
 
 def _check_divides(variable: Any) -> None:
     """JAX checks arrays, but not the layouts of those that are only planned."""
-    sizes = dict(variable._layout.mesh.shape)
-    for i, (size, entry) in enumerate(zip(variable.shape, variable._layout.spec, strict=False)):
+    sizes = dict(variable._sharding.mesh.shape)
+    for i, (size, entry) in enumerate(zip(variable.shape, variable._sharding.spec, strict=False)):
         parts = {axis: sizes[axis] for axis in _axes(entry)}
         if size % math.prod(parts.values()):
             raise ValueError(
@@ -114,11 +114,11 @@ def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
 
 
-def typed_layout(x: Any) -> NamedSharding | None:
+def typed_sharding(x: Any) -> NamedSharding | None:
     """The layout that is part of an array's type: on a mesh of Explicit axes."""
-    layout = None if x is None else jax.typeof(x).sharding
-    kinds = getattr(getattr(layout, "mesh", None), "axis_types", ())
-    return layout if kinds and set(kinds) == {AxisType.Explicit} else None
+    sharding = None if x is None else jax.typeof(x).sharding
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return sharding if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
 def on_one_device(known: bool) -> bool:
@@ -148,14 +148,14 @@ def replicate(
 def sharding_of_state(variable: Any, over: tuple[str, ...]) -> Any:
     """Where the state for a variable lies: with it, or divided over more axes of its mesh; None off
     a mesh."""
-    sharding = variable._layout
+    sharding = variable._sharding
     if not over or not isinstance(sharding, NamedSharding):
         return sharding
     return divided_over(sharding, variable.shape, over)
 
 
 def divided_over(
-    layout: NamedSharding, shape: Sequence[int], over: tuple[str, ...]
+    sharding: NamedSharding, shape: Sequence[int], over: tuple[str, ...]
 ) -> NamedSharding:
     """The layout of the state for a variable of that layout, divided over more axes of the mesh.
 
@@ -165,28 +165,28 @@ def divided_over(
 
     Source: Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
     """
-    sizes = dict(layout.mesh.shape)
-    parts, used = math.prod(sizes[axis] for axis in over), axes_of(layout.spec)
+    sizes = dict(sharding.mesh.shape)
+    parts, used = math.prod(sizes[axis] for axis in over), axes_of(sharding.spec)
     if math.prod(shape) < UNDIVIDED or used & set(over):
-        return layout
-    entries = [_axes(entry) for entry in layout.spec] + [()] * (len(shape) - len(layout.spec))
+        return sharding
+    entries = [_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
     shards = [math.prod(sizes[axis] for axis in entry) for entry in entries]
     fit = [i for i, n in enumerate(shape) if n % (shards[i] * parts) == 0]
     if not fit:
-        return layout
+        return sharding
     chosen = max(fit, key=lambda i: shape[i] // shards[i])
     entries[chosen] = (*entries[chosen], *over)
-    return NamedSharding(layout.mesh, PartitionSpec(*(entry or None for entry in entries)))
+    return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def check_axes(axes: Sequence[str], layouts: Sequence[Any]) -> None:
+def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
     """A ValueError that names the first of `axes`, for `shard_state_over`, that no mesh has."""
     # A mesh may be of one device, where there is nothing to divide.
-    meshes = [getattr(layout, "mesh", None) for layout in layouts]
+    meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
     known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
     for axis in axes:
         if axis not in known:

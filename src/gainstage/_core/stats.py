@@ -11,7 +11,7 @@ from jax import lax
 
 from gainstage._core import checks
 from gainstage._core.bridge import compiled_if_eager
-from gainstage._core.gradients import divided, widen
+from gainstage._core.gradients import divided, upcast
 from gainstage._core.packing import CHUNK, bundle, fold
 from gainstage._core.sharding import on_one_device, varying, varying_like
 
@@ -165,9 +165,9 @@ def _of_gradients(
 
 def _largest(x: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jnp.max(jnp.abs(widen(x)))
+        return jnp.max(jnp.abs(upcast(x)))
     # Not `max` of `abs`, which XLA for CPU would store in float16 (jaxlib 0.10.2).
-    return jnp.maximum(widen(jnp.max(x)), -widen(jnp.min(x)))
+    return jnp.maximum(upcast(jnp.max(x)), -upcast(jnp.min(x)))
 
 
 def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:

@@ -209,7 +209,7 @@ class Step:
         ]
         return state._replace(
             weights=[
-                placed(new.astype(old.dtype), variable._layout)
+                placed(new.astype(old.dtype), variable._sharding)
                 for new, old, variable in zip(weights, before.weights, self.variables, strict=True)
             ],
             masters=[m if m is None else w for m, w in zip(state.masters, weights, strict=True)],
@@ -222,7 +222,7 @@ class Step:
         for weight, master, sharding in zip(
             state.weights, state.masters, self.shardings, strict=True
         ):
-            value = weight.astype(gradients.wide(weight.dtype))
+            value = weight.astype(gradients.float32_or_wider(weight.dtype))
             if master is not None:
                 value = jnp.where(master.astype(weight.dtype) == weight, master, value)
             weights.append(placed(value, sharding))

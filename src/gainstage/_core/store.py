@@ -84,7 +84,7 @@ class Slots:
 
     def like(self, reference: Variable, name: str, initializer: Initializer = "zeros") -> Variable:
         """A variable of the shape and sharding of another, in float32 or wider."""
-        dtype = gradients.wide(reference.dtype)
+        dtype = gradients.float32_or_wider(reference.dtype)
         sharding = sharding_of_state(reference, self.shard_over)
         start = functools.partial(_initialized, initializer, reference.shape, dtype, sharding)
         planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
@@ -100,7 +100,7 @@ class Slots:
 
     def group(self, variables: Sequence[Variable]) -> None:
         """From here on small variables share buffers."""
-        self.groups = groups_of(variables, gradients.wide)
+        self.groups = groups_of(variables, gradients.float32_or_wider)
         for group in self.groups:
             self.group_of |= dict.fromkeys(group.members, group)
 
@@ -197,7 +197,7 @@ class Store:
 
     def changed(self) -> None:
         """Says that compiled steps have to be compiled again."""
-        if not self.iterations._is_lent:  # else it is the step itself, while it is compiled
+        if not self.iterations._is_bound:  # else it is the step itself, while it is compiled
             self.version += 1
 
     def set_options(self, options: StepOptions) -> None:
@@ -270,7 +270,7 @@ class Store:
         if options.gradient_accumulation_steps:
             self.accumulators = [slots.like(v, "gradient_accumulator") for v in variables]
         if master_weights:
-            half = [v for v in variables if v.dtype != gradients.wide(v.dtype)]
+            half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
             self.masters = {v: slots.like(v, "master") for v in half}
             for variable, master in self.masters.items():
                 if not variable._is_planned:

@@ -31,9 +31,9 @@ def _refused(self: "Variable", other: Any) -> "Variable":
 class Variable:
     """A named box for one `jax.Array` whose shape, dtype and sharding never change.
 
-    A function that reads and assigns variables becomes pure by *lending* values to them
+    A function that reads and assigns variables becomes pure by *binding* values to them
     (`gainstage.functional`); only then may a variable hold traced values. While an optimizer's
-    step runs, a half-precision variable is lent its value in float32.
+    step runs, a half-precision variable is bound to its value in float32.
 
     Operators, indexing, `float()`, `int()` and `np.asarray()` work on the box itself; functions of
     `jax.numpy` take what is in it, `variable.value()`. `==` compares that with a number or array;
@@ -77,14 +77,14 @@ class Variable:
             raise TypeError(f"Expected a string for name; got {name!r}.")
         value = value.value() if isinstance(value, Variable) else value
         self.name, self.trainable, self.constraint = name, trainable, constraint
-        self._traces: list[Any] = []  # the traces it is lent in, innermost last
+        self._traces: list[Any] = []  # the traces it is bound in, innermost last
         self._shared = False  # whether somebody outside may hold the array, so no step may eat it
         if isinstance(value, jax.ShapeDtypeStruct):
             self._value: Any = value.update(dtype=dtype or value.dtype)
         else:
             self._set(strong(jnp.array(value, dtype=dtype)))
         sharding = getattr(self._value, "sharding", None)
-        self._layout = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
+        self._sharding = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
 
     def value(self) -> jax.Array:
         """The array in the box. It stays readable whatever happens to the variable later: a step
@@ -157,11 +157,11 @@ class Variable:
     @property
     def sharding(self) -> jax.sharding.Sharding:
         """Where it lives, fixed for life."""
-        return self._layout or self._value.sharding
+        return self._sharding or self._value.sharding
 
     def _assignable(self, value: Any) -> jax.Array:
         """`value` of the variable's dtype, where the variable is, if its shape is the same."""
-        return self._here(placed(self._fitted(value), self._layout))
+        return self._here(placed(self._fitted(value), self._sharding))
 
     def _fitted(self, value: Any) -> jax.Array:
         value = _unboxed(value)
@@ -181,7 +181,7 @@ class Variable:
 
     def _here(self, value: jax.Array) -> jax.Array:
         """`value` on the device of this variable, if that has been chosen by the user."""
-        chosen = self._layout is None and not self._is_planned and not self._is_lent
+        chosen = self._sharding is None and not self._is_planned and not self._is_bound
         if isinstance(value, Tracer) or not chosen or not self._value.committed:
             return value
         (device,) = self._value.devices()
@@ -203,14 +203,14 @@ class Variable:
                 f"loss or loop inside of it, but after."
             )
 
-    def _place(self, layout: jax.sharding.Sharding) -> None:
+    def _place(self, sharding: jax.sharding.Sharding) -> None:
         """Moves the value to `layout`, for good."""
-        value, self._layout = self._value, layout
-        if layout.is_fully_addressable:
-            self._set(jax.device_put(value, layout))
+        value, self._sharding = self._value, sharding
+        if sharding.is_fully_addressable:
+            self._set(jax.device_put(value, sharding))
         elif value.is_fully_addressable:  # `device_put` would compare the processes' values
             copy = np.asarray(value)
-            self._set(jax.make_array_from_callback(copy.shape, layout, copy.__getitem__))
+            self._set(jax.make_array_from_callback(copy.shape, sharding, copy.__getitem__))
 
     def _move_to(self, other: "Variable") -> None:
         """Puts the value on the device of another variable, if the user has chosen that."""
@@ -228,32 +228,32 @@ class Variable:
                 variable._value, variable._shared = value, shared
 
     @staticmethod
-    def _lend(variables: "Sequence[Variable]", values: Sequence[Any], layouts: Any) -> None:
+    def _bind(variables: "Sequence[Variable]", values: Sequence[Any], shardings: Any) -> None:
         """Stores values that the variables hold until `_take_back`, in the current trace."""
         trace = get_opaque_trace_state()
-        for variable, value, layout in zip(variables, values, layouts, strict=True):
+        for variable, value, sharding in zip(variables, values, shardings, strict=True):
             variable._traces.append(trace)
-            variable._value, variable._layout = value, layout
-            variable._shared = not isinstance(value, Tracer)  # whoever lends it holds it
+            variable._value, variable._sharding = value, sharding
+            variable._shared = not isinstance(value, Tracer)  # whoever binds it holds it
 
     @staticmethod
     def _held(variables: "Sequence[Variable]") -> list[tuple[Any, ...]]:
         """All that `_lend` changes."""
-        return [(len(v._traces), v._value, v._shared, v._layout) for v in variables]
+        return [(len(v._traces), v._value, v._shared, v._sharding) for v in variables]
 
     @staticmethod
-    def _take_back(variables: "Sequence[Variable]", own: Sequence[tuple[Any, ...]]) -> None:
+    def _unbind(variables: "Sequence[Variable]", own: Sequence[tuple[Any, ...]]) -> None:
         """Restores what `_held` has returned."""
         for variable, (depth, *before) in zip(variables, own, strict=True):
             del variable._traces[depth:]
-            variable._value, variable._shared, variable._layout = before
+            variable._value, variable._shared, variable._sharding = before
 
     @property
     def _is_planned(self) -> bool:
         return isinstance(self._value, jax.ShapeDtypeStruct)
 
     @property
-    def _is_lent(self) -> bool:
+    def _is_bound(self) -> bool:
         return bool(self._traces)
 
     def _may_hold_tracers(self) -> bool:
@@ -348,7 +348,7 @@ class Computed(Variable):
 
     def __init__(self, name: str, compute: Callable[[], jax.Array], set_by: str):
         self.name, self.trainable, self.constraint = name, False, None
-        self._traces, self._shared, self._layout = [], False, None
+        self._traces, self._shared, self._sharding = [], False, None
         self._compute, self._set_by = compute, set_by
 
     @property
@@ -391,10 +391,10 @@ def _unboxed(value: Any) -> Any:
     return value.value() if isinstance(value, Variable) else value
 
 
-def placed(value: jax.Array, layout: jax.sharding.Sharding | None) -> jax.Array:
+def placed(value: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """`value` with the layout that its variable has had from the start."""
-    if layout is None or not isinstance(value, Tracer):
-        return value if layout is None else jax.device_put(value, layout)
-    if isinstance(layout, NamedSharding) and AxisType.Explicit in layout.mesh.axis_types:
-        return jax.sharding.reshard(value, layout)
-    return lax.with_sharding_constraint(value, layout)
+    if sharding is None or not isinstance(value, Tracer):
+        return value if sharding is None else jax.device_put(value, sharding)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.sharding.reshard(value, sharding)
+    return lax.with_sharding_constraint(value, sharding)

@@ -66,7 +66,7 @@ def _facts(optimizer: Optimizer) -> dict[str, Any]:
     }
     for variables in (trainable, state):
         for name, variable in zip(unique_names(variables), variables, strict=True):
-            about = [list(variable.shape), str(variable.dtype), str(variable._layout)]
+            about = [list(variable.shape), str(variable.dtype), str(variable._sharding)]
             facts[f"shape, dtype and layout of {name!r}"] = about
             if not variable.shape and not variable._is_planned:
                 facts[f"value of {name!r}"] = repr(variable.numpy().item())

@@ -43,8 +43,10 @@ def describe_layout(optimizer: Optimizer) -> str:
     rows = [["variable", "shape", "dtype", "layout", "bytes", "state", "layout", "bytes"]]
     for variable in variables:
         own = optimizer._store.state_of(variable)
-        rows.append([variable.name, str(variable.shape), str(variable.dtype), _layout([variable])])
-        rows[-1] += [_bytes([variable]), str(len(own)), _layout(own), _bytes(own)]
+        rows.append(
+            [variable.name, str(variable.shape), str(variable.dtype), _sharding([variable])]
+        )
+        rows[-1] += [_bytes([variable]), str(len(own)), _sharding(own), _bytes(own)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     devices = max(len(v.sharding.device_set) if v.sharding else 1 for v in variables)
@@ -54,9 +56,11 @@ def describe_layout(optimizer: Optimizer) -> str:
     return "\n".join(lines)
 
 
-def _layout(variables: list[Variable]) -> str:
+def _sharding(variables: list[Variable]) -> str:
     """How they are divided; that of most, where they differ."""
-    specs = [v._layout.spec if isinstance(v._layout, NamedSharding) else None for v in variables]
+    specs = [
+        v._sharding.spec if isinstance(v._sharding, NamedSharding) else None for v in variables
+    ]
     written = [str(tuple(spec)).replace("'", "") if spec and any(spec) else "-" for spec in specs]
     return max(written, key=written.count, default="-")
 

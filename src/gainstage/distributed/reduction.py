@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage._core.gradients import widen
-from gainstage._core.sharding import typed_layout
+from gainstage._core.gradients import upcast
+from gainstage._core.sharding import typed_sharding
 from gainstage._core.stats import measure
 
 
@@ -49,14 +49,14 @@ def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
     axes = frozenset((axis_name,) if isinstance(axis_name, str) else axis_name)
 
     def mark(x: Any) -> jax.Array:
-        layout = typed_layout(x)
+        layout = typed_sharding(x)
         if layout is None:
             raise ValueError(
                 f"Expected params on a mesh of Explicit axes; got {jax.typeof(x)}. On Auto axes "
                 f"ask products for preferred_element_type=jnp.float32."
             )
         spec = PartitionSpec(*layout.spec, reduced=axes)
-        marked = jax.sharding.reshard(widen(x), NamedSharding(layout.mesh, spec))
+        marked = jax.sharding.reshard(upcast(x), NamedSharding(layout.mesh, spec))
         return marked.astype(x.dtype)
 
     return jax.tree.map(mark, params)
@@ -86,7 +86,7 @@ def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
 
     Source: `jax.lax.pmean`; jax-ml/jax issue 27496.
     """
-    return jax.tree.map(lambda g: lax.pmean(g, axis_name), widen(grads))
+    return jax.tree.map(lambda g: lax.pmean(g, axis_name), upcast(grads))
 
 
 def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.Array:
@@ -109,7 +109,7 @@ def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.
         >>> print(distributed.headroom(grads).round(1))
         12.0
     """
-    measured = measure(["max_abs", "any_inf"], widen(grads), False)
+    measured = measure(["max_abs", "any_inf"], upcast(grads), False)
     largest = jnp.where(measured["any_inf"], jnp.inf, measured["max_abs"])
     limit = math.log2(float(jnp.finfo(dtype).max)) - math.log2(summed_over)
     return limit - jnp.log2(largest)

@@ -155,7 +155,7 @@ class KerasOptimizer(Stateless):
         starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
         known = self.variables  # iterations and rate, which may have been set since
         for slot, mirror in zip(self._ours.variables, known, strict=False):
-            _place(mirror, slot._layout)
+            _place(mirror, slot._sharding)
         for slot in self._ours.variables[len(known) :]:
             self._track_variable(_mirror_of(slot, starts[slot]))
         self._trainable_variables_indices = {
@@ -326,7 +326,7 @@ def _mirror_of(slot: Variable, value: jax.Array) -> Any:
     value = jnp.copy(value)  # Keras donates what its variables hold
     name = slot.name.replace("/", "_")
     mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
-    _place(mirror, slot._layout)
+    _place(mirror, slot._sharding)
     return mirror
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from gainstage._core import checks, gradients, saving
-from gainstage._core.bridge import assign, functional, lent, read, variables_in, write
+from gainstage._core.bridge import assign, bound, functional, read, variables_in, write
 from gainstage._core.configurable import Configurable, deserialize
 from gainstage._core.gradients import Gradients
 from gainstage._core.guard import (
@@ -716,8 +716,8 @@ class Optimizer(Configurable):
         """`update_step` of every variable as a pure function."""
         store, own = self._store, self._store.state
         variables, values = jax.tree.leaves(own), jax.tree.leaves(state)
-        shardings = [*store.shardings, *(v._layout for v in variables[len(own.weights) :])]
-        with lent(variables, values, shardings):
+        shardings = [*store.shardings, *(v._sharding for v in variables[len(own.weights) :])]
+        with bound(variables, values, shardings):
             self._update_all(grads, rate, loss)
             return read(own)
 

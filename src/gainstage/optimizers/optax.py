@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gainstage._core.bridge import read
-from gainstage._core.gradients import Gradients, widen
+from gainstage._core.gradients import Gradients, upcast
 from gainstage._core.options import WrapperOptions
 from gainstage._core.sharding import replicate
 from gainstage._core.variable import Variable
@@ -97,7 +97,7 @@ class Optax(Optimizer):
         replicate(self.name, self.mesh, [slot for slot in slots if slot.ndim == 0], variables)
 
     def _init(self, values: Any) -> Any:
-        state = self.tx.init(widen(values))
+        state = self.tx.init(upcast(values))
         self._key_kinds = [
             jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in jax.tree.leaves(state)
         ]
