@@ -415,3 +415,19 @@ def test_memory_of_numpy_stays_the_callers(keep):
         kept = gs.SGD()._checked([buffer], [w])[0]
     buffer[:] = 0.0
     assert kept[0] == 3
+
+
+def test_another_thread_reads_the_own_value_of_a_bound_variable():
+    """While one thread traces a function of a variable, another one reads the array in it."""
+    var, read = gs.Variable([1.0, 2.0], name="w"), []
+
+    def assigns():
+        var.assign(var * 2)
+        thread = threading.Thread(target=lambda: read.append(var.value()))
+        thread.start()
+        thread.join()
+        return var.value()
+
+    np.testing.assert_array_equal(gs.jit(assigns, [var])(), [2.0, 4.0])
+    np.testing.assert_array_equal(read[-1], [1.0, 2.0])
+    np.testing.assert_array_equal(var.value(), [2.0, 4.0])

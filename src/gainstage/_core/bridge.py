@@ -79,9 +79,8 @@ def bound(
 ) -> Iterator[None]:
     """Binds `values` to the variables, which hold their own again on exit.
 
-    While bound a variable has the dtype of what it holds (and the sharding, if `shardings` says so),
-    and may hold traced values. It is the box itself that changes: no other thread should read it
-    meanwhile.
+    While bound a variable has the dtype of what it holds (and the sharding, if `shardings` is
+    given), and may hold traced values. Another thread that reads it gets its own value.
     """
     own = Variable._held(variables)
     shardings = [variable._sharding for variable in variables] if shardings is None else shardings

@@ -139,6 +139,31 @@ class Slots:
             slot.assign(flat)
 
 
+class Computed(Variable):
+    """What is computed from other variables: it reads like a variable, and cannot be assigned.
+
+    Args:
+        name: as for every variable.
+        compute: returns the value now.
+        set_by: what to do in the place of assigning, for the error.
+    """
+
+    def __init__(self, name: str, compute: Callable[[], jax.Array], set_by: str):
+        self.name, self.trainable, self.constraint = name, False, None
+        self._traces, self._shared, self._sharding = [], False, None
+        self._compute, self._set_by = compute, set_by
+
+    @property
+    def _value(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._compute()
+
+    def _read(self) -> jax.Array:
+        return self._compute()
+
+    def assign(self, value: Any) -> None:
+        raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
+
+
 class Guard:
     """Whoever skips the steps of an optimizer that are not finite, from around it.
 

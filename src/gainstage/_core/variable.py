@@ -1,5 +1,6 @@
 """A mutable box for one array, a leaf of every pytree."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -77,7 +78,8 @@ class Variable:
             raise TypeError(f"Expected a string for name; got {name!r}.")
         value = value.value() if isinstance(value, Variable) else value
         self.name, self.trainable, self.constraint = name, trainable, constraint
-        self._traces: list[Any] = []  # the traces it is bound in, innermost last
+        # The traces it is bound in, innermost last, each with its thread and the value before.
+        self._traces: list[tuple[Any, int, Any]] = []
         self._shared = False  # whether somebody outside may hold the array, so no step may eat it
         if isinstance(value, jax.ShapeDtypeStruct):
             self._value: Any = value.update(dtype=dtype or value.dtype)
@@ -100,8 +102,10 @@ class Variable:
 
     def _read(self) -> jax.Array:
         """The array in the box, for one who does not keep it."""
-        lent_here = self._may_hold_tracers()
-        if not lent_here and not isinstance(self._value, Tracer):
+        value = self._value
+        if self._traces or isinstance(value, Tracer):
+            value = self._value_here(value)
+        if not self._may_hold_tracers() and not isinstance(value, Tracer):
             if is_tracing():
                 raise ValueError(
                     f"Expected every variable used inside a traced function to be in its state; "
@@ -112,7 +116,15 @@ class Variable:
                 )
             if self._is_planned:
                 raise ValueError(f"Expected {self.name!r} to have a value; it is only planned.")
-        return self._value
+        return value
+
+    def _value_here(self, value: Any) -> Any:
+        """What a read gives while the variable is bound: in another thread its own value."""
+        outermost = self._traces[:1]
+        if not outermost:
+            return self._value  # it has been unbound in between
+        ((_, thread, own),) = outermost
+        return value if thread == threading.get_ident() else own
 
     def assign(self, value: Any) -> None:
         """Puts `value`, cast to the variable's dtype, into the box.
@@ -230,9 +242,9 @@ class Variable:
     @staticmethod
     def _bind(variables: "Sequence[Variable]", values: Sequence[Any], shardings: Any) -> None:
         """Stores values that the variables hold until `_take_back`, in the current trace."""
-        trace = get_opaque_trace_state()
+        trace, thread = get_opaque_trace_state(), threading.get_ident()
         for variable, value, sharding in zip(variables, values, shardings, strict=True):
-            variable._traces.append(trace)
+            variable._traces.append((trace, thread, variable._value))
             variable._value, variable._sharding = value, sharding
             variable._shared = not isinstance(value, Tracer)  # whoever binds it holds it
 
@@ -245,8 +257,8 @@ class Variable:
     def _unbind(variables: "Sequence[Variable]", own: Sequence[tuple[Any, ...]]) -> None:
         """Restores what `_held` has returned."""
         for variable, (depth, *before) in zip(variables, own, strict=True):
-            del variable._traces[depth:]
             variable._value, variable._shared, variable._sharding = before
+            del variable._traces[depth:]
 
     @property
     def _is_planned(self) -> bool:
@@ -257,7 +269,7 @@ class Variable:
         return bool(self._traces)
 
     def _may_hold_tracers(self) -> bool:
-        return bool(self._traces) and self._traces[-1] == get_opaque_trace_state()
+        return bool(self._traces) and self._traces[-1][0] == get_opaque_trace_state()
 
     def __jax_array__(self) -> jax.Array:
         return self.value()
@@ -335,31 +347,6 @@ class Variable:
     def __getstate__(self) -> dict[str, Any]:
         self._shared = True  # with a shallow copy, which holds the same array
         return {**vars(self), "_traces": []}
-
-
-class Computed(Variable):
-    """What is computed from other variables: it reads like a variable, and cannot be assigned.
-
-    Args:
-        name: as for every variable.
-        compute: returns the value now.
-        set_by: what to do in the place of assigning, for the error.
-    """
-
-    def __init__(self, name: str, compute: Callable[[], jax.Array], set_by: str):
-        self.name, self.trainable, self.constraint = name, False, None
-        self._traces, self._shared, self._sharding = [], False, None
-        self._compute, self._set_by = compute, set_by
-
-    @property
-    def _value(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._compute()
-
-    def _read(self) -> jax.Array:
-        return self._compute()
-
-    def assign(self, value: Any) -> None:
-        raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
 
 
 def is_tracing() -> bool:

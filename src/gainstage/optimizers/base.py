@@ -38,8 +38,8 @@ from gainstage._core.run import (
 )
 from gainstage._core.saving import shown, wrong_count
 from gainstage._core.step import Step, StepOptions, StepState
-from gainstage._core.store import Initializer, Store
-from gainstage._core.variable import Computed, Variable, is_inside, is_tracing
+from gainstage._core.store import Computed, Initializer, Store
+from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
 
 
