@@ -341,7 +341,7 @@ def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:
-    """`x * factor`, to be squared: XLA would compute (c x)**2 as c**2 x**2, which overflows."""
+    """`x * factor`, to be squared: XLA would compute `(c x)**2` as `c**2 x**2`, which overflows."""
     return x * lax.optimization_barrier(jnp.asarray(factor, x.dtype))
 
 
