@@ -103,7 +103,7 @@ def test_a_variable_without_gradient_is_left_alone(name):
     """Where a gradient is None the variable and its slots stay as they were, bit for bit."""
     variables, opt = made(name)
     opt.apply(gradients(0))
-    own = [variables[1], *opt._state_of(variables[1])]
+    own = [variables[1], *opt._store.state_of(variables[1])]
     before, first = bits(*arrays(own)), variables[0].numpy()
     one, _, other = gradients(1)
     opt.apply([one, None, other])

@@ -77,7 +77,9 @@ class Gradient(NamedTuple):
 
     def value(self) -> jax.Array:
         """The gradient, in float32 or wider."""
-        value = self.array.astype(float32_or_wider(self.array.dtype))
+        value = self.array
+        if not jnp.iscomplexobj(value):
+            value = value.astype(float32_or_wider(value.dtype))
         # XLA computes a product again in every kernel that wants it, but would store a quotient.
         for factor in self.factors:
             value = value * factor.astype(value.dtype)
@@ -107,8 +109,9 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
         if isinstance(leaf, Seen) or getattr(leaf, "dtype", None) == float0:
             return leaf
         value = jnp.asarray(leaf)
-        value = value.astype(float32_or_wider(value.dtype))
-        return value * inverse(value.dtype)
+        dtype = float32_or_wider(value.dtype)
+        value = value if jnp.iscomplexobj(value) else value.astype(dtype)
+        return value * inverse(dtype).astype(value.dtype)
 
     return jax.tree.map(one, grads, is_leaf=lambda leaf: isinstance(leaf, Seen))
 
