@@ -593,3 +593,12 @@ def test_what_fp8_layers_measure_is_kept(kind):
         opt.apply([jnp.float32(8.0), jnp.float32(measured)], [weight, largest])
     assert float(largest.value) == 5.0
     assert float(weight.value) == 1.0 - 0.25 - 0.5
+
+
+@pytest.mark.parametrize("policy", ["renormalise", "drop_window", "fail"])
+def test_a_window_that_keras_cannot_count_is_refused(policy):
+    """Keras's wrapper skips a bad microbatch outside of its window: other policies are refused."""
+    inner = gs.SGD(0.1, gradient_accumulation_steps=2, on_bad_microbatch=policy)
+    for optimizer in (inner, KerasOptimizer(inner)):
+        with pytest.raises(ValueError, match=f"got '{policy}'"):
+            LossScaleOptimizer(optimizer)

@@ -74,6 +74,12 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             if inner_optimizer._store.in_force.loss_scale_factor is not None:
                 raise ValueError("Expected an inner_optimizer without loss_scale_factor.")
             inner_optimizer = KerasOptimizer(inner_optimizer)
+        policy = getattr(inner_optimizer, "on_bad_microbatch", "extend")
+        if policy != "extend":
+            raise ValueError(
+                f"Expected on_bad_microbatch='extend' in Keras, where a step that is not finite "
+                f"is no step; got {policy!r}."
+            )
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule = rule
