@@ -12,7 +12,10 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "conformance"
 
 
-def test_the_tests_of_keras():
+@pytest.mark.parametrize(
+    "modes", [["wrapper"], pytest.param(["native", "keras"], marks=pytest.mark.slow)], ids=str
+)
+def test_the_tests_of_keras(modes):
     """Of the optimizer tests in Keras's wheel those fail that the list names with a reason, and no
     others; with another version of Keras than the list's a listed one may pass."""
     keras = pytest.importorskip("keras")
@@ -23,7 +26,7 @@ def test_the_tests_of_keras():
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "run_keras.py")],
+        [sys.executable, str(FOLDER / "run_keras.py"), *modes],
         capture_output=True, text=True, check=False, env={**os.environ, **cache},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
