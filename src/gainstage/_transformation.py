@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
-from gainstage._core.guard import GuardState, Keep, Reading, guarded
+from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
 from gainstage._core.stats import at_first, check_telemetry, leaves_and_none
@@ -107,7 +107,7 @@ def loss_scaled_within(
         only_if = None if only_if is None else checks.condition("only_if", only_if)
         grads, params = gradients.upcast(updates), gradients.upcast(params)
         if jax.device_count() == 1:
-            grads = jax.tree.map(gradients.in_order, grads)
+            grads = jax.tree.map(gradients.row_major, grads)
         arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(grads)]
         # The barrier keeps XLA from storing squares that `tx` happens to need too.
         leaves = [None if g is None else lax.optimization_barrier(g) for g in arrays]
@@ -122,7 +122,7 @@ def loss_scaled_within(
             state.inner,
             arrays,
             Reading(limits=limits, leaves=leaves),
-            Keep(),
+            Select(),
             loss=extra.get("value"),
             apply_if=only_if,
             every=every,

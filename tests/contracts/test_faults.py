@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gainstage._core.guard import Keep
+from gainstage._core.guard import Select
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
@@ -57,13 +57,13 @@ def changes_what_it_skips(self, applies, counts, update, state):
     return result, state._replace(weights=[first + 2.0**-6, *others]), applied
 
 
-original = Keep.take
+original = Select.take
 
 
 @pytest.mark.parametrize("broken", [lets_everything_in, changes_what_it_skips])
 def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
     """The checks see a step that takes bad gradients, and one that changes what it skips."""
-    monkeypatch.setattr(Keep, "take", broken)
+    monkeypatch.setattr(Select, "take", broken)
     training = faults.Training(faults.Configuration(*SLICE[0]))
     _, outcomes = training.outcomes(list(faults.single_faults(training))[::6])
     assert outcomes

@@ -18,7 +18,7 @@ LAYERS = [
     {"_core.packing", "_core.sharding", "_core.variable"},
     {"_core", "fp8"},
     {"_core.bridge", "_core.gradients", "_core.options", "_core.rules", "_policy", "schedules"},
-    {"_core.groups", "_core.readings", "_core.learning_rate", "_core.stats", "_local"},
+    {"_core.groups", "_core.readings", "_core.stats", "_local"},
     {"_core.saving", "_core.scaled_state", "rules"},
     {"_core.guard", "_core.run"},
     {"_core.step"},

@@ -98,9 +98,9 @@ def test_one_place_reads_decides_and_advances():
         }
         for node in ast.walk(tree):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in imported or name in ("keep.take", "keep.decide"):
+            if name in imported or name in ("policy.take", "policy.scale_due"):
                 calls[name].append(path.relative_to(SRC).as_posix())
-    for name in ("inspect", "keep.take", "keep.decide"):
+    for name in ("inspect", "policy.take", "policy.scale_due"):
         assert calls[name] == ["_core/guard.py"]
     # A recorded run is replayed with other rules: there is no step to be guarded.
     assert calls["advance"] == ["_core/guard.py", "diagnostics/replay.py"]

@@ -11,7 +11,7 @@ from jax.core import Tracer  # whether a value belongs to a program that is bein
 # Across processes: a step's configuration is compared, an address is sent to all.
 from jax.experimental import multihost_utils
 
-# A gradient that XLA for CPU computes transposed is stored once: see `gradients.in_order`.
+# A gradient that XLA for CPU computes transposed is stored once: see `gradients.row_major`.
 from jax.experimental.layout import Layout, with_layout_constraint
 
 # `Literal`: an operand of an equation that is a number. `get_opaque_trace_state`: the trace that a

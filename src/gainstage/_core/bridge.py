@@ -280,13 +280,13 @@ def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
 _ARRAY, _ARRAYS = object(), (jax.Array, np.ndarray, np.generic)
 
 
-def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
-    """`(result, new)` of `fn(old)`, with `old` in the place of `new` where `keep` does not hold.
+def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
+    """`(result, new)` of `fn(old)`, with `old` in the place of `new` where `applies` does not hold.
 
-    For a result that stands only if `keep` does, and is to be fused with what is done to it: it is
-    computed from what was kept. A `where` around all of `fn` would make XLA compute each new value
-    twice, for the state and for the result, and copy the old one, which the first has overwritten.
-    An eager call has nothing to fuse: there `fn` simply runs.
+    For a result that stands only if `applies` holds, and is to be fused with what is done to it: it
+    is computed from what was kept. A `where` around all of `fn` would make XLA compute each new
+    value twice, for the state and for the result, and copy the old one, which the first has
+    overwritten. An eager call has nothing to fuse: there `fn` simply runs.
     """
     inside = is_inside()
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
@@ -298,7 +298,7 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
     if jaxpr is None:
         result, new = shapes
         return result, jax.tree.map(
-            lambda n, o: lax.select(keep, jnp.asarray(n, o.dtype), o), new, old
+            lambda n, o: lax.select(applies, jnp.asarray(n, o.dtype), o), new, old
         )
     before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     known = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
@@ -318,13 +318,13 @@ def select(keep: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> t
         for v, value in zip(equation.outvars, values, strict=True):
             known[v] = value
             if v in wanted and value.dtype == wanted[v].dtype:
-                known[v] = kept[v] = lax.select(keep, value, wanted[v])
+                known[v] = kept[v] = lax.select(applies, value, wanted[v])
 
     result = [value_of(v) for v in jaxpr.outvars[: len(jaxpr.outvars) - len(before)]]
     new = [
         kept[v]
         if not isinstance(v, Literal) and v in kept and wanted[v] is b
-        else lax.select(keep, jnp.asarray(value_of(v), b.dtype), b)
+        else lax.select(applies, jnp.asarray(value_of(v), b.dtype), b)
         for v, b in zip(outputs, before, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), [*result, *new])

@@ -55,7 +55,7 @@ def real_parts(arrays: Iterable[Any]) -> list[Any]:
     return [part for both in parts for part in both]
 
 
-def in_order(gradient: Any) -> Any:
+def row_major(gradient: Any) -> Any:
     """A gradient on one device, stored in the order of its variable's elements; None stays None.
 
     XLA for CPU may compute that of a product in half precision transposed. Left to itself it would

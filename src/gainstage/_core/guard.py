@@ -1,6 +1,6 @@
 """The guard around an update: the one place that reads gradients, decides, and moves the scale.
 
-What becomes of the state where a step is skipped is a value: `Keep`, `Branch`, or one of four
+What becomes of the state where a step is skipped is a value: `Select`, `Branch`, or one of four
 windows of accumulation, each with a few small pure functions.
 """
 
@@ -19,20 +19,20 @@ from gainstage._core.rules import LossScale, advance
 from gainstage._core.stats import measure, measured_of_both, observed
 from gainstage._core.variable import is_inside
 
-Update = Callable[..., tuple[Any, Any]]  # (state, mask of the gradients) -> (result, state)
+Update = Callable[..., tuple[Any, Any]]  # (state, mask) -> (result, state)
 
 
-def run_if(keep: jax.Array, update: Update, state: Any, *mask: jax.Array) -> Any:
-    """The state after `update` where `keep` holds; elsewhere it does not even run.
+def run_if(applies: jax.Array, update: Update, state: Any, *mask: jax.Array) -> Any:
+    """The state after `update` where `applies` holds; elsewhere it does not even run.
 
     Eagerly it runs, and its results are selected: an eager `lax.cond` is compiled at every call.
     """
     if not is_inside():
-        return select(keep, lambda state: update(state, *mask), state)[1]
-    return lax.cond(keep, lambda state: update(state, *mask)[1], lambda state: state, state)
+        return select(applies, lambda state: update(state, *mask), state)[1]
+    return lax.cond(applies, lambda state: update(state, *mask)[1], lambda state: state, state)
 
 
-class Keep:
+class Select:
     """An update always runs, and its kernels select what they store: for what is mostly applied.
 
     XLA can then fuse it with what comes before.
@@ -55,15 +55,15 @@ class Keep:
         result, state = select(applies, update, state)
         return result, state, applies
 
-    def decide(
+    def scale_due(
         self, state: Any, finite: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array | None, jax.Array]:
         """Whether the scale is updated after this step, None for always; and whether what it
-        reacts to was finite."""
+        reacts to was finite. The state is that before the step."""
         return None, finite
 
 
-class Branch(Keep):
+class Branch(Select):
     """An update runs behind a conditional."""
 
     def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
@@ -105,7 +105,7 @@ class Fail(Window):
         applies &= ~failed
         return None, run_if(applies, update, state)._replace(window_count=failed), applies
 
-    def decide(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
+    def scale_due(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
         return counts & self.ends(state) & finite & ~state.window_count, finite
 
 
@@ -124,7 +124,7 @@ class Renormalise(Window):
         more = jnp.where(counts & ~runs, 1, 0)
         return None, state._replace(iterations=state.iterations + more), applies
 
-    def decide(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
+    def scale_due(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
         return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
 
     def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
@@ -163,7 +163,7 @@ class GuardState(NamedTuple):
 
     scale: Any  # the rule's state, None for a scale that never changes
     observed: Any = None  # with telemetry, what it knows
-    window: Any = ()  # what has been measured of the window so far, by name
+    measured: Any = ()  # of the window so far, by name
 
 
 class Reading(NamedTuple):
@@ -183,7 +183,7 @@ class Outcome(NamedTuple):
     inner: Any  # the new state of what is guarded, or the old one
     state: GuardState
     finite: jax.Array  # whether the gradients were
-    applied: jax.Array  # whether the update was
+    applied: jax.Array  # whether they were used: for an update, or for that of their window
 
 
 def guarded(
@@ -193,7 +193,7 @@ def guarded(
     inner: Any,
     grads: Sequence[Any],
     reading: Reading,
-    keep: Keep,
+    policy: Select,
     *,
     loss: jax.Array | None = None,
     apply_if: jax.Array | None = None,
@@ -210,7 +210,7 @@ def guarded(
         inner: what `update` changes: any pytree.
         grads: arrays or None.
         reading: how to read them.
-        keep: what becomes of `inner` where the step is skipped.
+        policy: what becomes of `inner` where the step is skipped.
         loss: the true loss, if it is known.
         apply_if: a bool scalar; if False the update is skipped, though the scale still reacts to
             the gradients.
@@ -227,7 +227,7 @@ def guarded(
     counts = jnp.ones_like(finite) if apply_if is None else apply_if | ~finite
 
     step = functools.partial(update, norms)
-    result, new, applied = keep.take(applies, counts, step, inner)
+    result, new, applied = policy.take(applies, counts, step, inner)
     if rule is None:
         return Outcome(result, new, state, finite, applied)
     here = bool(shardings) and all(sharding is None for sharding in shardings)
@@ -240,13 +240,13 @@ def guarded(
         now = state.scale.scale if loss_scale is None else loss_scale
         about = (scale, finite, applied, norm, measured.get("max_abs"), now, every, here)
         stats = observed(stats, grads, *about)
-    due, good = keep.decide(inner, finite, counts)
-    window = state.window
+    due, good = policy.scale_due(inner, finite, counts)
+    so_far = state.measured
     if due is not None:  # the scale is updated between windows, from what was measured in one
-        measured = measured_of_both(window, measured)
-        window = {n: jnp.where(counts, v, window[n]) for n, v in measured.items()}
-        window = {n: jnp.where(due, jnp.zeros_like(v), v) for n, v in window.items()}
+        measured = measured_of_both(so_far, measured)
+        so_far = {n: jnp.where(counts, v, so_far[n]) for n, v in measured.items()}
+        so_far = {n: jnp.where(due, jnp.zeros_like(v), v) for n, v in so_far.items()}
     moved = advance(rule, state.scale, good, **measured)
     if due is not None:
         moved = jax.tree.map(lambda n, o: jnp.where(due, n, o), moved, state.scale)
-    return Outcome(result, new, GuardState(moved, stats, window), finite, applied)
+    return Outcome(result, new, GuardState(moved, stats, so_far), finite, applied)

@@ -44,7 +44,7 @@ CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
 BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_microbatch"])
 # There is no None for them.
 ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
-# What becomes of a window with a microbatch that is not finite: see `windows`.
+# What becomes of a window with a microbatch that is not finite: see `guard`.
 POLICIES = ("extend", "renormalise", "drop_window", "fail")
 
 

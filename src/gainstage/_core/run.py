@@ -205,7 +205,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
     return arrays
 
 
-def in_order(grads: list[Any], places: Sequence[int], variables: Sequence[Variable]) -> list[Any]:
+def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variable]) -> list[Any]:
     """One gradient or None for each variable that an optimizer was built with."""
     ordered: list[Any] = [None] * len(variables)
     for gradient, place in zip(grads, places, strict=True):

@@ -165,7 +165,7 @@ class Computed(Variable):
 
 
 class Guard:
-    """Whoever skips the steps of an optimizer that are not finite, from around it.
+    """What a store knows of the wrapper around its optimizer; `guarded` skips the steps.
 
     Args:
         owner: its name.
@@ -212,7 +212,7 @@ class Store:
 
     @property
     def guard(self) -> Guard | None:
-        """Who skips steps that are not finite."""
+        """What is known of the wrapper that skips steps which are not finite."""
         return self._guard and self._guard()
 
     def set_guard(self, guard: Guard) -> None:

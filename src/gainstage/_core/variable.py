@@ -216,7 +216,7 @@ class Variable:
             )
 
     def _place(self, sharding: jax.sharding.Sharding) -> None:
-        """Moves the value to `layout`, for good."""
+        """Moves the value to this sharding, for good."""
         value, self._sharding = self._value, sharding
         if sharding.is_fully_addressable:
             self._set(jax.device_put(value, sharding))
@@ -241,7 +241,7 @@ class Variable:
 
     @staticmethod
     def _bind(variables: "Sequence[Variable]", values: Sequence[Any], shardings: Any) -> None:
-        """Stores values that the variables hold until `_take_back`, in the current trace."""
+        """Stores values that the variables hold until `_unbind`, in the current trace."""
         trace, thread = get_opaque_trace_state(), threading.get_ident()
         for variable, value, sharding in zip(variables, values, shardings, strict=True):
             variable._traces.append((trace, thread, variable._value))
@@ -250,7 +250,7 @@ class Variable:
 
     @staticmethod
     def _held(variables: "Sequence[Variable]") -> list[tuple[Any, ...]]:
-        """All that `_lend` changes."""
+        """All that `_bind` changes."""
         return [(len(v._traces), v._value, v._shared, v._sharding) for v in variables]
 
     @staticmethod

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from gainstage._core import checks, gradients, rules
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
-from gainstage._core.guard import GuardState, Keep, Reading, guarded
+from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.run import WithLoss
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
@@ -165,7 +165,7 @@ class DynamicLossScale(LossScale):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
         state = GuardState(read(self._state))
-        done = guarded(self.rule, _nothing, state, (), leaves, Reading(), Keep())
+        done = guarded(self.rule, _nothing, state, (), leaves, Reading(), Select())
         assign(jax.tree.leaves(self._state), jax.tree.leaves(done.state.scale))
         return None, done.finite
 

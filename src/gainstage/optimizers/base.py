@@ -16,9 +16,9 @@ from gainstage._core.gradients import Gradients
 from gainstage._core.guard import (
     Fail,
     GuardState,
-    Keep,
     Outcome,
     Reading,
+    Select,
     Window,
     guarded,
     run_if,
@@ -29,11 +29,11 @@ from gainstage._core.run import (
     Runner,
     VarList,
     WithLoss,
+    by_place,
     check_bound,
     check_floating,
     differentiate,
     fitted,
-    in_order,
     loss_of,
 )
 from gainstage._core.saving import shown, wrong_count
@@ -565,7 +565,7 @@ class Optimizer(Configurable):
         places = [self._get_variable_index(variable) for variable in variables]
         for variable in [v for v in (*self.variables, *self._store.index) if v._is_planned]:
             variable.value()  # an error
-        return in_order(grads, places, list(self._store.index))
+        return by_place(grads, places, list(self._store.index))
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
@@ -685,15 +685,15 @@ class Optimizer(Configurable):
         """A step on scaled gradients, or none, as `guarded` returns it."""
         step = self._make_step(loss)
         pairs = zip(grads, step.shardings, strict=True)
-        grads = [gradients.in_order(g) if sharding is None else g for g, sharding in pairs]
+        grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
         def update(norms: Any, state: StepState, mask: Any = None) -> tuple[None, StepState]:
             true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
             return None, step(state, gradients.divided(true, scale), norms, rate)
 
         reading = Reading(scale, step.options.limits, state.accumulators, step.shardings)
-        keep, more = step.window or Keep(), {"loss": loss, "apply_if": apply_if, **more}
-        return guarded(rule, update, guard, state, grads, reading, keep, **more)
+        policy, more = step.window or Select(), {"loss": loss, "apply_if": apply_if, **more}
+        return guarded(rule, update, guard, state, grads, reading, policy, **more)
 
     def _make_step(self, loss: Any = None) -> Step:
         """The step that options, rule and variables of now come to."""
@@ -801,6 +801,7 @@ class Optimizer(Configurable):
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments, JSON-serializable but for callables; the learning rate
         is the current one. How a step runs (`jit_compile`, `mesh`) is left out."""
+        # Left out where they have their default: Keras's configurations do not know them.
         usual = {"group_small": False, "master_weights": False, "on_bad_microbatch": "extend"}
         return {k: v for k, v in super().get_config().items() if k not in usual or v != usual[k]}
 

@@ -83,7 +83,7 @@ class LossScaleOptimizer(Optimizer):
     """An optimizer for float16: it scales the loss so that small gradients survive.
 
     `minimize` multiplies the loss by the scale and divides the gradients by it again, in float32.
-    A step with a gradient that is not finite changes nothing but the scale, which is lowered;
+    A step with a gradient that is not finite changes no weight and no slot, and lowers the scale;
     after `dynamic_growth_steps` finite steps it is doubled. The scale is finite and positive
     whatever happens. In a loop of your own differentiate `scale_loss(loss)` and hand the scaled
     gradients to `apply`.
