@@ -20,7 +20,7 @@ LAYERS = [
     {"_core.bridge", "_core.gradients", "_core.options", "_core.rules", "_policy", "schedules"},
     {"_core.groups", "_core.readings", "_core.stats", "_local"},
     {"_core.saving", "_core.scaled_state", "rules"},
-    {"_core.guard", "_core.run"},
+    {"_core.guard", "_core.run", "_core.slots"},
     {"_core.step"},
     {"_core.store"},
     {"optimizers"},

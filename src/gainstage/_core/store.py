@@ -1,142 +1,23 @@
-"""What an optimizer stores: its variables by name and kind, made where they belong."""
+"""What an optimizer stores: all that its step reads and changes, and the options in force."""
 
-import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from gainstage._core import gradients
-from gainstage._core.bridge import read
-from gainstage._core.groups import Group, groups_of
-from gainstage._core.guard import WINDOWS, Window
-from gainstage._core.packing import join, offsets
+from gainstage._core.bridge import read, variables_like
+from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.guard import WINDOWS, GuardState, Window
+from gainstage._core.rules import LossScale, start
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
+from gainstage._core.slots import Slots
+from gainstage._core.stats import at_first, measure
 from gainstage._core.step import LearningRate, StepOptions, StepState
 from gainstage._core.variable import Variable
-
-Initializer = str | Callable[..., Any]
-
-
-class Slots:
-    """The variables that `build` of an optimizer adds.
-
-    Args:
-        owner: the optimizer's name, which is put before theirs.
-        shard_over: the mesh axes over which the state of a variable is divided more.
-    """
-
-    def __init__(self, owner: str, shard_over: tuple[str, ...]):
-        self.owner, self.shard_over = owner, shard_over
-        self.all: list[Variable] = []
-        self.of: dict[tuple[Variable, str, int], Variable] = {}  # the last: which of those alike
-        self.groups: list[Group] = []  # of small variables, which share buffers
-        self.group_of: dict[Variable, Group] = {}
-        self._added: dict[Any, Variable] = {}  # those beside `of` that builds have added
-        self._asked: Counter[Any] = Counter()  # how many of each kind this build has asked for
-
-    def start_build(self) -> None:
-        """From here on variables that an earlier build has added are returned again."""
-        self._asked.clear()
-
-    def add(
-        self,
-        shape: Sequence[int],
-        initializer: Initializer,
-        dtype: DTypeLike | None,
-        name: str | None,
-        in_build: bool,
-    ) -> Variable:
-        """A new variable; in a build, that which an earlier one got in its place."""
-        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
-        kind = (name, tuple(shape), dtype)
-        key = (*kind, self._asked[kind])
-        if in_build:
-            self._asked[kind] += 1
-            if key in self._added:
-                return self._added[key]
-        value = _initialized(initializer, tuple(shape), dtype)
-        variable = Variable(value, dtype, f"{self.owner}/{name or 'variable'}", trainable=False)
-        if in_build:
-            self._added[key] = variable
-        self.all.append(variable)
-        return variable
-
-    def add_like(self, reference: Variable, name: str, initializer: Initializer) -> Variable:
-        """A new slot of a variable, or that which an earlier build got in its place."""
-        number = self._asked[reference, name]
-        self._asked[reference, name] += 1
-        key, group = (reference, name, number), self.group_of.get(reference)
-        if key not in self.of:
-            if group is None:
-                self.of[key] = slot = self.like(reference, name, initializer)
-            else:
-                slot = self._of_group(group, *key, initializer)
-            self.all.append(slot)
-        elif group is not None and key not in group.started:
-            self._start_part(group, *key, initializer)
-        return self.of[key]
-
-    def like(self, reference: Variable, name: str, initializer: Initializer = "zeros") -> Variable:
-        """A variable of the shape and sharding of another, in float32 or wider."""
-        dtype = gradients.float32_or_wider(reference.dtype)
-        sharding = sharding_of_state(reference, self.shard_over)
-        start = functools.partial(_initialized, initializer, reference.shape, dtype, sharding)
-        planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
-        value = planned if reference._is_planned else start()
-        slot = Variable(value, name=f"{self.owner}/{reference.name}_{name}", trainable=False)
-        if slot._is_planned:
-            slot._start_with(start)
-        elif sharding is not None:
-            slot._place(sharding)
-        else:
-            slot._move_to(reference)
-        return slot
-
-    def group(self, variables: Sequence[Variable]) -> None:
-        """From here on small variables share buffers."""
-        self.groups = groups_of(variables, gradients.float32_or_wider)
-        for group in self.groups:
-            self.group_of |= dict.fromkeys(group.members, group)
-
-    def _of_group(
-        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
-    ) -> Variable:
-        others = "zeros" if callable(initializer) else initializer  # they have their own
-        parts = [
-            self.like(variable, name, initializer if variable is reference else others)
-            for variable in group.members
-        ]
-        planned = any(part._is_planned for part in parts)
-        value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
-        slot = Variable(value, name=f"{self.owner}/{group.name}_{name}", trainable=False)
-        if planned:
-            slot._start_with(functools.partial(_joined_first_values, parts))
-        self.of |= {(variable, name, number): slot for variable in group.members}
-        group.slots.append(slot)
-        group.started.add((reference, name, number))
-        return slot
-
-    def _start_part(
-        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
-    ) -> None:
-        """Starts one variable's part of a buffer that another one has asked for."""
-        group.started.add((reference, name, number))
-        if not callable(initializer):
-            return  # it is that of the other
-        slot, place = self.of[reference, name, number], group.members.index(reference)
-        part = self.like(reference, name, initializer)
-        if slot._is_planned:
-            slot._first_value.args[0][place] = part  # type: ignore[union-attr]
-        else:
-            start = offsets(group.shapes)[place]
-            flat = slot.value().at[start : start + part.size].set(part.value().reshape(-1))
-            slot.assign(flat)
 
 
 class Computed(Variable):
@@ -177,6 +58,62 @@ class Guard:
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Makes what depends on the weights; called before the store counts as built."""
+
+
+# How the documents call what a rule counts.
+_DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
+
+
+class ScaleGuard(Guard):
+    """The variables of a rule and of telemetry, around the store that they guard.
+
+    Args:
+        owner: the wrapper's name.
+        over: the options that it was given.
+        rule: how the scale is updated.
+        mesh: on which its variables are replicated, by default that of the weights.
+        telemetry, every: as for `LossScaleOptimizer`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        over: Mapping[str, Any],
+        rule: LossScale,
+        mesh: Mesh | None,
+        telemetry: bool,
+        every: int | None,
+    ):
+        super().__init__(owner, over)
+        self._rule, self._mesh, self._telemetry, self.every = rule, mesh, telemetry, every
+        self.state = GuardState(variables_like(start(self._rule), self.owner, _DOCUMENTED))
+
+    def share(self, scale: Any) -> None:
+        """From now on the rule's state is that of another object, which holds these variables."""
+        self.state = self.state._replace(scale=scale)
+
+    def set_option(self, name: str, value: Any) -> None:
+        """Sets an option of the wrapper."""
+        self.over = {**self.over, name: value}
+
+    def build(self, store: "Store", variables: Sequence[Variable]) -> None:
+        scale, stats, window = self.state.scale, None, {}
+        if self._telemetry:
+            factor = store.in_force.loss_scale_factor
+            first = at_first(scaled_by(read(scale.scale), factor), len(variables), self.every)
+            stats = variables_like(first, f"{self.owner}/last")
+        if store.window_count is not None:
+            window = {
+                name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
+                for name, value in measure(self._rule.measures, [], True, 0.0).items()
+            }
+        self.state = GuardState(scale, stats, window)
+        replicate(self.owner, self._mesh, jax.tree.leaves(self.state), variables)
+
+
+def scaled_by(scale: jax.Array, factor: float | None) -> jax.Array:
+    """The rule's scale times `loss_scale_factor`."""
+    return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
 
 
 class Store:
@@ -332,23 +269,3 @@ class Store:
         """The first values of all state, given those of the weights."""
         own = {v: v._first_value() if v._first_value else v._value for v in self.variables}
         return own | {m: values[v].astype(m.dtype) for v, m in self.masters.items()}
-
-
-def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
-    return join(part._first_value() if part._first_value else part._value for part in parts)
-
-
-def _initialized(
-    initializer: Initializer, shape: tuple[int, ...], dtype: Any, sharding: Any = None
-) -> jax.Array:
-    known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
-    create = known.get(initializer) if isinstance(initializer, str) else initializer
-    if not callable(create):
-        raise ValueError(
-            f'Expected "zeros", "ones" or a callable of (shape, dtype) for initializer; '
-            f"got {initializer!r}."
-        )
-    if sharding is None:
-        return create(shape, dtype)
-    # Every device makes its own part: the whole need not fit into one.
-    return jax.jit(lambda: create(shape, dtype), out_shardings=sharding)()

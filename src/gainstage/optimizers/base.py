@@ -37,8 +37,9 @@ from gainstage._core.run import (
     loss_of,
 )
 from gainstage._core.saving import shown, wrong_count
+from gainstage._core.slots import Initializer
 from gainstage._core.step import Step, StepOptions, StepState
-from gainstage._core.store import Computed, Initializer, Store
+from gainstage._core.store import Computed, Store
 from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
 

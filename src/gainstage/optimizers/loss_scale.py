@@ -5,29 +5,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self, Unpack
 
 import jax
-import jax.numpy as jnp
 
 from gainstage._core import checks, saving
-from gainstage._core.bridge import read, variables_like
-from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.bridge import read
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.guard import GuardState
 from gainstage._core.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage._core.readings import all_finite
-from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, as_rule, start
+from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, as_rule
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import states_in
 from gainstage._core.sharding import replicate
-from gainstage._core.stats import at_first, check_telemetry, measure
+from gainstage._core.slots import Slots
+from gainstage._core.stats import check_telemetry
 from gainstage._core.step import StepState
-from gainstage._core.store import Guard, Slots, Store
+from gainstage._core.store import ScaleGuard, scaled_by
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Fixed, Optimizer
 from gainstage.optimizers.optax import Optax
-
-# How the documents call what a rule counts.
-_DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
 class ScaledState(NamedTuple):
@@ -35,48 +31,6 @@ class ScaledState(NamedTuple):
 
     guard: GuardState
     inner: StepState
-
-
-class ScaleGuard(Guard):
-    """The variables of a rule and of telemetry, around the store that they guard.
-
-    Args:
-        optimizer: the wrapper, whose settings they are made for.
-        over: the options that it was given.
-    """
-
-    def __init__(self, optimizer: "LossScaleOptimizer", over: Mapping[str, Any]):
-        super().__init__(optimizer.name, over)
-        self._mesh, self._rule = optimizer.mesh, optimizer.rule
-        self._telemetry, self.every = optimizer.telemetry, optimizer.underflow_every
-        self.state = GuardState(variables_like(start(self._rule), self.owner, _DOCUMENTED))
-
-    def share(self, scale: Any) -> None:
-        """From now on the rule's state is that of another object, which holds these variables."""
-        self.state = self.state._replace(scale=scale)
-
-    def set_option(self, name: str, value: Any) -> None:
-        """Sets an option of the wrapper."""
-        self.over = {**self.over, name: value}
-
-    def build(self, store: Store, variables: Sequence[Variable]) -> None:
-        scale, stats, window = self.state.scale, None, {}
-        if self._telemetry:
-            factor = store.in_force.loss_scale_factor
-            first = at_first(scaled_by(read(scale.scale), factor), len(variables), self.every)
-            stats = variables_like(first, f"{self.owner}/last")
-        if store.window_count is not None:
-            window = {
-                name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
-                for name, value in measure(self._rule.measures, [], True, 0.0).items()
-            }
-        self.state = GuardState(scale, stats, window)
-        replicate(self.owner, self._mesh, jax.tree.leaves(self.state), variables)
-
-
-def scaled_by(scale: jax.Array, factor: float | None) -> jax.Array:
-    """The rule's scale times `loss_scale_factor`."""
-    return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
 
 
 class LossScaleOptimizer(Optimizer):
@@ -144,7 +98,7 @@ class LossScaleOptimizer(Optimizer):
         **options: Unpack[WrapperOptions],
     ):
         _check_inner(inner_optimizer, self._given)
-        self._rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
+        self._rule = rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
         store = inner_optimizer._store
@@ -154,7 +108,8 @@ class LossScaleOptimizer(Optimizer):
         for option, value in options.items():
             if value is not None:
                 over[option] = check_option(option, value, over)
-        self._guard = self._guard_type(self, over)
+        about = (rule, self.mesh, self.telemetry, self.underflow_every)
+        self._guard = self._guard_type(self.name, over, *about)
         self._initial_scale = checks.shortest(self._guard.state.scale.scale.numpy())
         self._has_scaled = False  # whether anybody has asked for the scale, to multiply a loss by
         if store.index:

@@ -1,0 +1,155 @@
+"""The variables that an optimizer's `build` adds: by name and kind, made where they belong."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from gainstage._core import gradients
+from gainstage._core.bridge import read
+from gainstage._core.groups import Group, groups_of
+from gainstage._core.packing import join, offsets
+from gainstage._core.sharding import sharding_of_state
+from gainstage._core.variable import Variable
+
+Initializer = str | Callable[..., Any]
+
+
+class Slots:
+    """The variables that `build` of an optimizer adds.
+
+    Args:
+        owner: the optimizer's name, which is put before theirs.
+        shard_over: the mesh axes over which the state of a variable is divided more.
+    """
+
+    def __init__(self, owner: str, shard_over: tuple[str, ...]):
+        self.owner, self.shard_over = owner, shard_over
+        self.all: list[Variable] = []
+        self.of: dict[tuple[Variable, str, int], Variable] = {}  # the last: which of those alike
+        self.groups: list[Group] = []  # of small variables, which share buffers
+        self.group_of: dict[Variable, Group] = {}
+        self._added: dict[Any, Variable] = {}  # those beside `of` that builds have added
+        self._asked: Counter[Any] = Counter()  # how many of each kind this build has asked for
+
+    def start_build(self) -> None:
+        """From here on variables that an earlier build has added are returned again."""
+        self._asked.clear()
+
+    def add(
+        self,
+        shape: Sequence[int],
+        initializer: Initializer,
+        dtype: DTypeLike | None,
+        name: str | None,
+        in_build: bool,
+    ) -> Variable:
+        """A new variable; in a build, that which an earlier one got in its place."""
+        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        kind = (name, tuple(shape), dtype)
+        key = (*kind, self._asked[kind])
+        if in_build:
+            self._asked[kind] += 1
+            if key in self._added:
+                return self._added[key]
+        value = _initialized(initializer, tuple(shape), dtype)
+        variable = Variable(value, dtype, f"{self.owner}/{name or 'variable'}", trainable=False)
+        if in_build:
+            self._added[key] = variable
+        self.all.append(variable)
+        return variable
+
+    def add_like(self, reference: Variable, name: str, initializer: Initializer) -> Variable:
+        """A new slot of a variable, or that which an earlier build got in its place."""
+        number = self._asked[reference, name]
+        self._asked[reference, name] += 1
+        key, group = (reference, name, number), self.group_of.get(reference)
+        if key not in self.of:
+            if group is None:
+                self.of[key] = slot = self.like(reference, name, initializer)
+            else:
+                slot = self._of_group(group, *key, initializer)
+            self.all.append(slot)
+        elif group is not None and key not in group.started:
+            self._start_part(group, *key, initializer)
+        return self.of[key]
+
+    def like(self, reference: Variable, name: str, initializer: Initializer = "zeros") -> Variable:
+        """A variable of the shape and sharding of another, in float32 or wider."""
+        dtype = gradients.float32_or_wider(reference.dtype)
+        sharding = sharding_of_state(reference, self.shard_over)
+        start = functools.partial(_initialized, initializer, reference.shape, dtype, sharding)
+        planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
+        value = planned if reference._is_planned else start()
+        slot = Variable(value, name=f"{self.owner}/{reference.name}_{name}", trainable=False)
+        if slot._is_planned:
+            slot._start_with(start)
+        elif sharding is not None:
+            slot._place(sharding)
+        else:
+            slot._move_to(reference)
+        return slot
+
+    def group(self, variables: Sequence[Variable]) -> None:
+        """From here on small variables share buffers."""
+        self.groups = groups_of(variables, gradients.float32_or_wider)
+        for group in self.groups:
+            self.group_of |= dict.fromkeys(group.members, group)
+
+    def _of_group(
+        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
+    ) -> Variable:
+        others = "zeros" if callable(initializer) else initializer  # they have their own
+        parts = [
+            self.like(variable, name, initializer if variable is reference else others)
+            for variable in group.members
+        ]
+        planned = any(part._is_planned for part in parts)
+        value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
+        slot = Variable(value, name=f"{self.owner}/{group.name}_{name}", trainable=False)
+        if planned:
+            slot._start_with(functools.partial(_joined_first_values, parts))
+        self.of |= {(variable, name, number): slot for variable in group.members}
+        group.slots.append(slot)
+        group.started.add((reference, name, number))
+        return slot
+
+    def _start_part(
+        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
+    ) -> None:
+        """Starts one variable's part of a buffer that another one has asked for."""
+        group.started.add((reference, name, number))
+        if not callable(initializer):
+            return  # it is that of the other
+        slot, place = self.of[reference, name, number], group.members.index(reference)
+        part = self.like(reference, name, initializer)
+        if slot._is_planned:
+            slot._first_value.args[0][place] = part  # type: ignore[union-attr]
+        else:
+            start = offsets(group.shapes)[place]
+            flat = slot.value().at[start : start + part.size].set(part.value().reshape(-1))
+            slot.assign(flat)
+
+
+def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
+    return join(part._first_value() if part._first_value else part._value for part in parts)
+
+
+def _initialized(
+    initializer: Initializer, shape: tuple[int, ...], dtype: Any, sharding: Any = None
+) -> jax.Array:
+    known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
+    create = known.get(initializer) if isinstance(initializer, str) else initializer
+    if not callable(create):
+        raise ValueError(
+            f'Expected "zeros", "ones" or a callable of (shape, dtype) for initializer; '
+            f"got {initializer!r}."
+        )
+    if sharding is None:
+        return create(shape, dtype)
+    # Every device makes its own part: the whole need not fit into one.
+    return jax.jit(lambda: create(shape, dtype), out_shardings=sharding)()
