@@ -23,6 +23,11 @@ def pytest_configure():
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def pytest_collection_modifyitems(items):
+    """What waits for processes comes first: at the end one worker would wait for it alone."""
+    items.sort(key=lambda item: "processes" not in item.path.parts)
+
+
 @pytest.fixture
 def rng():
     """Random numbers that are the same in every run."""

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from gainstage import fp8, schedules
 from gainstage._core._lazy import lazy
 from gainstage._core.bridge import functional, jit
-from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
 from gainstage._local import locally_scaled
@@ -26,7 +25,13 @@ from gainstage._transformation import (
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules import AdaptiveLossScale
+from gainstage.rules import (
+    AdaptiveLossScale,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    ScaleState,
+)
 
 if TYPE_CHECKING:
     from gainstage import compat as compat

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from gainstage._core.rules import as_power
 from gainstage._core.saving import unique_names
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.stats import (
@@ -22,6 +21,7 @@ from gainstage._core.stats import (
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.rules.base import as_power
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:

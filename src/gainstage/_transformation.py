@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
 from gainstage._core.guard import GuardState, Reading, Select, guarded
-from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
 from gainstage._core.stats import at_first, check_telemetry, leaves_and_none
 from gainstage.optimizers.base import Optimizer
+from gainstage.rules.base import DynamicLossScale, LossScale, as_rule, start
 
 
 def loss_scaled(

@@ -93,7 +93,7 @@ def test_one_place_reads_decides_and_advances():
         imported = {
             alias.name
             for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gainstage._core")
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("gainstage.")
             for alias in node.names
         }
         for node in ast.walk(tree):

@@ -15,9 +15,9 @@ from jax import lax
 
 from gainstage._core.bridge import select
 from gainstage._core.readings import inspect
-from gainstage._core.rules import LossScale, advance
 from gainstage._core.stats import measure, measured_of_both, observed
 from gainstage._core.variable import is_inside
+from gainstage.rules.base import LossScale, advance
 
 Update = Callable[..., tuple[Any, Any]]  # (state, mask) -> (result, state)
 

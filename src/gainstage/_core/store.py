@@ -12,12 +12,12 @@ from gainstage._core import gradients
 from gainstage._core.bridge import read, variables_like
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.guard import WINDOWS, GuardState, Window
-from gainstage._core.rules import LossScale, start
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
 from gainstage._core.slots import Slots
 from gainstage._core.stats import at_first, measure
 from gainstage._core.step import LearningRate, StepOptions, StepState
 from gainstage._core.variable import Variable
+from gainstage.rules.base import LossScale, start
 
 
 class Computed(Variable):

@@ -7,13 +7,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks, gradients, rules
+from gainstage._core import checks, gradients
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
 from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.run import WithLoss
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.rules import base as rules
 
 FLOOR = 1.0  # of the documents' dynamic scale
 

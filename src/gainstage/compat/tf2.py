@@ -8,13 +8,14 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks, rules
+from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.run import WithLoss, loss_of
 from gainstage._core.store import ScaleGuard, Store
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
+from gainstage.rules import base as rules
 
 
 class _Guard(ScaleGuard):

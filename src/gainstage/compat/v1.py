@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import optimizers
-from gainstage._core import checks, rules
+from gainstage._core import checks
 from gainstage._core.run import check_verbs
 from gainstage._core.sharding import varying_axes
 from gainstage._core.variable import Variable
@@ -19,6 +19,7 @@ from gainstage.compat.live import (
     UnscaledLossScaleOptimizer,
 )
 from gainstage.optimizers import base as core
+from gainstage.rules import base as rules
 
 __all__ = [
     "AdamOptimizer",

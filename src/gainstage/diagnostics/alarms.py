@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, as_power
 from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run
 from gainstage.diagnostics.writers import Record, Writer
 from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, as_power
 
 LIMIT = 65504.0  # the largest number of float16
 WINDOW = 200  # steps that are looked back upon; after so many quiet ones an alarm may ring again

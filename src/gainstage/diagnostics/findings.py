@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gainstage._core.rules import as_power
 from gainstage.diagnostics.alarms import alarms_in
 from gainstage.diagnostics.replay import Outcome, advice, replay
 from gainstage.diagnostics.runs import Run, measures, why_skipped
+from gainstage.rules.base import as_power
 
 SHOWN = 20  # tensors
 LONGEST = 200  # characters of a name

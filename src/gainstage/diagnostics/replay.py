@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from gainstage._core.checks import LARGEST, SMALLEST
-from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, advance, start
 from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run, why_skipped
 from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, advance, start
 
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from gainstage._core import checks
-from gainstage._core.rules import as_power
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
+from gainstage.rules.base import as_power
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are kept while they cannot be written

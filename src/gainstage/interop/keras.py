@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from gainstage._core import gradients
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.guard import Branch, GuardState, Reading, guarded
-from gainstage._core.rules import DynamicLossScale, LossScale, as_rule, start
 from gainstage._core.store import Guard
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
 from gainstage.optimizers.base import Optimizer
+from gainstage.rules.base import DynamicLossScale, LossScale, as_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.checks import SMALLEST
-from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 from gainstage._core.saving import check_names, fitted_weight
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 
 Imported = tuple[DynamicLossScale, ScaleState]
 

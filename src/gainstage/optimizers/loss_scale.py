@@ -12,7 +12,6 @@ from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.guard import GuardState
 from gainstage._core.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
 from gainstage._core.readings import all_finite
-from gainstage._core.rules import DynamicLossScale, FixedLossScale, LossScale, as_rule
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import states_in
@@ -24,6 +23,7 @@ from gainstage._core.store import ScaleGuard, scaled_by
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Fixed, Optimizer
 from gainstage.optimizers.optax import Optax
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, as_rule
 
 
 class ScaledState(NamedTuple):

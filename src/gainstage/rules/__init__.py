@@ -1,5 +1,6 @@
-"""One rule per file, beside those that everything needs, which are in `_core.rules`."""
+"""Rules: how a loss scale is updated."""
 
 from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 
-__all__ = ["AdaptiveLossScale"]
+__all__ = ["AdaptiveLossScale", "DynamicLossScale", "FixedLossScale", "LossScale", "ScaleState"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.checks import LARGEST
-from gainstage._core.rules import LossScale, one_more, set_field, set_scales
+from gainstage.rules.base import LossScale, one_more, set_field, set_scales
 
 PROBED = -12  # bits: how far down an overflow sends a scale of which nothing is known
 PROBE = 2.0**PROBED
