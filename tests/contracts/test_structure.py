@@ -69,13 +69,11 @@ def test_no_object_is_changed_from_outside():
         public |= {name for name, _ in settable if not name.startswith("_")}
     found = []
     for path, tree in TREES.items():
-        own = {
-            part
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            for part in ast.walk(node)
-            if isinstance(part, ast.Attribute) and part.attr in set(attributes(node, store=True))
-        }
+        own = set()
+        for node in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+            names = set(attributes(node, store=True))
+            inside = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+            own |= {part for part in inside if part.attr in names}
         for part in ast.walk(tree):
             stored = isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store | ast.Del)
             if not stored or part in own or part.attr not in ours - public:
