@@ -153,7 +153,7 @@ class Store:
         return self._guard and self._guard()
 
     def set_guard(self, guard: Guard) -> None:
-        """From now on `guard` skips steps, and its options are in force; it is told of `build`."""
+        """From now on `guard` skips steps, and its options are in force; `build` calls it."""
         self._guard = weakref.ref(guard)
         self.changed()
 

@@ -1,4 +1,4 @@
-"""The largest scale that a loss can bear, by the dtypes that the scale itself passes through."""
+"""The largest scale that does not overflow in a loss, by the dtypes that it passes through."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
     The backward pass begins with the scale, and multiplies it by the loss's derivatives on the way.
     Where nothing but constants has been multiplied yet (1 / n for a mean) and the next operation is
     float16, the scale times that constant has to be a float16 number. That is so for a loss which
-    is computed in float16 to its end; one that is computed in float32 out of float16 predictions
-    can bear any scale.
+    is computed in float16 to its end; for one that is computed in float32 out of float16
+    predictions any scale will do.
 
     Args:
         fun: the loss, a scalar or (loss, aux) of the arguments; it is traced, not run.

@@ -510,9 +510,9 @@ class Optimizer(Configurable):
                 with, in any order; by default all. The first call builds the optimizer.
             loss: the true loss, a scalar, for loss-scale rules and optax transformations that
                 need it.
-            only_if: a bool scalar: where it does not hold the step is skipped, though its gradients
-                may be finite; the scale moves as these gradients alone say, but leaves a finite
-                one out of a window that counts bad ones. So several optimizers share a verdict::
+            only_if: a bool scalar. If False, the update is skipped, also on finite gradients. The
+                loss scale still reacts to them; a finite microbatch is none of its window. So
+                several optimizers share a skip decision::
 
                     fine = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
                     opt_a.apply(grads_a, only_if=fine)

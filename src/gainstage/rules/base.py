@@ -238,7 +238,7 @@ def start(rule: LossScale) -> Any:
 
 
 def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
-    """The state after a step, with a scale that arithmetic can bear whatever the rule says."""
+    """The state after a step, its scale finite and positive whatever the rule returns."""
     new = rule.update(state, finite, **measured)
     # No nan, no 0, nothing below; in a stored state there may be such, too.
     before = jnp.where(state.scale > 0, state.scale, rule.init().scale)
