@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage.interop import peers
+from gainstage.interop import importers
 
 # Recorded from `torch.amp.GradScaler` around SGD(0.5) on the loss `w[0] + i * w[1]` of step i,
 # times inf where a step is not finite, from w = (1, 1).
@@ -19,7 +19,7 @@ FLAGS = np.random.default_rng(0).random(60) < 0.8
 
 def resumed(rule, state, inner=None):
     opt = gs.LossScaleOptimizer(inner or gs.SGD(0.5), rule=rule)
-    peers.resume(opt, state)
+    importers.resume(opt, state)
     return opt
 
 
@@ -27,7 +27,7 @@ def resumed(rule, state, inner=None):
 def test_torch(stop):
     """A GradScaler's state, taken after any step, leads to torch's scales, counts and weights."""
     steps = TORCH["steps"]
-    opt = resumed(*peers.from_torch(steps[stop - 1]["state"]))
+    opt = resumed(*importers.from_torch(steps[stop - 1]["state"]))
     w = gs.Variable(steps[stop - 1]["weights"])
     for i, step in enumerate(steps[stop:], stop):
         gradient = jnp.array([1.0, i]) * (1.0 if step["finite"] else jnp.inf)
@@ -40,7 +40,7 @@ def test_torch(stop):
 def test_torch_disabled():
     """The empty state of a disabled GradScaler is refused by name."""
     with pytest.raises(ValueError, match="enabled GradScaler"):
-        peers.from_torch({})
+        importers.from_torch({})
 
 
 @pytest.mark.parametrize("stop", [1, 7, 30])
@@ -58,7 +58,7 @@ def test_flax(stop, floor):
 
     for finite in FLAGS[:stop]:
         peer = stepped(peer, finite)
-    opt, w = resumed(*peers.from_flax(peer)), gs.Variable(1.0)
+    opt, w = resumed(*importers.from_flax(peer)), gs.Variable(1.0)
     for finite in FLAGS[stop:]:
         peer = stepped(peer, finite)
         opt.apply([1.0 if finite else jnp.inf], [w])
@@ -75,7 +75,7 @@ def test_jmp(stop, floor):
     )
     for finite in FLAGS[:stop]:
         peer = peer.adjust(jnp.asarray(finite))
-    rule, state = peers.from_jmp(peer)
+    rule, state = importers.from_jmp(peer)
     assert rule.min_scale == floor
     for finite in FLAGS[stop:]:
         peer, state = peer.adjust(jnp.asarray(finite)), rule.update(state, finite)
@@ -86,13 +86,13 @@ def test_fixed_scales_of_jmp():
     """A jmp StaticLossScale is a fixed scale, a NoOpLossScale one of 1, and `resume` takes both."""
     jmp = pytest.importorskip("jmp")
     for peer, scale in [(jmp.StaticLossScale(jnp.float32(8.0)), 8.0), (jmp.NoOpLossScale(), 1.0)]:
-        rule, state = peers.from_jmp(peer)
+        rule, state = importers.from_jmp(peer)
         assert rule == gs.FixedLossScale(scale)
         opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
-        peers.resume(opt, state)
+        importers.resume(opt, state)
         assert float(opt.loss_scale) == scale
     with pytest.raises(TypeError, match="jmp"):
-        peers.from_jmp(opt)
+        importers.from_jmp(opt)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
@@ -135,7 +135,7 @@ def test_keras(kind, dtype):
     ours = gs.Variable(theirs.numpy())
     opt = gs.LossScaleOptimizer(kind(gs), initial_scale=8.0, dynamic_growth_steps=3)
     opt.build([ours])
-    peers.load_keras(opt, store)
+    importers.load_keras(opt, store)
     assert float(opt.dynamic_scale) == float(peer.dynamic_scale)
     for grad in grads[8:]:
         stepped(grad)
@@ -151,6 +151,6 @@ def test_keras_of_another_kind():
     opt.build([w])
     before = [v.numpy() for v in opt.variables]
     with pytest.raises(ValueError, match="weights"):
-        peers.load_keras(opt, {str(i): np.float32(0) for i in range(5)})
+        importers.load_keras(opt, {str(i): np.float32(0) for i in range(5)})
     for variable, value in zip(opt.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)

@@ -25,7 +25,7 @@ import gainstage as gs
 from gainstage._core import configurable
 from gainstage.compat import experimental, tf2
 from gainstage.diagnostics import JsonLines, read_run
-from gainstage.interop import peers
+from gainstage.interop import importers
 
 SRC = Path(gs.__file__).parent
 QUICK = settings(
@@ -330,9 +330,9 @@ FLAX = {"scale": jnp.float32(1024.0), "fin_steps": jnp.int32(2), "growth_interva
 JMP = {"loss_scale": jnp.float32(1024.0), "counter": jnp.int32(2), "period": 3, "factor": 2,
        "min_loss_scale": jnp.float32(1.0)}  # fmt: skip
 PEERS = [
-    (lambda d: peers.from_torch(d), TORCH, "scale", "_growth_tracker"),
-    (lambda d: peers.from_flax(SimpleNamespace(**d)), FLAX, "scale", "fin_steps"),
-    (lambda d: peers.from_jmp(SimpleNamespace(**d)), JMP, "loss_scale", "counter"),
+    (lambda d: importers.from_torch(d), TORCH, "scale", "_growth_tracker"),
+    (lambda d: importers.from_flax(SimpleNamespace(**d)), FLAX, "scale", "fin_steps"),
+    (lambda d: importers.from_jmp(SimpleNamespace(**d)), JMP, "loss_scale", "counter"),
 ]
 
 
@@ -351,16 +351,16 @@ def test_states_of_peers(data):
         assert float(state.scale) == np.float32(broken[scale])
         assert int(state.good_steps) == broken[count]
         opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
-        peers.resume(opt, state)
+        importers.resume(opt, state)
         assert (float(opt.dynamic_scale), int(opt.step_counter)) == (state.scale, state.good_steps)
 
 
 @pytest.mark.parametrize("what", [None, 5, "a", [], {}, object()], ids=lambda x: type(x).__name__)
 def test_what_is_no_state_of_a_peer(what):
     """Something else in the place of the whole state."""
-    for read in (peers.from_torch, peers.from_flax, peers.from_jmp):
+    for read in (importers.from_torch, importers.from_flax, importers.from_jmp):
         assert outcome(lambda read=read: read(what)) is None
-    assert outcome(lambda: peers.load_keras(BUILT[0][1], what)) is None
+    assert outcome(lambda: importers.load_keras(BUILT[0][1], what)) is None
 
 
 @QUICK
@@ -370,10 +370,10 @@ def test_stores_of_keras(data):
     _, opt = BUILT[0]
     stored = {str(i + 2): v.numpy() for i, v in enumerate(opt.variables)}
     stored |= {"0": np.int32(0), "1": np.float32(0)}
-    loaded = check_saved(data, opt, stored, lambda broken: peers.load_keras(opt, broken))
+    loaded = check_saved(data, opt, stored, lambda broken: importers.load_keras(opt, broken))
     for i, variable in enumerate(opt.variables if loaded else ()):
         check_loaded(variable.numpy(), loaded[str(i + 2)])
-    peers.load_keras(opt, stored)
+    importers.load_keras(opt, stored)
 
 
 @QUICK
@@ -383,7 +383,7 @@ def test_a_scale_from_anywhere(scale, count):
     _, opt = BUILT[0]
     before = state_of(opt)
     state = gs.ScaleState(scale, count)
-    if outcome(lambda: peers.resume(opt, state) or "resumed") is None:
+    if outcome(lambda: importers.resume(opt, state) or "resumed") is None:
         assert state_of(opt) == before
     else:
         assert 0 < float(opt.dynamic_scale) == np.float32(scale)

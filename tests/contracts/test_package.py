@@ -124,7 +124,7 @@ import sys, gainstage as gs
 assert set(gs.__all__) <= set(dir(gs)) and sorted(n for n in dir(gs) if n not in gs.__all__
     and not n.startswith("__")) == ["compat", "diagnostics", "distributed", "interop"]
 assert "gainstage.compat.tf2" not in sys.modules and "gainstage.diagnostics" not in sys.modules
-print(gs.compat.tf2.LossScaleOptimizer.__name__, gs.interop.peers.from_torch.__name__)
+print(gs.compat.tf2.LossScaleOptimizer.__name__, gs.interop.importers.from_torch.__name__)
 print(gs.diagnostics.JsonLines.__name__, gs.distributed.Watchdog.__name__, dir(gs.compat)[-4:])
 """
     assert fresh(code).splitlines() == [

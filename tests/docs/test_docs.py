@@ -24,7 +24,7 @@ MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
            "gainstage.diagnostics.progress", "gainstage.diagnostics.replay",
            "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
-           "gainstage.interop.peers", "gainstage.interop.tensorboard",
+           "gainstage.interop.importers", "gainstage.interop.tensorboard",
            "gainstage.fp8", "gainstage.schedules"]  # fmt: skip
 
 

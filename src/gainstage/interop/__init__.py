@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from gainstage._core._lazy import lazy
 
 if TYPE_CHECKING:
+    from gainstage.interop import importers as importers
     from gainstage.interop import keras as keras
     from gainstage.interop import orbax as orbax
-    from gainstage.interop import peers as peers
     from gainstage.interop import tensorboard as tensorboard
 else:
-    __getattr__, __dir__ = lazy(globals(), "keras", "orbax", "peers", "tensorboard")
+    __getattr__, __dir__ = lazy(globals(), "importers", "keras", "orbax", "tensorboard")

@@ -31,8 +31,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> Imported:
     """The rule and state of a `torch.amp.GradScaler.state_dict()`.
 
     Examples:
-        >>> from gainstage.interop import peers
-        >>> rule, state = peers.from_torch({
+        >>> from gainstage.interop import importers
+        >>> rule, state = importers.from_torch({
         ...     "scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.25,
         ...     "growth_interval": 3, "_growth_tracker": 2})
         >>> print(rule.update(state, True).scale, rule.update(state, False).scale)
