@@ -49,8 +49,8 @@ def loss_scaled(
 
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
-        true loss as `value=`, for rules and transformations that want it, and a bool as `only_if=`:
-        where it does not hold the step is skipped, however finite.
+        true loss as `value=`, for rules and transformations that want it, and a bool as
+        `apply_if=`: if False, the update is skipped, also on finite gradients.
 
     Raises:
         TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
@@ -102,9 +102,17 @@ def loss_scaled_within(
         return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), told))
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, only_if: Any = None, **extra: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        apply_if: Any = None,
+        only_if: Any = None,
+        **extra: Any,
     ) -> tuple[Any, LossScaledState]:
-        only_if = None if only_if is None else checks.condition("only_if", only_if)
+        if only_if is not None:
+            apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
+        apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         grads, params = gradients.upcast(updates), gradients.upcast(params)
         if jax.device_count() == 1:
             grads = jax.tree.map(gradients.row_major, grads)
@@ -124,7 +132,7 @@ def loss_scaled_within(
             Reading(limits=limits, leaves=leaves),
             Select(),
             loss=extra.get("value"),
-            apply_if=only_if,
+            apply_if=apply_if,
             every=every,
         )
         updates = jax.tree.map(

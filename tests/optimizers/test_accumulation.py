@@ -269,36 +269,35 @@ def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
 
 @pytest.mark.parametrize("policy", ["extend", "renormalise", "drop_window", "fail"])
 def test_a_rejected_microbatch_leaves_its_window_alone(policy):
-    """A microbatch that is finite, but that `only_if` turns down, neither fails a window nor counts
-    in it."""
+    """A finite microbatch that `apply_if` turns down neither fails a window nor counts in it."""
     w = gs.Variable([0.0])
     inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
     opt = gs.LossScaleOptimizer(inner, rule=gs.DynamicLossScale(4.0, increment_period=100))
     for gradient, accepted in ((1.0, True), (5.0, False), (3.0, True), (2.0, True), (4.0, True)):
-        opt.apply([[gradient * 4.0]], [w], only_if=accepted)
+        opt.apply([[gradient * 4.0]], [w], apply_if=accepted)
     assert (float(w.value()[0]), int(opt.iterations)) == (-2.0 - 3.0, 2)
     assert float(opt.loss_scale) == 4.0
 
 
 @pytest.mark.parametrize("policy", ["extend", "renormalise", "drop_window"])
 def test_a_shared_verdict_does_not_hide_an_overflow_from_its_own_scale(policy):
-    """Where `only_if` is false because of these very gradients, the scale falls, as without it."""
+    """Where `apply_if` is false because of these very gradients, the scale falls, as without it."""
     w = gs.Variable([0.0])
     inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
     opt = gs.LossScaleOptimizer(inner, 4.0)
     for _ in range(4):
         grads = [jnp.float32([np.inf])]
-        opt.apply(grads, [w], only_if=opt.check_finite(grads) & True)
+        opt.apply(grads, [w], apply_if=opt.check_finite(grads) & True)
     assert float(opt.loss_scale) == (0.25 if policy == "extend" else 1.0)
     assert (float(w.value()[0]), int(opt.iterations)) == (0.0, 0)
 
 
 def test_a_shared_verdict_does_not_hide_a_failure():
-    """With "fail" an overflow is an error at the next step, whatever `only_if` said of it."""
+    """With "fail" an overflow is an error at the next step, whatever `apply_if` said of it."""
     w = gs.Variable([0.0])
     inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="fail")
     opt = gs.LossScaleOptimizer(inner, 4.0)
-    opt.apply([[np.inf]], [w], only_if=False)
+    opt.apply([[np.inf]], [w], apply_if=False)
     with pytest.raises(FloatingPointError):
         opt.apply([[1.0]])
 
@@ -308,7 +307,7 @@ def test_a_window_learns_nothing_from_the_loss_of_a_rejected_microbatch():
     w = gs.Variable([0.0])
     inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
     opt = gs.LossScaleOptimizer(inner, rule=gs.AdaptiveLossScale(2.0**10))
-    opt.apply([[1.0]], [w], loss=np.inf, only_if=False)
+    opt.apply([[1.0]], [w], loss=np.inf, apply_if=False)
     opt.apply([[1.0]], loss=1.0)
     opt.apply([[np.inf]], loss=1.0)
     assert float(opt.loss_scale) < 2.0**10

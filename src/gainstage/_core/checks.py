@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import warnings
 from typing import Any
 
 import jax
@@ -103,6 +104,19 @@ def condition(name: str, value: Any) -> jax.Array:
     if np.shape(value):
         raise ValueError(f"Expected a bool scalar for {name}; got shape {np.shape(value)}.")
     return jnp.asarray(value)
+
+
+def older_name(name: str, value: Any, older: str, given: Any) -> Any:
+    """The value of an argument that a caller gave by its older name, with a warning.
+
+    Raises:
+        TypeError: it was given by both names.
+    """
+    if value is not None:
+        raise TypeError(f"`{name}` cannot be combined with `{older}`, its older name.")
+    message = f"`{older}` is now `{name}`, and will be removed in the next release."
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return given
 
 
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:

@@ -35,7 +35,7 @@ class StepInfo(NamedTuple):
     # float32: the largest finite element of the true gradients, 0 at first; of this step, or of the
     # last in which it was looked for
     max_abs: jax.Array
-    # bool: whether it was applied, and not skipped; a finite one is not where `only_if` is False
+    # bool: whether it was applied, and not skipped; a finite one is not where `apply_if` is False
     applied: jax.Array | bool = True
 
 

@@ -56,7 +56,7 @@ def headline(run: Run) -> dict[str, str]:
         "Steps recorded": "{steps} ({first} to {last})",
         "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
         "Causes": "{causes}",
-        "Finite, but turned down by only_if": "{vetoed}",
+        "Finite, but turned down by apply_if": "{vetoed}",
         "Longest run of skipped steps": "{longest}",
         "Loss scale, first and last": "{scale_first}, {scale_last}",
         "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",

@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
     @property
     def vetoed(self) -> np.ndarray:
-        """Which steps were finite and not applied, because `only_if` was False."""
+        """Which steps were finite and not applied, because `apply_if` was False."""
         return (self.get("finite") == 1) & (self.get("applied") == 0)
 
 

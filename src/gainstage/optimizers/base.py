@@ -496,6 +496,7 @@ class Optimizer(Configurable):
         trainable_variables: VarList | None = None,
         *,
         loss: Any = None,
+        apply_if: Any = None,
         only_if: Any = None,
     ) -> None:
         """Takes a step: one compiled program, in which nothing is read back by Python.
@@ -510,22 +511,26 @@ class Optimizer(Configurable):
                 with, in any order; by default all. The first call builds the optimizer.
             loss: the true loss, a scalar, for loss-scale rules and optax transformations that
                 need it.
-            only_if: a bool scalar. If False, the update is skipped, also on finite gradients. The
+            apply_if: a bool scalar. If False, the update is skipped, also on finite gradients. The
                 loss scale still reacts to them; a finite microbatch is none of its window. So
                 several optimizers share a skip decision::
 
                     fine = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
-                    opt_a.apply(grads_a, only_if=fine)
-                    opt_b.apply(grads_b, only_if=fine)
+                    opt_a.apply(grads_a, apply_if=fine)
+                    opt_b.apply(grads_b, apply_if=fine)
+
+            only_if: the older name of `apply_if`.
 
         Raises:
-            TypeError: a gradient of an integer, boolean or complex dtype; `only_if` is no bool.
+            TypeError: a gradient of an integer, boolean or complex dtype; `apply_if` is no bool.
             ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
                 None, not built and no variables given.
             FloatingPointError: with `on_bad_microbatch="fail"`, after one.
         """
         loss, grads = loss_of(grads) if loss is None else loss, list(grads)
-        only_if = None if only_if is None else checks.condition("only_if", only_if)
+        if only_if is not None:
+            apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
+        apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return
         if self._store.window_count is not None:
@@ -541,7 +546,7 @@ class Optimizer(Configurable):
             list(self._store.index),
         )  # the check may have built them
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
-        args, version = (grads, loss, only_if), store.version if self.jit_compile else None
+        args, version = (grads, loss, apply_if), store.version if self.jit_compile else None
         self._runner(self._apply, variables, weights, args, store.rate.now, version)
 
     def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Steps that the caller skips, alone or for several optimizers together: `only_if`."""
+"""Steps that the caller skips, alone or for several optimizers together: `apply_if`."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def bits(w, opt):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("which", [None, 0, 1])
 def test_two_optimizers_skip_together_or_apart(which, shared, compiled):
-    """Each loss has its own scale, which only its own gradients move. With a shared verdict both
+    """Each loss has its own scale, which only its own gradients move. With a shared decision both
     skip where one overflowed, else only that one."""
     made = two_networks()
 
@@ -40,7 +40,7 @@ def test_two_optimizers_skip_together_or_apart(which, shared, compiled):
             checks = [opt.check_finite([g]) for (_, opt), g in zip(made, grads, strict=True)]
             fine = checks[0] & checks[1]
         for (_, opt), gradient in zip(made, grads, strict=True):
-            opt.apply([gradient], only_if=fine)
+            opt.apply([gradient], apply_if=fine)
 
     variables = [[w, *opt.variables] for w, opt in made]
     program = gs.jit(step, variables, donate=True) if compiled else step
@@ -57,14 +57,14 @@ def test_two_optimizers_skip_together_or_apart(which, shared, compiled):
         assert float(opt.loss_scale) == (2.0**8, 2.0**12)[i] / (2 if i == which else 1)
 
 
-def test_optax_loops_share_a_verdict_too():
-    """`only_if=False` skips a finite step: updates of -0.0, the state as it was, the scale not
-    lowered, and the ledger says so."""
+def test_optax_loops_share_a_decision_too():
+    """`apply_if=False` skips a finite step: updates of -0.0, the state as it was, the scale not
+    lowered, and telemetry says so."""
     params = jnp.ones(3)
     tx = gs.loss_scaled(optax.adam(0.1), telemetry=True)
     state = tx.init(params)
     _, state = tx.update(params, state, params)
-    updates, new = tx.update(params, state, params, only_if=jnp.array(False))
+    updates, new = tx.update(params, state, params, apply_if=jnp.array(False))
     assert np.signbit(updates).all()
     np.testing.assert_array_equal(updates, 0)
     for one, other in zip(jax.tree.leaves(new.inner), jax.tree.leaves(state.inner), strict=True):
@@ -77,46 +77,61 @@ def test_optax_loops_share_a_verdict_too():
 
 @pytest.mark.parametrize("make", [lambda: gs.SGD(0.1), lambda: gs.SGD(0.1, loss_scale_factor=4.0)])
 def test_any_optimizer_can_be_told_to_skip(make):
-    """`only_if` works on optimizers without a scale, and with a fixed one."""
+    """`apply_if` works on optimizers without a scale, and with a fixed one."""
     w, opt = gs.Variable(1.0), make()
-    opt.apply([1.0], [w], only_if=False)
+    opt.apply([1.0], [w], apply_if=False)
     assert (float(w), int(opt.iterations)) == (1.0, 0)
-    opt.apply([4.0], only_if=True)
+    opt.apply([4.0], apply_if=True)
     assert int(opt.iterations) == 1
     assert float(w) < 1.0
 
 
 @pytest.mark.parametrize("wrong", [lambda: False, "False", {}, 0, 1.0, [True], np.array([True])])
 def test_only_a_bool_scalar_decides(wrong):
-    """Anything else for `only_if` is an error, and nothing is built or changed; a bool of Python,
+    """Anything else for `apply_if` is an error, and nothing is built or changed; a bool of Python,
     numpy or JAX, and a variable of one, decides."""
     w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5), 1.0)
     tx = gs.loss_scaled(optax.sgd(0.5))
-    with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for only_if; got"):
-        opt.apply([1.0], [w], only_if=wrong)
-    with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for only_if; got"):
-        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), only_if=wrong)
+    with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
+        opt.apply([1.0], [w], apply_if=wrong)
+    with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), apply_if=wrong)
     assert not opt.built
     for right in (False, np.False_, jnp.array(False), gs.Variable(False)):
-        opt.apply([1.0], [w], only_if=right)
+        opt.apply([1.0], [w], apply_if=right)
     assert float(w) == 1.0
 
 
+def test_the_older_name_still_works():
+    """`only_if` skips as `apply_if` does, with a warning that names the new one; not both."""
+    w, opt = gs.Variable(1.0), gs.SGD(0.5)
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    params = jnp.ones(2)
+    with pytest.warns(DeprecationWarning, match="`only_if` is now `apply_if`"):
+        opt.apply([1.0], [w], only_if=False)
+    with pytest.warns(DeprecationWarning, match="`only_if` is now `apply_if`"):
+        updates, _ = tx.update(params, tx.init(params), params, only_if=False)
+    assert float(w) == 1.0
+    np.testing.assert_array_equal(updates, 0)
+    with pytest.raises(TypeError, match="cannot be combined with `only_if`"):
+        opt.apply([1.0], [w], apply_if=True, only_if=True)
+
+
 def test_a_veto_is_no_overflow():
-    """Where `only_if` turns down finite gradients telemetry says that they were finite and the step
-    was not applied; a recorded run puts it down to `only_if`."""
+    """Where `apply_if` turns down finite gradients telemetry says that they were finite and the
+    step was not applied; a recorded run puts it down to `apply_if`."""
     w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5), 8.0, telemetry=True)
     tx = gs.loss_scaled(optax.sgd(0.5), telemetry=True)
     params = jnp.ones(())
     state = tx.init(params)
     infos = []
-    for gradient, only_if in ((1.0, True), (1.0, False), (np.inf, False), (np.inf, True)):
-        opt.apply([gradient], [w], only_if=only_if)
-        _, state = tx.update(jnp.float32(gradient), state, params, only_if=only_if)
+    for gradient, apply_if in ((1.0, True), (1.0, False), (np.inf, False), (np.inf, True)):
+        opt.apply([gradient], [w], apply_if=apply_if)
+        _, state = tx.update(jnp.float32(gradient), state, params, apply_if=apply_if)
         infos.append(gs.telemetry(opt))
         for info in (infos[-1], gs.telemetry(state)):
             finite = np.isfinite(gradient)
-            assert (bool(info.finite), bool(info.applied)) == (finite, finite and only_if)
+            assert (bool(info.finite), bool(info.applied)) == (finite, finite and apply_if)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (1, 3)
     assert gs.report(opt).counts.tolist() == [[2, 0, 2, 3]]
     columns = {name: np.float64([getattr(i, name) for i in infos]) for name in info._fields}
@@ -124,7 +139,7 @@ def test_a_veto_is_no_overflow():
     assert why_skipped(run)["overflow"].tolist() == [False, False, True, True]
     shown = headline(run)
     assert shown["Skipped, of those recorded"] == "2 (50.0%)"
-    assert shown["Finite, but turned down by only_if"] == "1"
+    assert shown["Finite, but turned down by apply_if"] == "1"
 
 
 # Asked for in apex#232.
