@@ -13,6 +13,7 @@ from gainstage._policy import Policy
 from gainstage._serialization import deserialize, get, serialize
 from gainstage._telemetry import Report, Underflow, report, telemetry
 from gainstage._to_optax import to_optax
+from gainstage._train_step import train_step
 from gainstage._transformation import (
     LossScaledState,
     apply_updates,
@@ -81,5 +82,6 @@ __all__ = [
     "step_was_applied",
     "telemetry",
     "to_optax",
+    "train_step",
     "value_and_grad",
 ]

@@ -1,12 +1,12 @@
 """Loss scaling for optax loops: the same rules, check and decision, without variables."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.dtypes import float0
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -49,8 +49,9 @@ def loss_scaled(
 
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
-        true loss as `value=`, for rules and transformations that want it, and a bool as
-        `apply_if=`: if False, the update is skipped, also on finite gradients.
+        true loss as `value=`, for rules and transformations that want it; a bool as `apply_if=`: if
+        False, the update is skipped, also on finite gradients; and as `loss_scale=` what the
+        gradients are still multiplied by, if it is to divide them itself.
 
     Raises:
         TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
@@ -106,6 +107,7 @@ def loss_scaled_within(
         state: Any,
         params: Any = None,
         *,
+        loss_scale: Any = None,
         apply_if: Any = None,
         only_if: Any = None,
         **extra: Any,
@@ -113,12 +115,16 @@ def loss_scaled_within(
         if only_if is not None:
             apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
-        grads, params = gradients.upcast(updates), gradients.upcast(params)
+        params = gradients.upcast(params)
         if jax.device_count() == 1:
-            grads = jax.tree.map(gradients.row_major, grads)
-        arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(grads)]
-        # The barrier keeps XLA from storing squares that `tx` happens to need too.
-        leaves = [None if g is None else lax.optimization_barrier(g) for g in arrays]
+            updates = jax.tree.map(gradients.row_major, updates)
+        if loss_scale is None:
+            grads = updates = gradients.upcast(updates)
+        else:
+            loss_scale = jnp.asarray(loss_scale, jnp.float32)
+            grads = gradients.unscale(updates, loss_scale)
+        arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(updates)]
+        leaves = [None if g is None else gradients.stored(g) for g in arrays]
 
         def step(norms: Any, inner: Any, mask: Any = None) -> Any:
             return tx.update(grads, inner, params, **extra)
@@ -129,7 +135,7 @@ def loss_scaled_within(
             GuardState(state.loss_scale, state.observed),
             state.inner,
             arrays,
-            Reading(limits=limits, leaves=leaves),
+            Reading(1.0 if loss_scale is None else loss_scale, limits, leaves=leaves),
             Select(),
             loss=extra.get("value"),
             apply_if=apply_if,
@@ -190,10 +196,26 @@ def value_and_grad(
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
-    scale, by = (
-        loss_scaled_state(opt_state).loss_scale.scale,
-        {} if argnums == 0 else {"argnums": argnums},
-    )
+    scale = loss_scaled_state(opt_state).loss_scale.scale
+    by = {} if argnums == 0 else {"argnums": argnums}
+    differentiate = scaled_value_and_grad(fun, scale, has_aux, functools.partial(using, **by))
+
+    def true(*args: Any, **kwargs: Any) -> Any:
+        (loss, aux), grads = differentiate(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
+
+    return true
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], scale: jax.Array, has_aux: bool, using: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that returns `((loss, aux), grads)`: the true loss, and scaled gradients.
+
+    Args:
+        fun, has_aux, using: as for `value_and_grad`.
+        scale: what the loss is multiplied by.
+    """
 
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
@@ -204,11 +226,11 @@ def value_and_grad(
             )
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
-    def true(*args: Any, **kwargs: Any) -> Any:
-        (_, (loss, aux)), grads = using(scaled, has_aux=True, **by)(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        (_, true), grads = using(scaled, has_aux=True)(*args, **kwargs)
+        return true, grads
 
-    return true
+    return differentiate
 
 
 def _shape(loss: Any) -> Any:

@@ -28,6 +28,7 @@ LAYERS = [
     {"_serialization", "_telemetry", "_to_optax"},
     {"compat", "diagnostics", "distributed"},
     {"interop"},
+    {"_train_step"},
     {"__main__", "_doctor", "demo"},
 ]
 LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}

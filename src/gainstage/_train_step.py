@@ -1,0 +1,156 @@
+"""A whole train step in one program, for optax loops."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gainstage._core import gradients
+from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
+from gainstage._transformation import apply_updates, scaled_value_and_grad, step_was_applied
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    using: Callable[..., Any] = jax.value_and_grad,
+) -> "TrainStep":
+    """A compiled train step: scaled loss, gradients, check, update.
+
+    It takes the steps of a loop over `value_and_grad`, `tx.update` and `apply_updates`, and is
+    faster: the gradients are divided by the scale where they are used, and stored once.
+
+    Args:
+        loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        tx: a transformation of `loss_scaled`. One with a `loss_scaled` somewhere inside is given
+            true gradients, as by `value_and_grad`.
+        has_aux: whether `loss_fn` returns (loss, aux).
+        using: what differentiates: `flax.nnx.value_and_grad` where `params` is an NNX model,
+            `equinox.filter_value_and_grad` where it is an Equinox one.
+
+    Returns:
+        A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`
+        and the true loss in float32, and `aux` if there is one. It reuses the memory of the first
+        two arguments, which cannot be used again. `step.lower(...)` lowers the program, also for
+        arguments that are only planned.
+
+    Raises:
+        TypeError: `tx` is no transformation; from `step`, a loss that is no scalar.
+        ValueError: from `step`, no loss-scale state, or several, in `opt_state`.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = gs.loss_scaled(optax.sgd(0.25))
+        >>> step = gs.train_step(lambda w, x: ((w * x) ** 2).sum(), tx)
+        >>> params = jnp.ones(2)
+        >>> opt_state = tx.init(params)
+        >>> for x in (1.0, 1.0):
+        ...     params, opt_state, loss = step(params, opt_state, x)
+        >>> print(loss, params)
+        0.5 [0.25 0.25]
+
+    Source: `jax.value_and_grad`; `optax.apply_updates`.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
+    return TrainStep(loss_fn, optax.with_extra_args_support(tx), has_aux, using)
+
+
+class TrainStep:
+    """What `train_step` returns."""
+
+    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Callable[..., Any]):
+        self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
+        self._trainable, self._updated = _of_nnx() if _is_of_flax(using) else (_chosen, _merged)
+        self._program = jax.jit(self._run, static_argnums=0, donate_argnums=(1, 2))
+
+    def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+        """Takes a step."""
+        arrays, model = _split(params)
+        arrays, *results = self._program(model, arrays, opt_state, *batch)
+        return model.with_arrays(arrays), *results
+
+    def lower(self, params: Any, opt_state: Any, *batch: Any) -> Any:
+        """The lowered program, for arrays or for planned ones, each a `jax.ShapeDtypeStruct`."""
+        arrays, model = _split(params)
+        return self._program.lower(model, arrays, opt_state, *batch)
+
+    def _run(self, model: "_Model", arrays: list[Any], opt_state: Any, *batch: Any) -> Any:
+        params = model.with_arrays(arrays)
+        scale = loss_scaled_state(opt_state).loss_scale.scale
+        differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, self._using)
+        (loss, aux), grads = differentiate(params, *batch)
+        divides = isinstance(opt_state, LossScaledState)  # else others may see the gradients first
+        extra = {"loss_scale": scale} if divides else {}
+        grads = grads if divides else gradients.unscale(grads, scale)
+        trainable = self._trainable(params, grads)
+        updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
+        params = self._updated(params, apply_updates(trainable, updates, opt_state))
+        new, after = _split(params)
+        if after != model:
+            raise ValueError("Expected a loss_fn that does not change the structure of the model.")
+        # Averages of batch normalisation, say, that the loss has changed itself.
+        applied = step_was_applied(opt_state)
+        arrays = [jnp.where(applied, n, o) for n, o in zip(new, arrays, strict=True)]
+        return arrays, opt_state, loss, *([aux] if self._has_aux else [])
+
+
+class _Model:
+    """A pytree without its arrays: its structure, and leaves of other kinds, such as functions."""
+
+    def __init__(self, structure: Any, others: tuple[Any, ...]):
+        self._key = structure, others
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Model) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def with_arrays(self, arrays: list[Any]) -> Any:
+        structure, others = self._key
+        each = iter(arrays)
+        return structure.unflatten(next(each) if x is _ARRAY else x for x in others)
+
+
+_ARRAY = object()  # in the place of one
+
+
+def _split(params: Any) -> tuple[list[Any], _Model]:
+    """The arrays of a pytree, and the rest of it."""
+    leaves, structure = jax.tree.flatten(params)
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    arrays = [x for x in leaves if isinstance(x, kinds)]
+    return arrays, _Model(structure, tuple(_ARRAY if isinstance(x, kinds) else x for x in leaves))
+
+
+def _chosen(params: Any, grads: Any) -> Any:
+    """The parameters that have gradients, with None in the place of the others."""
+    return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=_is_none)
+
+
+def _merged(params: Any, new: Any) -> Any:
+    """The parameters, with the new ones in the place of those that have been updated."""
+    return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _is_of_flax(using: Any) -> bool:
+    using = using.func if isinstance(using, functools.partial) else using
+    return getattr(using, "__module__", "").partition(".")[0] == "flax"
+
+
+def _of_nnx() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from gainstage.interop import nnx
+
+    return nnx.chosen, nnx.merged

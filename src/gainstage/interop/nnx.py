@@ -1,0 +1,26 @@
+"""Flax NNX models in `gainstage.train_step`: the parameters that have gradients.
+
+Needs the extra `flax`.
+"""
+
+from typing import Any
+
+try:
+    from flax import nnx
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        'Expected flax to be installed; run: pip install "gainstage[flax]"', name=error.name
+    ) from error
+
+
+def chosen(model: Any, grads: Any) -> Any:
+    """The state of the model that `grads` has gradients of."""
+    wanted = dict(nnx.to_flat_state(grads))
+    pairs = [(path, value) for path, value in nnx.to_flat_state(nnx.state(model)) if path in wanted]
+    return nnx.from_flat_state(pairs)
+
+
+def merged(model: Any, new: Any) -> Any:
+    """The model, with these parameters."""
+    nnx.update(model, new)
+    return model

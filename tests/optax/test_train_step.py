@@ -1,0 +1,179 @@
+"""`train_step`: the loop that is written out elsewhere, as one call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+X, Y = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
+
+
+def loss_fn(params, x, y):
+    hidden = jax.nn.relu(x.astype("float16") @ params["w"].astype("float16") + params["b"])
+    return jnp.mean((hidden.astype("float32").sum(1, keepdims=True) - y) ** 2)
+
+
+def first():
+    return {"w": jnp.linspace(-0.5, 0.5, 12).reshape(4, 3), "b": jnp.zeros(3, jnp.float16)}
+
+
+def written_out(tx):
+    """The same step in three calls."""
+
+    def step(params, opt_state, *batch):
+        loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return gs.apply_updates(params, updates, opt_state), opt_state, loss
+
+    return jax.jit(step)
+
+
+TRANSFORMATIONS = {
+    "adam": lambda: gs.loss_scaled(optax.adam(0.1)),
+    "clipped": lambda: gs.loss_scaled(optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))),
+    "adaptive": lambda: gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale(), telemetry=True),
+    "value": lambda: gs.loss_scaled(
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
+    ),
+    "inside": lambda: optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.1))),
+    "ours": lambda: gs.to_optax(gs.LossScaleOptimizer(gs.Adam(0.1, global_clipnorm=0.5))),
+}
+
+
+@pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+def test_it_takes_the_steps_of_the_loop(make):
+    """Params, state and losses are those of the loop in three calls, overflows included."""
+    tx = make()
+    one, other = gs.train_step(loss_fn, tx), written_out(tx)
+    a, b = first(), first()
+    state_a, state_b = tx.init(a), tx.init(b)
+    for i in range(8):
+        batch = (X * (np.inf if i == 3 else 1), Y)
+        a, state_a, loss_a = one(a, state_a, *batch)
+        b, state_b, loss_b = other(b, state_b, *batch)
+        for x, y in zip(
+            jax.tree.leaves((a, state_a, loss_a)),
+            jax.tree.leaves((b, state_b, loss_b)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
+    assert one._program._cache_size() == 1
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale():
+    """On a bad batch params and the state of the wrapped transformation keep every bit."""
+    tx = gs.loss_scaled(optax.adam(0.1))
+    step, params = gs.train_step(loss_fn, tx), first()
+    params["w"] = params["w"].at[0, 0].set(1e-42)  # subnormal
+    params, state, _ = step(params, tx.init(params), X, Y)
+    before = jax.tree.map(np.asarray, (params, state.inner))
+    scale = float(gs.loss_scale(state))
+    params, state, loss = step(params, state, X * np.nan, Y)
+    assert np.isnan(loss)
+    assert float(gs.loss_scale(state)) == scale / 2
+    assert not gs.step_was_applied(state)
+    for old, new in zip(
+        jax.tree.leaves(before), jax.tree.leaves((params, state.inner)), strict=True
+    ):
+        assert old.tobytes() == np.asarray(new).tobytes()
+
+
+def test_gradients_are_stored_once():
+    """The compiled step neither copies the parameters nor stores true gradients beside scaled ones,
+    and reuses the memory of both arguments."""
+    shape = (512, 512)
+
+    def product(params, x):
+        return ((x @ params) ** 2).mean()
+
+    tx = gs.loss_scaled(optax.adam(0.1))
+    planned = jax.ShapeDtypeStruct(shape, jnp.float32)
+    lowered = gs.train_step(product, tx).lower(planned, jax.eval_shape(tx.init, planned), planned)
+    memory = lowered.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * 4 * 512**2
+    assert memory.temp_size_in_bytes <= 2.5 * 4 * 512**2  # the product, the gradient
+
+    params = jnp.ones(shape)
+    state = tx.init(params)
+    gs.train_step(product, tx)(params, state, jnp.ones(shape))
+    assert params.is_deleted()
+
+
+def test_an_nnx_model_trains_and_skips_whole():
+    """What the forward pass changes, such as averages of batch normalisation, is kept; on a skipped
+    step it is left as it was."""
+    nnx = pytest.importorskip("flax.nnx")
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(4, 8, dtype=jnp.float16, rngs=rngs),
+        nnx.BatchNorm(8, rngs=rngs),
+        nnx.Dropout(0.1, rngs=rngs),
+        nnx.Linear(8, 1, rngs=rngs),
+    )
+
+    def loss(model, x, y):
+        return jnp.mean((model(x).astype("float32") - y) ** 2)
+
+    tx = gs.loss_scaled(optax.adam(0.05))
+    step = gs.train_step(loss, tx, using=nnx.value_and_grad)
+    state, losses = tx.init(nnx.state(model, nnx.Param)), []
+    x = np.random.default_rng(0).standard_normal((64, 4), np.float32)
+    for _ in range(20):
+        model, state, value = step(model, state, x, x[:, :1])
+        losses.append(float(value))
+    assert losses[-1] < losses[0] / 2
+    assert abs(np.asarray(model.layers[1].mean[...])).max() > 0
+    before = jax.tree.map(
+        np.copy, [jax.random.key_data(k) if is_key(k) else k for k in leaves(model)]
+    )
+    model, state, value = step(model, state, x * np.inf, x[:, :1])
+    assert not gs.step_was_applied(state)
+    after = [jax.random.key_data(k) if is_key(k) else k for k in leaves(model)]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert step._program._cache_size() == 1
+
+
+def leaves(model):
+    return jax.tree.leaves(model)
+
+
+def is_key(x):
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def test_an_equinox_model_trains():
+    """Functions and numbers among the leaves of a model stay what they are."""
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(4, 1, 8, 2, key=jax.random.key(0))
+
+    def loss(model, x, y):
+        predicted = jax.vmap(model)(x)
+        return jnp.mean((predicted - y) ** 2), predicted
+
+    tx = gs.loss_scaled(optax.adam(0.05))
+    step = gs.train_step(loss, tx, has_aux=True, using=eqx.filter_value_and_grad)
+    state, losses = tx.init(eqx.filter(model, eqx.is_inexact_array)), []
+    for _ in range(20):
+        model, state, value, predicted = step(model, state, X, Y)
+        losses.append(float(value))
+    assert losses[-1] < losses[0] / 5
+    assert predicted.shape == (8, 1)
+    assert callable(model.activation)
+    assert step._program._cache_size() == 1
+
+
+def test_errors_name_the_remedy():
+    """A transformation without `loss_scaled`, something else, and a loss that is no scalar."""
+    params = first()
+    with pytest.raises(TypeError, match=r"Expected an optax\.GradientTransformation for tx"):
+        gs.train_step(loss_fn, optax.adam)
+    plain = optax.adam(0.1)
+    with pytest.raises(ValueError, match=r"Expected exactly one state of gainstage\.loss_scaled"):
+        gs.train_step(loss_fn, plain)(params, plain.init(params), X, Y)
+    tx = gs.loss_scaled(plain)
+    with pytest.raises(TypeError, match="Expected a scalar loss from fun"):
+        gs.train_step(lambda p, x, y: p["w"], tx)(params, tx.init(params), X, Y)
