@@ -245,11 +245,13 @@ def _():
 
 @row(1, "new: on_bad_microbatch")
 def _():
-    accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "renormalise"}
+    accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
     opt, w = wrapped(gs.SGD(0.5), **accumulate), gs.Variable(3.0)
-    for gradient in (8.0, np.nan):
+    seen = []
+    for gradient in (8.0, np.nan, 4.0, 4.0):
         opt.apply([gradient], [w])
-    assert float(w) == 3.0 - 0.5 * 1.0
+        seen.append(float(w))
+    assert seen == [3.0, 3.0, 3.0, 3.0 - 0.5 * 1.0]
 
 
 @row(1, "new: underflow_every")

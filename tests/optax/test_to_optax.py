@@ -49,10 +49,9 @@ def by_optax(tx, params, grads):
     return jax.jit(lambda c, g: jax.lax.scan(step, c, g)[0])(carry, grads)
 
 
-@pytest.mark.parametrize("policy", ["renormalise", "drop_window", "fail"])
-def test_windows_that_count_bad_microbatches_are_refused(policy):
+def test_windows_that_count_bad_microbatches_are_refused():
     """There a bad step is no step, so a window could not count it."""
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
+    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
     with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' for to_optax"):
         gs.to_optax(gs.LossScaleOptimizer(inner))
 

@@ -554,7 +554,7 @@ def test_a_clip_option_that_is_none_leaves_the_inner_ones_in_force():
 
 def test_a_scale_that_a_window_counts_on_stays():
     """Without a scale nobody would tell which microbatches count."""
-    options = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "renormalise"}
+    options = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
     opt = gs.SGD(1.0, loss_scale_factor=8.0, **options)
     opt.build([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="Expected a loss_scale_factor for on_bad_microbatch="):

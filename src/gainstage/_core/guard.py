@@ -1,6 +1,6 @@
 """The guard around an update: the one place that reads gradients, decides, and moves the scale.
 
-What becomes of the state where a step is skipped is a value: `Select`, `Branch`, or one of four
+What becomes of the state where a step is skipped is a value: `Select`, `Branch`, or one of two
 windows of accumulation, each with a few small pure functions.
 """
 
@@ -85,32 +85,17 @@ class Window(Branch):
         """Whether this microbatch, if it counts, is the last of its window."""
         return (state.iterations + 1) % self.steps == 0
 
-    def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
-        """At its end: the state, how many gradients were added up, and whether they are enough for
-        an update, None for always."""
-        return state, self.steps, None
+    def close(self, state: Any) -> tuple[Any, jax.Array | None]:
+        """At its end: the state, and whether there is an update, None for always."""
+        return state, None
 
     def has_started(self, state: Any) -> jax.Array:
         """Whether there has been anything finite yet."""
         return state.iterations > 0
 
 
-class Fail(Window):
-    """Nothing changes from the first microbatch on that is not finite."""
-
-    counter = ("failed", False)
-
-    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
-        failed = state.window_count | (counts & ~applies)
-        applies &= ~failed
-        return None, run_if(applies, update, state)._replace(window_count=failed), applies
-
-    def scale_due(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
-        return counts & self.ends(state) & finite & ~state.window_count, finite
-
-
-class Renormalise(Window):
-    """One that is not finite counts; the average is that of the finite ones."""
+class DropWindow(Window):
+    """One that is not finite counts, and spoils its window: there is no update at its end."""
 
     counter = ("good_microbatches", 0)
 
@@ -127,35 +112,20 @@ class Renormalise(Window):
     def scale_due(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
         return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
 
-    def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
-        finite = state.window_count
-        enough = self.is_enough(finite)
-        iterations = state.iterations + jnp.where(enough, 0, -self.steps)
-        state = state._replace(window_count=jnp.zeros_like(finite), iterations=iterations)
-        return state, jnp.maximum(finite, 1), enough
-
-    def is_enough(self, finite: jax.Array) -> jax.Array:
-        """Whether so many finite ones are enough for an update."""
-        return finite > 0
+    def close(self, state: Any) -> tuple[Any, jax.Array | None]:
+        whole = state.window_count == self.steps
+        state = state._replace(
+            accumulators=[jnp.where(whole, total, 0) for total in state.accumulators],
+            iterations=state.iterations + jnp.where(whole, 0, -self.steps),
+            window_count=jnp.zeros_like(state.window_count),
+        )
+        return state, whole
 
     def has_started(self, state: Any) -> jax.Array:
         return (state.iterations >= self.steps) | (state.window_count > 0)
 
 
-class DropWindow(Renormalise):
-    """One that is not finite spoils its window: there is no update at its end."""
-
-    def is_enough(self, finite: jax.Array) -> jax.Array:
-        return finite == self.steps
-
-    def close(self, state: Any) -> tuple[Any, Any, jax.Array | None]:
-        state, count, enough = super().close(state)
-        assert enough is not None
-        kept = [jnp.where(enough, total, 0) for total in state.accumulators]
-        return state._replace(accumulators=kept), count, enough
-
-
-WINDOWS = {"extend": Window, "renormalise": Renormalise, "drop_window": DropWindow, "fail": Fail}
+WINDOWS = {"extend": Window, "drop_window": DropWindow}
 
 
 class GuardState(NamedTuple):

@@ -45,7 +45,7 @@ BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_micr
 # There is no None for them.
 ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
 # What becomes of a window with a microbatch that is not finite: see `guard`.
-POLICIES = ("extend", "renormalise", "drop_window", "fail")
+POLICIES = ("extend", "drop_window")
 
 
 def _accumulation_steps(name: str, value: Any) -> int:

@@ -241,13 +241,13 @@ class Step:
         def close(state: StepState, mask: Any = None) -> tuple[None, StepState]:
             sums = state.accumulators
             left = [a if g is None else jnp.zeros_like(a) for a, g in zip(sums, grads, strict=True)]
-            state, count, enough = window.close(state._replace(accumulators=left))
+            state, whole = window.close(state._replace(accumulators=left))
             means = [
-                None if g is None else a / jnp.asarray(count, a.dtype)
+                None if g is None else a / jnp.asarray(window.steps, a.dtype)
                 for a, g in zip(sums, grads, strict=True)
             ]
             norms = norms_of(means, self.options.limits, self.shardings)
-            conditions = [] if enough is None else [enough]
+            conditions = [] if whole is None else [whole]
             if norms and self.skips:  # that of the mean has not been read before
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
 

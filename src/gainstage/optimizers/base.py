@@ -14,7 +14,6 @@ from gainstage._core.bridge import assign, bound, functional, read, variables_in
 from gainstage._core.configurable import Configurable, deserialize
 from gainstage._core.gradients import Gradients
 from gainstage._core.guard import (
-    Fail,
     GuardState,
     Outcome,
     Reading,
@@ -101,12 +100,10 @@ class Optimizer(Configurable):
             is skipped if a gradient is not finite.
         gradient_accumulation_steps: update once per so many steps, with the average gradient;
             >= 2, None or 0 for every step.
-        on_bad_microbatch: what becomes of the window of `gradient_accumulation_steps` if a gradient
-            is not finite: "extend", it does not count, and the window ends after so many finite
-            ones; "renormalise", it counts, and the average is that of the finite ones;
-            "drop_window", there is no update; "fail", nothing changes from then on, and the next
-            `apply` that is not compiled into something else is a `FloatingPointError`, for which
-            it waits for the last step. With the last three a loss scale moves only between windows.
+        on_bad_microbatch: what a non-finite microbatch does to its window of
+            `gradient_accumulation_steps`: "extend", it does not count, and the window ends after so
+            many finite ones; "drop_window", it counts, and the window ends without an update. The
+            loss scale is then updated only between windows.
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
         mesh: the `jax.sharding.Mesh` on which scalars are replicated, by default the variables'.
@@ -525,7 +522,6 @@ class Optimizer(Configurable):
             TypeError: a gradient of an integer, boolean or complex dtype; `apply_if` is no bool.
             ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
                 None, not built and no variables given.
-            FloatingPointError: with `on_bad_microbatch="fail"`, after one.
         """
         loss, grads = loss_of(grads) if loss is None else loss, list(grads)
         if only_if is not None:
@@ -533,8 +529,6 @@ class Optimizer(Configurable):
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return
-        if self._store.window_count is not None:
-            self._raise_if_failed()
         if callable(trainable_variables):
             trainable_variables = trainable_variables()
         store, variables, weights = self._store, self.variables, list(self._store.index)
@@ -650,16 +644,6 @@ class Optimizer(Configurable):
     def _wants_loss(self) -> bool:
         """Whether a step wants to know the true loss, if there is one."""
         return False
-
-    def _raise_if_failed(self) -> None:
-        """An error if nothing will change any more."""
-        failed = self._store.window_count
-        fails = isinstance(self._store.window, Fail)
-        if fails and failed is not None and not failed._traces and bool(failed):
-            raise FloatingPointError(
-                f"Expected finite gradients, for on_bad_microbatch='fail'; got a microbatch with "
-                f"one that is not, after {int(self.iterations)} updates. Nothing has changed since."
-            )
 
     def _step(
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
