@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.dtypes import float0
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -124,7 +125,13 @@ def loss_scaled_within(
             loss_scale = jnp.asarray(loss_scale, jnp.float32)
             grads = gradients.unscale(updates, loss_scale)
         arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(updates)]
-        leaves = [None if g is None else gradients.stored(g) for g in arrays]
+        # The barrier keeps XLA for CPU from storing squares that `tx` happens to need too.
+        leaves = [
+            g
+            if g is None
+            else lax.platform_dependent(g, cpu=lax.optimization_barrier, default=lambda x: x)
+            for g in arrays
+        ]
 
         def step(norms: Any, inner: Any, mask: Any = None) -> Any:
             return tx.update(grads, inner, params, **extra)

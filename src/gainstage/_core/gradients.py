@@ -69,12 +69,6 @@ def row_major(gradient: Any) -> Any:
     return lax.platform_dependent(gradient, cpu=pin, default=lambda x: x)
 
 
-def stored(gradient: jax.Array) -> jax.Array:
-    """A gradient as an array of its own on a CPU, where XLA would store what is read of it instead:
-    squares, say, that an update needs too."""
-    return lax.platform_dependent(gradient, cpu=lax.optimization_barrier, default=lambda x: x)
-
-
 class Gradient(NamedTuple):
     """A gradient as it came, and the scalars that make it the one to use: small until it is."""
 

@@ -9,6 +9,7 @@ from jax import lax
 
 Key = TypeVar("Key", bound=Hashable)
 SMALL = 4096  # elements: an array of at most so many is joined with others
+BUNDLE = 64  # arrays: XLA for GPUs fuses what computes them into a `concatenate` of so many
 CHUNK = 2**15  # elements: so many float32 fit into a core's cache
 
 
@@ -36,7 +37,7 @@ def offsets(shapes: Sequence[tuple[int, ...]]) -> list[int]:
 def bundle(
     keys: Sequence[Key], *columns: Sequence[jax.Array]
 ) -> list[tuple[Key, tuple[jax.Array, ...]]]:
-    """Keys and rows of arrays of one shape, with small rows of one key and dtypes joined into one.
+    """Keys and rows of arrays of one shape, with small rows of one key and dtypes joined.
 
     Only for a reduction over everything: which array an element came from is lost.
     """
@@ -46,7 +47,11 @@ def bundle(
             large.append((key, row))
         else:
             small.setdefault((key, *(x.dtype for x in row)), []).append(row)
-    joined = [(key, tuple(map(join, zip(*rows, strict=True)))) for (key, *_), rows in small.items()]
+    joined = [
+        (key, tuple(map(join, zip(*some, strict=True))))
+        for (key, *_), rows in small.items()
+        for some in [rows[i : i + BUNDLE] for i in range(0, len(rows), BUNDLE)]
+    ]
     return large + joined
 
 
