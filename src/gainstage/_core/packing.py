@@ -67,16 +67,21 @@ def fold(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array, longest: int =
         arrays: of one shape, on one device.
         longest: the most elements of a chunk; 0 for no loop.
     """
-    size = arrays[0].size
-    chunk = next((n for n in range(min(size // 2, longest), 0, -1) if size % n == 0), 1)
-    if size <= SMALL or chunk < SMALL // 4:
+    chunk = chunk_of(arrays[0].size, longest)
+    if chunk == arrays[0].size:
         return fn(so_far, *arrays)
     tables = [x.reshape(-1, chunk) for x in arrays]
 
     def more(i: Any, so_far: Any) -> Any:
         return fn(so_far, *(lax.dynamic_index_in_dim(t, i, keepdims=False) for t in tables))
 
-    return lax.fori_loop(0, size // chunk, more, so_far)
+    return lax.fori_loop(0, arrays[0].size // chunk, more, so_far)
+
+
+def chunk_of(size: int, longest: int) -> int:
+    """Elements of the chunks of an array of so many; all where it should not be divided."""
+    chunk = next((n for n in range(min(size // 2, longest), 0, -1) if size % n == 0), 1)
+    return size if size <= SMALL or chunk < SMALL // 4 else chunk
 
 
 def chunk_for(arrays: Sequence[jax.Array]) -> int:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import compiled_if_eager
 from gainstage._core.gradients import float32_or_wider, real_parts
-from gainstage._core.packing import CHUNK, bundle, chunk_for, fold
+from gainstage._core.packing import CHUNK, bundle, chunk_for, chunk_of, fold
 from gainstage._core.sharding import (
     axes_of,
     is_first,
@@ -252,23 +252,25 @@ def _quickly(
     or of their squares if there are norms to read or accumulators to add them to."""
     squares = request.norms or adds
 
-    def add(so_far: jax.Array, x: jax.Array) -> jax.Array:
-        x = x.astype(float32_or_wider(x.dtype))
-        return so_far + jnp.sum(jnp.square(x) if squares else x).astype(scale.dtype)
+    longest, term = chunk_for(arrays), jnp.square if squares else lambda x: x
 
-    in_chunks: Any = None
-    if ordered and any(x.dtype == jnp.float16 for x in arrays):  # traced once for each shape
-        in_chunks = jax.jit(functools.partial(fold, add, longest=chunk_for(arrays)))
-    zero, each = jnp.zeros_like(scale), []
-    zero = varying_like(zero, arrays) if everywhere else zero
-    before = zero
+    @jax.jit  # traced once for each shape
+    def in_chunks(before: jax.Array, x: jax.Array) -> jax.Array:
+        # A CPU adds chunks to one another on all of its cores, but adds up one on a single core. It
+        # starts from 0, but XLA does not know: so the loops take turns, and share their memory.
+        start = jnp.full(chunk_of(x.size, longest), jnp.isnan(before)).astype(jnp.float32)
+        more: Any = lambda so_far, x: so_far + term(x.astype(jnp.float32))  # noqa: E731
+        return jnp.sum(fold(more, start, x.reshape(-1), longest=longest))
+
+    before, each = jnp.zeros(()), []
+    before = varying_like(before, arrays) if everywhere else before
     for x in arrays:
-        if in_chunks and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
-            start, _ = lax.optimization_barrier((zero, before))  # so that loops share memory
-            before = in_chunks(start, x)
-            each.append(before)
+        if ordered and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
+            before = in_chunks(before, x)
+            each.append(before.astype(scale.dtype))
         else:
-            each.append(add(zero, x))
+            x = x.astype(float32_or_wider(x.dtype))
+            each.append(jnp.sum(term(x)).astype(scale.dtype))
     sums = jnp.stack(each)
     total = jnp.sum(sums)
     if not squares:
