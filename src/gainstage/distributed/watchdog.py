@@ -148,6 +148,7 @@ class Watchdog:
         for peer in self._peers:  # process 0 tells the others, who would only miss it
             with contextlib.suppress(OSError):
                 peer.sendall(number.to_bytes(WORD))
+        time.sleep(1)  # for an error of this process's own, which may be the same, to be printed
         self._end(f"Expected all processes to stay; process {number} is gone.")
 
     def _end(self, message: str) -> None:
