@@ -1,6 +1,5 @@
 """Keras-style optimizers with static and dynamic loss scaling, on JAX."""
 
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from gainstage import fp8, schedules
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazy(globals(), "compat", "diagnostics", "distributed", "interop")
 
-__version__ = _version("gainstage")
+__version__ = "0.1.0"
 
 __all__ = [
     "SGD",

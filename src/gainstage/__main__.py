@@ -4,8 +4,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
+
+from gainstage import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Loss scaling for float16 on JAX.",
         epilog="example: gainstage demo --output demo.png",
     )
-    parser.add_argument("--version", action="version", version=version("gainstage"))
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     demo = commands.add_parser(
         "demo",

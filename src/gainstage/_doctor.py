@@ -14,7 +14,7 @@ import optax
 
 import gainstage as gs
 
-PACKAGES = ["gainstage", "jax", "jaxlib", "numpy", "optax", "keras", "flax", "orbax-checkpoint"]
+PACKAGES = ["jax", "jaxlib", "numpy", "optax", "keras", "flax", "orbax-checkpoint"]
 DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
@@ -22,6 +22,7 @@ def main() -> int:
     """Prints what it finds; returns 0, or 1 if something does not work as it should."""
     print("versions")
     print(f"  python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"  gainstage {gs.__version__}")
     for package in PACKAGES:
         print(f"  {package} {_version(package)}")
     print("\ndevices")

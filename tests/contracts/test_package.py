@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,17 @@ def test_public_docstrings_say_what_goes_in_and_out(name):
 def test_names_are_sorted_and_real():
     """`__all__` holds each name once, in order, and every name exists."""
     assert gs.__all__ == sorted(set(gs.__all__), key=lambda n: (not n.isupper(), n[0].islower(), n))
-    assert gs.__version__
+
+
+def test_the_version_is_that_of_the_sources():
+    """A checkout that is not installed has a version too, and an installed one has the same."""
+    code = """
+import importlib.metadata
+importlib.metadata.version = None
+import gainstage
+print(gainstage.__version__)
+"""
+    assert fresh(code) == gs.__version__ == version("gainstage")
 
 
 def test_style():

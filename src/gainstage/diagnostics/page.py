@@ -7,11 +7,11 @@ outside of the drawings. Whatever comes from the file is escaped.
 import html
 import math
 from collections.abc import Iterable
-from importlib.metadata import version
 from string import Template
 
 import numpy as np
 
+from gainstage import __version__
 from gainstage.diagnostics.findings import SHOWN, Findings, Flushed, Rows
 from gainstage.diagnostics.runs import Run, why_skipped
 
@@ -112,7 +112,7 @@ def page(run: Run, found: Findings, title: str) -> str:
     parts += [_curve(run, name, heading) for name, heading in CURVES.items()]
     parts += [_table(found.overflows), _underflow(found.underflow), _table(found.replay)]
     body = "\n".join(part for part in parts if part)
-    return PAGE.substitute(title=_text(title), body=body, version=version("gainstage"))
+    return PAGE.substitute(title=_text(title), body=body, version=__version__)
 
 
 def _text(words: str) -> str:

@@ -4,7 +4,6 @@ import functools
 import json
 import math
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gainstage import __version__
 from gainstage._core._jax import multihost_utils
 from gainstage._core.configurable import readable
 from gainstage._core.saving import unique_names
@@ -57,7 +57,7 @@ def _facts(optimizer: Optimizer) -> dict[str, Any]:
     trainable, state = list(optimizer._index), optimizer.variables
     facts: dict[str, Any] = {
         "class": type(optimizer).__name__,
-        "version of gainstage": version("gainstage"),
+        "version of gainstage": __version__,
         "version of JAX": jax.__version__,
         **_flat(readable(optimizer.get_config())),
         "jit_compile": optimizer.jit_compile,
