@@ -257,6 +257,18 @@ def ours_in_optax(params: Params, kind: str, **options: bool) -> Variant:
     return pure(step, params, tx.init(params))
 
 
+def ours_in_train_step(params: Params, kind: str) -> Variant:
+    """As `gs.train_step`: `update` is given the scaled gradients, and the scale."""
+    tx = gs.loss_scaled(transformation(kind), gs.DynamicLossScale(1.0))
+
+    def step(weights: Any, state: Any, grads: Any) -> Any:
+        scale = state.loss_scale.scale
+        updates, state = tx.update(grads, state, weights, loss_scale=scale)
+        return gs.apply_updates(weights, updates, state), state
+
+    return pure(step, params, tx.init(params))
+
+
 def ours_grouped(params: Params, kind: str) -> Variant:
     """With the slots of small tensors in one buffer."""
     if "group_small" not in inspect.signature(gs.SGD).parameters:
@@ -281,12 +293,14 @@ def pass_through(params: Params, kind: str, group_small: bool = False) -> Varian
 # ── what the scripts measure ─────────────────────────────────────────────────────────────────
 
 OPTAX, OURS, OURS_IN_OPTAX = "optax", "ours", "ours, in an optax loop"
+OURS_IN_TRAIN_STEP = "ours, gs.train_step"
 KERAS_EAGER, OURS_GROUPED = "Keras, eager, no scaling", "ours, group_small"
 FLOOR, FLOOR_GROUPED = "nothing (the floor)", "nothing, group_small"
 VARIANTS: dict[str, Callable[..., Variant]] = {
     OPTAX: plain_optax,
     OURS: ours,
     OURS_IN_OPTAX: ours_in_optax,
+    OURS_IN_TRAIN_STEP: ours_in_train_step,
     "ours, stateless_apply": ours_stateless,
     "ours, eager": ours_eager,
     "ours, eager, no scaling": partial(ours_eager, scaled=False),

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from . import harness, peers
 
-VARIANTS = (peers.OPTAX, peers.OURS, "ours, stateless_apply", peers.OURS_IN_OPTAX)
+VARIANTS = (
+    peers.OPTAX,
+    peers.OURS,
+    "ours, stateless_apply",
+    peers.OURS_IN_OPTAX,
+    peers.OURS_IN_TRAIN_STEP,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
