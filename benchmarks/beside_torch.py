@@ -103,11 +103,11 @@ def in_turns(case: Any, options: Any, missing: dict[str, str], say: Callable[[st
     return harness.Measured(environment, rounds, compile_s, missing)
 
 
-def call(python: str, words: Sequence[Any]) -> dict[str, Any]:
+def call(python: str, words: Sequence[Any], timeout: float | None = None) -> dict[str, Any]:
     """What a turn of PyTorch printed, in its own interpreter."""
     command = [python, "-m", "benchmarks.beside_torch", "--turn", json.dumps(words)]
     root = Path(__file__).parents[1]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=root)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=root, timeout=timeout)
     return json.loads(done.stdout)
 
 

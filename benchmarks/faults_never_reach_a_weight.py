@@ -20,22 +20,22 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 import gainstage as gs
 from gainstage import distributed
 from gainstage.demo.task import load_digits
 
 from .harness import RESULTS, between_marks, environment, file_to_write
+
+if TYPE_CHECKING:
+    from rich.console import Console  # which `on_device` does without
 
 STEPS, START, BATCH = 120, 20, 64  # good steps in all, those before a fault, images in a step
 PATIENCE = 4000  # steps after which a run that does not come to its good ones is given up
@@ -548,8 +548,10 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def print_tables(results: dict[str, Any], console: Console) -> None:
+def print_tables(results: dict[str, Any], console: "Console") -> None:
     """The same for a terminal of 80 columns."""
+    from rich.table import Table
+
     for title, (headings, rows) in tables(results).items():
         table = Table(title=title, padding=(0, 0))
         for place, heading in enumerate(headings):
@@ -564,6 +566,8 @@ def print_tables(results: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Tries all faults, prints the tables, and writes the results and their page."""
+    from rich.console import Console
+
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="Adam on float16 variables alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
@@ -596,6 +600,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def tried(options: argparse.Namespace) -> list[tuple[float, list[Outcome]]]:
     """All configurations, several at a time; then the processes."""
+    from rich.console import Console
+    from rich.progress import track
+
     chosen = configurations(options.quick)
     optimizers = dict.fromkeys(configuration.optimizer for configuration in chosen)
     spawn = multiprocessing.get_context("spawn")

@@ -25,18 +25,20 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+
+import gainstage as gs
+
+if TYPE_CHECKING:
+    from rich.table import Table  # which `on_device` does without
 
 RESULTS = Path(__file__).parent / "results"
 PEERS = ["optax", "flax", "jmp", "keras", "mixed_precision_for_JAX"]
-PACKAGES = ["gainstage", "jax", "jaxlib", "numpy", *PEERS]
+PACKAGES = ["jax", "jaxlib", "numpy", *PEERS]
 LIMIT = "bandwidth"  # the variant that is no optimizer, but all that the memory gives
 
 Variant = tuple[Callable[[Any, Any], Any], Any]
@@ -74,15 +76,15 @@ def _only(names: Sequence[str], make: Callable[[], tuple[Builders, Any]]) -> tup
 # ── in the process of a case ─────────────────────────────────────────────────────────────────
 
 
-def bandwidth() -> Variant:
-    """`a = a / 2 + b` in place, on 100 MB each: 12 bytes an element."""
+def bandwidth(elements: int = 25_000_000) -> Variant:
+    """`a = a / 2 + b` in place, by default on 100 MB each: 12 bytes an element."""
     triad = jax.jit(lambda a, b: a / 2 + b, donate_argnums=0)
-    b = jnp.ones(25_000_000)
+    b = jnp.ones(elements)
 
     def step(carry: Any, inputs: Any) -> Any:
         return None, triad(carry[-1], b)
 
-    return step, (None, jnp.ones(25_000_000))
+    return step, (None, jnp.ones(elements))
 
 
 def sample(step: Callable[..., Any], held: list[Any], inputs: Any, calls: int) -> float:
@@ -162,7 +164,7 @@ def work(pipe: Connection, case: Case, skipped: set[str], rounds: int, shortest:
 
 def environment() -> dict[str, Any]:
     """What the numbers depend on, besides the code."""
-    found = {}
+    found: dict[str, str | None] = {"gainstage": gs.__version__}
     for package in PACKAGES:
         try:
             found[package] = version(package)
@@ -280,6 +282,9 @@ def run(
     measure: Callable[..., Measured] = measure,
 ) -> None:
     """Measures all cases of a claim, prints them, and adds them to the results of the device."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
     columns = (TextColumn("{task.description:70.70}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         total = options.repeats * sum(len(case.processes) for case in cases)
@@ -306,6 +311,8 @@ def store(
     options: argparse.Namespace,
 ) -> None:
     """Prints a case, and puts it among the results; those of another environment go."""
+    from rich.console import Console
+
     cell = {
         "labels": case.labels,
         "baselines": [b for b in case.baselines if b in variants],
@@ -331,8 +338,10 @@ def store(
     written.replace(place)  # a kill loses nothing of before
 
 
-def table(title: str, cell: dict[str, Any]) -> Table:
+def table(title: str, cell: dict[str, Any]) -> "Table":
     """The numbers of a case, one row a variant."""
+    from rich.table import Table
+
     variants = dict(cell["variants"])
     limit = variants.pop(LIMIT, None)
     caption = f"rounds: {cell['rounds']}, repeats: {cell['repeats']}"

@@ -146,6 +146,23 @@ def apply_if_finite(params: Params, kind: str) -> Variant:
     return pure(step, params, tx.init(params))
 
 
+def checked(params: Params, kind: str, conditional: bool) -> Variant:
+    """Without scaling, but with a check of every gradient: a select, or a conditional."""
+    tx = transformation(kind)
+
+    def step(weights: Any, state: Any, grads: Any) -> Any:
+        def update(old: Any) -> Any:
+            updates, state = tx.update(float32(grads), old[1], old[0])
+            return optax.apply_updates(old[0], updates), state
+
+        finite, old = jnp.stack([jnp.isfinite(g).all() for g in grads]).all(), (weights, state)
+        if conditional:
+            return jax.lax.cond(finite, update, lambda old: old, old)
+        return jax.tree.map(partial(jnp.where, finite), update(old), old)
+
+    return pure(step, params, tx.init(params))
+
+
 # ── Keras ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -294,6 +311,7 @@ def pass_through(params: Params, kind: str, group_small: bool = False) -> Varian
 
 OPTAX, OURS, OURS_IN_OPTAX = "optax", "ours", "ours, in an optax loop"
 OURS_IN_TRAIN_STEP = "ours, gs.train_step"
+SELECT, CONDITIONAL = "optax, checked, select", "optax, checked, conditional"
 KERAS_EAGER, OURS_GROUPED = "Keras, eager, no scaling", "ours, group_small"
 FLOOR, FLOOR_GROUPED = "nothing (the floor)", "nothing, group_small"
 VARIANTS: dict[str, Callable[..., Variant]] = {
@@ -306,6 +324,8 @@ VARIANTS: dict[str, Callable[..., Variant]] = {
     "ours, eager, no scaling": partial(ours_eager, scaled=False),
     "ours, eager, group_small": partial(ours_eager, group_small=True),
     "optax.apply_if_finite": apply_if_finite,
+    SELECT: partial(checked, conditional=False),
+    CONDITIONAL: partial(checked, conditional=True),
     "Keras LossScaleOptimizer": keras_compiled,
     "flax DynamicScale": with_flax,
     "jmp": with_jmp,

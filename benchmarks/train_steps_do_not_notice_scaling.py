@@ -23,7 +23,7 @@ from . import harness, models
 RATE, EPSILON, SCALE = 1e-3, 1e-7, 2.0**10
 PLAIN, BARRIER = "no scaling", "no scaling, in a conditional"
 OPTAX, KERAS = "ours, in an optax loop", "ours, LossScaleOptimizer"
-TRAIN_STEP = "ours, gs.train_step"
+TRAIN_STEP, IF_FINITE = "ours, gs.train_step", "optax.apply_if_finite"
 
 
 def case(name: str, dtype: str, make: Any, baselines: list[str], calls: int = 5) -> harness.Case:
@@ -31,9 +31,10 @@ def case(name: str, dtype: str, make: Any, baselines: list[str], calls: int = 5)
     return harness.Case({"model": name, "computes in": dtype}, make, baselines, calls=calls)
 
 
-def plain(model: models.Model, barrier: bool = False) -> harness.Variant:
-    """Adam in optax, without scaling."""
+def plain(model: models.Model, barrier: bool = False, checked: bool = False) -> harness.Variant:
+    """Adam in optax, without scaling; with optax's own check where that is wanted."""
     tx = optax.adam(RATE, eps=EPSILON)
+    tx = optax.apply_if_finite(tx, 1000) if checked else tx
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         inner, count = state
@@ -114,6 +115,7 @@ def steps(name: str, dtype: str) -> tuple[harness.Builders, Any]:
         OPTAX: partial(in_optax, model),
         TRAIN_STEP: partial(train_step, model),
         KERAS: partial(keras_style, model),
+        IF_FINITE: partial(plain, model, checked=True),
     }, model.batch
 
 

@@ -35,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             page = arguments.output or arguments.run.with_suffix(".html")
             return report.main(arguments.run, page)
         demo = importlib.import_module("gainstage.demo")
+        demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
     except ModuleNotFoundError as error:
         extra = words[0]
         wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
         print(wanted, file=sys.stderr)
         return 1
-    demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
     return 0
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from gainstage.demo import picture, report
 from gainstage.demo.task import load_digits
 from gainstage.demo.training import MODES, Run, Trainer
 
@@ -21,6 +20,8 @@ def main(output: Path, steps: int, seed: int, as_json: bool) -> None:
         seed: of the weights and the order of the batches.
         as_json: whether to print one JSON object in the place of the table.
     """
+    from gainstage.demo import picture, report  # which need more than the task does
+
     train, test = load_digits()
     runs: list[Run] = []
     with report.progress() as progress:
@@ -37,6 +38,8 @@ def main(output: Path, steps: int, seed: int, as_json: bool) -> None:
 
 def summary(runs: list[Run], output: Path, steps: int, seed: int) -> dict[str, Any]:
     """The numbers of the table and how they came about."""
+    from gainstage.demo import report
+
     return {
         "steps": steps,
         "seed": seed,
