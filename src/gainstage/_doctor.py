@@ -98,6 +98,7 @@ def _overflow_is_skipped() -> None:
     opt = gs.LossScaleOptimizer(gs.Adam(0.1), initial_scale=2.0**15)
     opt.build([w])
     before = [v.numpy().tobytes() for v in [w, *opt.inner_optimizer.variables]]
+    opt.scale_loss(1.0)
     opt.apply([jnp.ones(5000).at[4999].set(jnp.nan)])
     after = [v.numpy().tobytes() for v in [w, *opt.inner_optimizer.variables]]
     assert before == after, "it changed something"
@@ -133,7 +134,8 @@ def _nothing_goes_to_the_host() -> None:
     """a step waits for nothing:"""
     w = gs.Variable(np.ones(3, np.float32))
     opt = gs.LossScaleOptimizer(gs.SGD(0.1))
-    grads = [jnp.ones(3)]
+    opt.build([w])
+    grads = [opt.scale_loss(jnp.ones(3))]
     opt.apply(grads, [w])
     with jax.transfer_guard("disallow"):
         opt.apply(grads, [w])
