@@ -1,5 +1,6 @@
 """The command that measures on a GPU: what it keeps, when it stops, and where it runs."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import on_device, peers
+from benchmarks import beside_torch, on_device, peers
 
 ROOT = Path(__file__).parents[2]
 # What a machine with a GPU may lack, and the package itself.
@@ -141,6 +142,27 @@ def test_steps_are_compared_with_the_memory(capsys):
     late = on_device.compare(case, 0.0, options)
     assert list(late["variants"]) == [peers.OPTAX]
     assert set(late["missing"].values()) == {"no time was left"}
+
+
+def test_steps_are_compared_with_those_of_torch(monkeypatch):
+    """PyTorch takes turns with ours, and both of its steps are baselines; without it there is
+    nothing to compare."""
+    asked = []
+
+    def call(python, words, timeout):
+        asked.append(words)
+        return {"seconds": {beside_torch.PLAIN: 1.0, beside_torch.SCALED: 2.0}}
+
+    monkeypatch.setattr(beside_torch, "call", call)
+    options, until = Namespace(shortest=0.0, rounds=2), time.perf_counter() + 100
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "torch" in on_device.compare_with_torch(("tiny2", "sgd"), until, options)["missing"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    cell = on_device.compare_with_torch(("tiny2", "sgd"), until, options)
+    assert asked == [["tiny2", "sgd", "cpu", 0, 2, 0.0]] * 3
+    assert cell["rounds"] == 3
+    ours = cell["variants"][peers.OURS]
+    assert ours["ratios"][beside_torch.SCALED]["median"] == pytest.approx(ours["ms"] / 2000)
 
 
 def test_the_page_of_a_device(monkeypatch, tmp_path):
