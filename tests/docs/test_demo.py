@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -66,18 +65,17 @@ def test_what_stays_the_same_is_in_the_table(runs):
     assert min(accuracies) > 0.95
 
 
-def test_json_is_all_there_is_on_standard_output(tmp_path):
+def test_json_is_all_there_is_on_standard_output(tmp_path, capfd):
     """`--json` prints one object; the bars go to standard error, the picture to its file."""
     picture = tmp_path / "demo.png"
     words = ["demo", "--steps", "9", "--seed", "3", "--json", "--output", str(picture)]
-    process = [sys.executable, "-W", "error", "-m", "gainstage", *words]
-    result = subprocess.run(process, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    numbers = json.loads(result.stdout)
+    assert command.main(words) == 0
+    printed = capfd.readouterr()
+    numbers = json.loads(printed.out)
     assert (numbers["steps"], numbers["seed"], numbers["picture"]) == (9, 3, str(picture))
     assert list(numbers["modes"]) == [mode.name for mode in MODES]
     assert all(n["test_reconstruction_error"] > 0 for n in numbers["modes"].values())
-    assert "9/9" in result.stderr
+    assert "9/9" in printed.err
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert 20_000 < picture.stat().st_size < 2_000_000
 
