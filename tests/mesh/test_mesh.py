@@ -348,6 +348,21 @@ def test_a_layout_that_does_not_divide_its_variable_is_refused():
         gs.SGD().build([plan])
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_an_optax_optimizer_is_planned_where_its_variables_are(kind):
+    """Planned, its state has the shapes and shardings that it has for arrays."""
+    layout = NamedSharding(mesh_of((4, 2), kind), PartitionSpec("data", "model"))
+
+    def state(value):
+        opt = gs.LossScaleOptimizer(gs.Optax(optax.adam(0.1)))
+        opt.build([gs.Variable(value, name="w")])
+        return [(v.name, v.shape, v.dtype, v._sharding) for v in opt.variables]
+
+    real = state(jax.device_put(np.ones((8, 8), np.float32), layout))
+    assert state(jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=layout)) == real
+    assert any(sharding == layout for *_, sharding in real)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "set_mesh"])
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_a_step_is_compiled_once(kind, inside):

@@ -24,10 +24,18 @@ __all__ = [
     "Literal",
     "Tracer",
     "get_opaque_trace_state",
+    "holds_arrays",
     "multihost_utils",
     "used_arguments",
     "with_layout_constraint",
 ]
+
+
+def holds_arrays(sharding: Any) -> bool:
+    """Whether arrays can be put there: on the devices of a `jax.experimental.topologies` they
+    cannot, which are only for compiling, and local to no process."""
+    device = next(iter(sharding.device_set))
+    return bool(device.client.local_devices())
 
 
 def used_arguments(program: Any) -> list[bool]:

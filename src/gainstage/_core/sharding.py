@@ -123,8 +123,11 @@ def typed_sharding(x: Any) -> NamedSharding | None:
 
 def on_one_device(known: bool) -> bool:
     """Whether the elements of arrays have an order: if they are known to be on one device, or there
-    is no other; and not inside of `jax.shard_map`."""
-    return (known or jax.device_count() == 1) and not jax.sharding.get_abstract_mesh().manual_axes
+    is no other; and not inside of `jax.shard_map`. A mesh in force, of `jax.set_mesh`, may be of
+    devices that this process does not have."""
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = jax.device_count() == 1 and mesh.size <= 1
+    return (known or alone) and not mesh.manual_axes
 
 
 def replicate(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 
-from gainstage._core._jax import Tracer, get_opaque_trace_state
+from gainstage._core._jax import Tracer, get_opaque_trace_state, holds_arrays
 
 
 def _operator(name: str) -> Callable[..., jax.Array]:
@@ -216,9 +216,15 @@ class Variable:
             )
 
     def _place(self, sharding: jax.sharding.Sharding) -> None:
-        """Moves the value to this sharding, for good."""
+        """Moves the value to this sharding, for good; on devices that are only for compiling it
+        becomes planned."""
         value, self._sharding = self._value, sharding
-        if sharding.is_fully_addressable:
+        if self._is_planned:
+            self._value = value.update(sharding=sharding)
+        elif not holds_arrays(sharding):
+            self._value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            self._start_with(lambda: value)
+        elif sharding.is_fully_addressable:
             self._set(jax.device_put(value, sharding))
         elif value.is_fully_addressable:  # `device_put` would compare the processes' values
             copy = np.asarray(value)

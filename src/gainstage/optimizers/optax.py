@@ -76,7 +76,7 @@ class Optax(Optimizer):
             return
         variables = list(var_list)
         planned = any(variable._is_planned for variable in variables)
-        init = functools.partial(jax.eval_shape, self._init) if planned else self._init
+        init = self._planned if planned else self._init
         try:
             state = init(read(variables))
         except ValueError as error:
@@ -95,6 +95,16 @@ class Optax(Optimizer):
         self._state = jax.tree.unflatten(structure, slots)
         self._slots.all.extend(slots)
         replicate(self.name, self.mesh, [slot for slot in slots if slot.ndim == 0], variables)
+
+    def _planned(self, values: Any) -> Any:
+        """The state without values: what belongs to a variable has its sharding."""
+        state = jax.eval_shape(self._init, values)
+        alone = jax.tree.map(lambda slot: slot.update(sharding=None), state)
+        if all(value.sharding is None for value in values):
+            return alone
+        return optax.tree_utils.tree_map_params(
+            self.tx, lambda slot, value: slot.update(sharding=value.sharding), alone, values
+        )
 
     def _init(self, values: Any) -> Any:
         state = self.tx.init(upcast(values))
