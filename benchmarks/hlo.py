@@ -99,12 +99,12 @@ def _closing(text: str, opening: int) -> int:
     raise ValueError(f"Expected balanced parentheses; got {text[:200]!r}.")
 
 
-def nbytes(shape: str) -> int:
-    """The bytes of an array or of a tuple of arrays, as far as they are in the main memory: a
-    layout with `S(1)`, say, is in a memory on the chip."""
+def nbytes(shape: str, on_chip: bool = False) -> int:
+    """The bytes of an array or of a tuple of arrays; those in a memory on the chip, whose layout
+    has `S(1)`, say, count only if they are asked for."""
     total = 0
     for kind, sizes, layout in ARRAY.findall(shape):
-        if "S(" not in layout:
+        if on_chip or "S(" not in layout:
             elements = math.prod(int(n) for n in re.findall(r"\d+", sizes))
             total += math.ceil(elements * _bits(kind) / 8)
     return total
@@ -143,13 +143,15 @@ def _counts_of_kernel(
 ) -> Counts:
     shape = kernel.shape
     if COLLECTIVE.match(kernel.op):
-        shape = " ".join(computation[name].shape for name in dict.fromkeys(kernel.operands))
-        sent = sum(nbytes(computation[name].shape) for name in dict.fromkeys(kernel.operands))
-        return Counts(sent, sent, 1, collectives=(sent,))
+        operands = " ".join(computation[name].shape for name in dict.fromkeys(kernel.operands))
+        moved = nbytes(operands)
+        return Counts(moved, moved, 1, collectives=(nbytes(operands, on_chip=True),))
     if kernel.op in ("copy-start", "slice-start"):  # the shape also has the operand, and a context
         (operand,) = kernel.operands[:1]
         moved = nbytes(computation[operand].shape)
         return Counts(moved, moved, 1, copies=1)
+    if kernel.op == "custom-call" and "__cublas" in kernel.attributes:
+        shape = re.sub(r", s8\[\d+\]\{0\}\)$", ")", shape)  # its workspace
     inside = None
     if kernel.op == "fusion":
         inside = computations[next(_called(kernel))]

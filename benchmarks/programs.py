@@ -1,345 +1,207 @@
-"""The programs of GPUs and TPUs, compiled without one: what a step moves, starts and waits for.
+"""What a step moves, starts and waits for on GPUs and TPUs, read from its compiled program.
 
-XLA compiles for a device that is not there. The optimized program then says how many bytes it reads
-and writes, how many kernels it starts, and whether it waits for a conditional: facts without noise.
-Only what needs the device is left out: the seconds, and the choice among the kernels of a product.
+XLA compiles for a device that is not there. The optimized program then says how many bytes a step
+reads and writes, how many kernels it starts, and whether it waits for a conditional: facts without
+noise. Only what needs the device is left out: the seconds, and the choice among the kernels of a
+matrix product.
 """
 
 import argparse
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the plugins of the devices are only for compiling
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import jax
-import jax.numpy as jnp
-import optax
-from jax.experimental import topologies
-from jax.sharding import Sharding, SingleDeviceSharding
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-import gainstage as gs
-from gainstage._core.gradients import unscale
+from . import harness, hlo, lowered
 
-from . import harness, hlo, models, parameters
-
-DEVICES = Path(__file__).parent / "devices"
-RATE, MOMENTUM, EPSILON, SCALE = 1e-3, 0.9, 1e-7, 2.0**10
+NAME = "programs"  # of the file of the results, which are those of no device
 OPTAX, CHECKED = "optax", "optax.apply_if_finite"
+CHOICES = {  # of everything, and of --quick
+    "devices": ("h100 a100 v100 t4 tpu4 tpu256", "h100 tpu4"),
+    "sets": ("one resnet50 gpt2 sharded", "one sharded"),
+    "models": ("mlp transformer", "mlp"),
+    "optimizers": ("sgd adam", "adam"),
+    "dtypes": ("float32 float16", "float16"),
+}
+PACKAGES = ["gainstage", "jax", "optax", "jax-cuda12-pjrt", "nvidia-cuda-nvcc-cu12", "libtpu"]
 
 
 class Program(NamedTuple):
     """What the optimized program of a step does, and takes up."""
 
-    mb: float  # read and written
-    read_mb: float
-    written_mb: float
+    read: int  # bytes
+    written: int
     kernels: int
     conditionals: int
-    copies: int
-    temp_mb: float
-    aliased_mb: float  # arguments whose memory the results reuse
+    copies: int  # kernels that only copy
+    temp: int  # bytes, beside arguments and results
+    aliased: int  # bytes of arguments whose memory the results reuse
     collectives: list[int]  # the bytes of each
     compile_s: float
 
+    @property
+    def moved(self) -> int:
+        """The bytes that are read or written."""
+        return self.read + self.written
 
-def compiled(lowered: Any, text: Path | None = None) -> Program:
-    """Compiles a step and reads its program; writes that into a file, where one is given."""
+
+def program(lowered: Any, text: Path | None = None) -> Program:
+    """Compiles a lowered step and reads its program; writes that into a file, if one is given."""
     start = time.perf_counter()
     executable = lowered.compile()
     seconds = time.perf_counter() - start
-    found = hlo.counts(executable.as_text())
     if text is not None:
         text.write_text(executable.as_text())
-    memory = executable.memory_analysis()
+    found, memory = hlo.counts(executable.as_text()), executable.memory_analysis()
     return Program(
-        (found.read + found.written) / 1e6,
-        found.read / 1e6,
-        found.written / 1e6,
-        found.kernels,
-        found.conditionals,
-        found.copies,
-        memory.temp_size_in_bytes / 1e6,
-        memory.alias_size_in_bytes / 1e6,
-        list(found.collectives),
-        round(seconds, 1),
+        read=found.read,
+        written=found.written,
+        kernels=found.kernels,
+        conditionals=found.conditionals,
+        copies=found.copies,
+        temp=memory.temp_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        collectives=list(found.collectives),
+        compile_s=round(seconds, 1),
     )
-
-
-def target(name: str) -> Sharding:
-    """A device that is not there: one of `devices/`."""
-    config = (DEVICES / f"{name}.txtpb").read_text()
-    found = topologies.get_topology_desc(
-        "programs", platform="cuda", target_config=config, topology="1x1x1"
-    )
-    return SingleDeviceSharding(found.devices[0])
-
-
-def planned(tree: Any, place: Sharding) -> Any:
-    """A pytree of arrays that only have shape, dtype and place."""
-
-    def one(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-    return jax.tree.map(one, tree)
-
-
-def lowered(step: Callable[..., Any], place: Sharding, *args: Any) -> Any:
-    """A step `(weights, state, rest)` that gives away its first two arguments."""
-    program = jax.jit(step, donate_argnums=(0, 1), keep_unused=True)
-    return program.lower(*planned(args, place))
-
-
-# ── optimizer steps, gradients given ─────────────────────────────────────────────────────────
-
-
-def transformation(kind: str) -> Any:
-    """SGD with momentum, or Adam, in optax."""
-    return optax.sgd(RATE, MOMENTUM) if kind == "sgd" else optax.adam(RATE, eps=EPSILON)
-
-
-def optimizer_of(kind: str, variables: list[gs.Variable]) -> gs.LossScaleOptimizer:
-    """The same, of ours, with loss scaling."""
-    inner = gs.SGD(RATE, MOMENTUM) if kind == "sgd" else gs.Adam(RATE, epsilon=EPSILON)
-    optimizer = gs.LossScaleOptimizer(inner, initial_scale=SCALE)
-    optimizer.build(variables)
-    return optimizer
-
-
-def scaled(kind: str) -> Any:
-    """The same, in optax with our loss scaling."""
-    return gs.loss_scaled(transformation(kind), gs.DynamicLossScale(SCALE))
-
-
-def in_optax(tx: Any, place: Sharding, weights: Any, grads: Any) -> Any:
-    """A transformation of optax that scales nothing."""
-
-    def step(weights: Any, state: Any, grads: Any) -> Any:
-        grads = [g.astype(jnp.float32) for g in grads]
-        updates, state = tx.update(grads, state, weights)
-        return optax.apply_updates(weights, updates), state
-
-    return lowered(step, place, weights, jax.eval_shape(tx.init, weights), grads)
-
-
-def stateless(kind: str, place: Sharding, weights: Any, grads: Any) -> Any:
-    """`LossScaleOptimizer.stateless_apply`."""
-    optimizer = optimizer_of(kind, [gs.Variable(weight) for weight in weights])
-    state = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in optimizer.variables]
-
-    def step(weights: Any, state: Any, grads: Any) -> Any:
-        return optimizer.stateless_apply(state, grads, weights)
-
-    return lowered(step, place, weights, state, grads)
-
-
-def optax_loop(kind: str, place: Sharding, weights: Any, grads: Any) -> Any:
-    """The two calls of an optax loop: the gradients are divided as by `gs.value_and_grad`."""
-    tx = scaled(kind)
-
-    def step(weights: Any, state: Any, grads: Any) -> Any:
-        grads = unscale(grads, state.loss_scale.scale)
-        updates, state = tx.update(grads, state, weights)
-        return optax.apply_updates(weights, updates), state
-
-    return lowered(step, place, weights, jax.eval_shape(tx.init, weights), grads)
-
-
-def divided_later(kind: str, place: Sharding, weights: Any, grads: Any) -> Any:
-    """What `gs.train_step` does behind the backward pass."""
-    tx = scaled(kind)
-
-    def step(weights: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, weights, loss_scale=state.loss_scale.scale)
-        return gs.apply_updates(weights, updates, state), state
-
-    return lowered(step, place, weights, jax.eval_shape(tx.init, weights), grads)
-
-
-OPTIMIZER_STEPS = {
-    OPTAX: lambda kind, *rest: in_optax(transformation(kind), *rest),
-    CHECKED: lambda kind, *rest: in_optax(optax.apply_if_finite(transformation(kind), 1000), *rest),
-    "ours, stateless_apply": stateless,
-    "ours, optax loop": optax_loop,
-    "ours, train_step": divided_later,
-}
-
-
-def optimizer_step(variant: str, device: str, tensors: str, kind: str, dtype: str) -> Any:
-    """The lowered step of a variant."""
-    shapes = parameters.shapes(tensors)
-    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    grads = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in shapes]
-    return OPTIMIZER_STEPS[variant](kind, target(device), weights, grads)
-
-
-# ── whole train steps ────────────────────────────────────────────────────────────────────────
-
-
-def train_in_optax(tx: Any, place: Sharding, model: models.Model) -> Any:
-    """A transformation of optax that scales nothing."""
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(model.loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return lowered(step, place, model.params, tx.init(model.params), model.batch)
-
-
-def train_in_loop(tx: Any, place: Sharding, model: models.Model) -> Any:
-    """The two calls of an optax loop."""
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = gs.value_and_grad(model.loss, state)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return lowered(step, place, model.params, tx.init(model.params), model.batch)
-
-
-def train_in_one_call(tx: Any, place: Sharding, model: models.Model) -> Any:
-    """`gs.train_step`."""
-    args = planned((model.params, tx.init(model.params), model.batch), place)
-    return gs.train_step(model.loss, tx).lower(*args)
-
-
-def minimize(kind: str, place: Sharding, model: models.Model) -> Any:
-    """`LossScaleOptimizer.minimize`."""
-    params = jax.tree.map(gs.Variable, model.params)
-    variables = jax.tree.leaves(params)
-    optimizer = optimizer_of(kind, variables)
-
-    def run(batch: Any) -> jax.Array:
-        def loss() -> jax.Array:
-            return model.loss(jax.tree.map(lambda v: v.value(), params), batch)
-
-        return optimizer.minimize(loss, variables)
-
-    pure = gs.functional(run, (variables, list(optimizer.variables)))
-
-    def step(weights: Any, state: Any, batch: Any) -> Any:
-        loss, (weights, state) = pure((weights, state), batch)
-        return weights, state, loss
-
-    arrays = [[v.value() for v in each] for each in (variables, optimizer.variables)]
-    return lowered(step, place, *arrays, model.batch)
-
-
-TRAIN_STEPS = {
-    OPTAX: lambda kind, *rest: train_in_optax(transformation(kind), *rest),
-    CHECKED: lambda kind, *rest: train_in_optax(
-        optax.apply_if_finite(transformation(kind), 1000), *rest
-    ),
-    "ours, minimize": minimize,
-    "ours, optax loop": lambda kind, *rest: train_in_loop(scaled(kind), *rest),
-    "ours, train_step": lambda kind, *rest: train_in_one_call(scaled(kind), *rest),
-}
-
-
-def train_step(variant: str, device: str, model: str, kind: str, dtype: str) -> Any:
-    """The lowered step of a variant."""
-    return TRAIN_STEPS[variant](kind, target(device), models.model(model, dtype))
-
-
-# ── the command ──────────────────────────────────────────────────────────────────────────────
 
 
 class Case(NamedTuple):
     """The variants of a step, to be held against each other."""
 
-    title: str
-    steps: dict[str, Callable[[], Any]]  # each gives a lowered program
+    labels: dict[str, str]
+    steps: dict[str, Callable[[], Any]]  # each returns what it has lowered
+
+    @property
+    def title(self) -> str:
+        """The labels in one line."""
+        return ", ".join(self.labels.values())
 
 
-def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Those that were chosen."""
-    for device, tensors, kind, dtype in product(
-        options.devices, options.sets, options.optimizers, options.dtypes
-    ):
-        title = f"{device}, {tensors}, {kind}, {dtype} gradients"
+def cases(
+    devices: Sequence[str],
+    sets: Sequence[str],
+    models: Sequence[str],
+    optimizers: Sequence[str],
+    dtypes: Sequence[str],
+) -> Iterator[Case]:
+    """The chosen ones that make sense: the set `sharded` is for a mesh, the others for a device."""
+    for device, tensors, kind, dtype in product(devices, sets, optimizers, dtypes):
+        if (tensors == "sharded") != (device in lowered.TPUS):
+            continue
         cell = (device, tensors, kind, dtype)
-        steps = {name: partial(optimizer_step, name, *cell) for name in OPTIMIZER_STEPS}
-        yield Case(title, steps)
-    for device, model, dtype in product(options.devices, options.models, options.computes):
-        title = f"{device}, {model} train step, adam, {dtype}"
-        cell = (device, model, "adam", dtype)
-        yield Case(title, {name: partial(train_step, name, *cell) for name in TRAIN_STEPS})
+        labels = {"device": device, "step": tensors, "optimizer": kind, "gradients": dtype}
+        steps = lowered.OPTIMIZER_STEPS
+        yield Case(labels, {n: partial(lowered.optimizer_step, n, *cell) for n in steps})
+    for device, model in product(devices, models):
+        cell = (device, model, "adam", "float16")
+        labels = {"device": device, "step": f"train {model}", "optimizer": "adam"}
+        labels["gradients"] = "float16"
+        steps = lowered.TRAIN_STEPS
+        yield Case(labels, {n: partial(lowered.train_step, n, *cell) for n in steps})
 
 
 def table(title: str, programs: dict[str, Program]) -> Table:
-    """One row a variant, with the ratio of its bytes to those of optax."""
+    """One row a variant, with the ratios to optax."""
     result = Table(title=title)
     result.add_column("", no_wrap=True)
-    headings = ["MB", "/ optax", "kernels", "/ optax", "cond.", "copies", "temp MB", "reused MB",
-                "collectives", "compiled in s"]  # fmt: skip
+    headings = ["MB", "/ optax", "kernels", "/ optax", "conditionals", "copies", "temp MB",
+                "reused MB", "collectives", "compiled in s"]  # fmt: skip
     for heading in headings:
         result.add_column(heading, justify="right")
-    base = programs.get(OPTAX)
     for name, p in programs.items():
-        ratios = [f"{p.mb / base.mb:.3f}", f"{p.kernels / base.kernels:.2f}"] if base else ["", ""]
-        sent = f"{len(p.collectives)} of {sum(p.collectives):,} B" if p.collectives else "-"
-        result.add_row(
-            name, f"{p.mb:.1f}", ratios[0], str(p.kernels), ratios[1], str(p.conditionals),
-            str(p.copies), f"{p.temp_mb:.2f}", f"{p.aliased_mb:.1f}", sent, f"{p.compile_s:.1f}",
-        )  # fmt: skip
+        result.add_row(name, *row(p, programs[OPTAX]), f"{p.compile_s:.1f}")
     return result
 
 
+def row(p: Program, base: Program) -> list[str]:
+    """The numbers of a program, and the ratios to another."""
+    collectives = f"{len(p.collectives)}, {sum(p.collectives):,} bytes" if p.collectives else "-"
+    return [
+        f"{p.moved / 1e6:.1f}", f"{p.moved / base.moved:.3f}",
+        f"{p.kernels}", f"{p.kernels / base.kernels:.2f}",
+        f"{p.conditionals}", f"{p.copies}",
+        f"{p.temp / 1e6:.2f}", f"{p.aliased / 1e6:.1f}", collectives,
+    ]  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compiles the chosen steps, prints a table of each, and keeps the numbers."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.programs", description=__doc__)
-    choices = {
-        "devices": "t4 v100 a100 h100",
-        "sets": "one resnet50 gpt2",
-        "optimizers": "sgd adam",
-        "dtypes": "float32 float16",
-        "models": "mlp transformer",
-        "computes": "float16",
-    }
-    for name, default in choices.items():
-        parser.add_argument(
-            f"--{name}", nargs="*", metavar="NAME", default=default.split(), help=default
-        )
-    parser.add_argument("--variants", nargs="+", metavar="NAME", help="parts of their names")
+    """Compiles what was chosen, prints a table for each case, and keeps the numbers."""
+    jax.config.update("jax_platforms", "cpu")  # the compilers for others need none of them here
+    doc = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks programs", description=doc)
+    parser.add_argument("--quick", action="store_true", help="small sets, two devices")
+    for name, (full, _) in CHOICES.items():
+        parser.add_argument(f"--{name}", nargs="*", metavar="NAME", help=f"default: {full}")
+    parser.add_argument("--variants", nargs="+", metavar="PART", help="of these beside optax only")
+    parser.add_argument("--text", type=Path, metavar="DIR", help="folder for the programs' text")
     parser.add_argument("--output", default=harness.RESULTS, type=Path, metavar="DIR")
-    parser.add_argument("--text", type=Path, metavar="DIR", help="folder for the programs' texts")
     options = parser.parse_args(argv)
-    console = Console()
-    printer = console if console.is_terminal else Console(width=140)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        chosen = list(cases(options))
-        task = progress.add_task("", total=sum(len(case.steps) for case in chosen))
-        for case in chosen:
+    defaults = {name: words[options.quick].split() for name, words in CHOICES.items()}
+    chosen = {
+        name: words if (words := getattr(options, name)) is not None else defaults[name]
+        for name in CHOICES
+    }
+    for device in chosen["devices"]:
+        if device not in CHOICES["devices"][0].split():
+            parser.error(f"Expected one of {CHOICES['devices'][0]}; got {device}.")
+        if message := lowered.missing(device):
+            parser.error(message)
+    run(list(cases(**chosen)), options)
+
+
+def run(cases: list[Case], options: argparse.Namespace) -> None:
+    """Compiles all variants of all cases; those of a case that is complete are kept."""
+    printed = Console()
+    printed = printed if printed.is_terminal else Console(width=140)
+    columns = (TextColumn("{task.description:60.60}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=sum(len(case.steps) for case in cases))
+        for case in cases:
             programs = {}
             for name, step in case.steps.items():
-                wanted = not options.variants or any(part in name for part in options.variants)
-                if wanted or name == OPTAX:
-                    progress.update(task, description=f"{case.title}: {name}")
+                progress.update(task, description=f"{case.title}: {name}")
+                if name == OPTAX or any(part in name for part in options.variants or [""]):
                     file = re.sub(r"\W+", "_", f"{case.title} {name}") + ".txt"
-                    programs[name] = compiled(step(), options.text and options.text / file)
+                    programs[name] = program(step(), options.text and options.text / file)
                 progress.advance(task)
-            printer.print(table(case.title, programs))
+            printed.print(table(case.title, programs))
             if not options.variants:
-                store(options.output, case.title, programs)
+                store(options.output, case, programs)
 
 
-def store(folder: Path, title: str, programs: dict[str, Program]) -> None:
-    """Puts a case among the results."""
-    place = folder / "programs.json"
+def store(folder: Path, case: Case, programs: dict[str, Program]) -> None:
+    """Puts a case among the results; those of another environment go."""
+    place = folder / f"{NAME}.json"
     results = json.loads(place.read_text()) if place.exists() else {}
-    results[title] = {name: program._asdict() for name, program in programs.items()}
+    found = environment()
+    kept = results.get("cases", {}) if results.get("environment") == found else {}
+    variants = {name: program._asdict() for name, program in programs.items()}
+    cell = {"labels": case.labels, "variants": variants}
+    results = {"environment": found, "cases": {**kept, case.title: cell}}
+    folder.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def environment() -> dict[str, str | None]:
+    """What the numbers depend on, besides the code."""
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 if __name__ == "__main__":
