@@ -511,6 +511,25 @@ def test_master_weights_are_a_float32_run_rounded():
     assert gs.Adam.from_config(opt.get_config()).master_weights is True
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_master_weights_can_be_divided(kind):
+    """With `shard_state_over` a master lies on more devices than its variable, and a step is that
+    of one device."""
+    layout = NamedSharding(mesh_of((4, 2), kind), PartitionSpec(None, "model"))
+    start = np.ones((64, 32), np.float16)
+    weights = []
+    for value in (start, jax.device_put(start, layout)):
+        w = gs.Variable(value, name="w")
+        over = {"shard_state_over": "data"} if w._sharding else {}
+        opt = gs.LossScaleOptimizer(gs.SGD(2.0**-4, master_weights=True, **over), 1.0)
+        opt.apply([w.value()], [w])
+        weights.append(w.numpy())
+    (master,) = [v for v in opt.variables if "master" in v.name]
+    assert master.sharding.spec == PartitionSpec("data", "model")
+    assert (weights[0] == weights[1]).all()
+    assert w.numpy()[0, 0] == 1 - 2.0**-4
+
+
 def test_a_weight_assigned_from_outside_wins_over_its_master():
     """What a user assigns, a loaded checkpoint for one, is where the next step starts."""
     var = gs.Variable(jnp.float16([1.0, 2.0]))

@@ -121,12 +121,12 @@ def typed_sharding(x: Any) -> NamedSharding | None:
     return sharding if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
-def on_one_device(known: bool) -> bool:
+def on_one_device(known: bool, arrays: Iterable[Any] = ()) -> bool:
     """Whether the elements of arrays have an order: if they are known to be on one device, or there
-    is no other; and not inside of `jax.shard_map`. A mesh in force, of `jax.set_mesh`, may be of
-    devices that this process does not have."""
+    is no other; and not inside of `jax.shard_map`. The devices that a program is compiled for may
+    not be those of this process: a mesh in force, or in the type of an array, says so."""
     mesh = jax.sharding.get_abstract_mesh()
-    alone = jax.device_count() == 1 and mesh.size <= 1
+    alone = jax.device_count() == 1 and mesh.size <= 1 and not any(map(typed_sharding, arrays))
     return (known or alone) and not mesh.manual_axes
 
 

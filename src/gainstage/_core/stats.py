@@ -133,8 +133,8 @@ def _of_gradients(
 ) -> dict[str, jax.Array]:
     if not names:
         return {}
-    ordered = on_one_device(ordered)
     arrays = [leaf for leaf in jax.tree.leaves(grads) if leaf.size]
+    ordered = on_one_device(ordered, arrays)
     nothing = varying_like({name: jnp.asarray(_MEASURES[name].nothing) for name in names}, arrays)
     if ordered:
         arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
@@ -267,7 +267,7 @@ def observed(
         choice = jnp.where(finite, jnp.where(due, 2, 0), 1)
         return lax.switch(choice, [lambda: known, causes, exponents])
 
-    longest = CHUNK if on_one_device(ordered) else 0
+    longest = CHUNK if on_one_device(ordered, jax.tree.leaves(grads)) else 0
     looked: Any = lax.platform_dependent(cpu=lambda: look(longest), default=lambda: look(0))
     return Observed(new, *looked)
 

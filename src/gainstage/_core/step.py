@@ -222,10 +222,11 @@ class Step:
         for weight, master, sharding in zip(
             state.weights, state.masters, self.shardings, strict=True
         ):
+            weight = placed(weight, sharding)
             value = weight.astype(gradients.float32_or_wider(weight.dtype))
             if master is not None:
                 value = jnp.where(master.astype(weight.dtype) == weight, master, value)
-            weights.append(placed(value, sharding))
+            weights.append(value)
         return weights
 
     def _accumulate(
