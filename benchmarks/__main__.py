@@ -1,4 +1,7 @@
-"""Measures all claims, or those that are named, and writes their results, page and picture."""
+"""Measures all claims, or those that are named, and writes their results, page and picture.
+
+`python -m benchmarks programs` compiles for GPUs and TPUs instead; it has options of its own.
+"""
 
 import argparse
 import importlib
@@ -7,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import harness, report
+from . import harness, programs, report
 
 CLAIMS = (
     "scaling_is_free_beside_optax",
@@ -24,6 +27,10 @@ CLAIMS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the scripts one after the other; each adds to the results as it goes."""
+    first, *rest = (sys.argv[1:] if argv is None else argv) or [""]
+    if first == programs.NAME:
+        programs.main(rest)
+        return
     parser = harness.parser(__doc__, prog="python -m benchmarks")
     parser.add_argument("claims", nargs="*", type=claim, help=f"some of: {', '.join(CLAIMS)}")
     parser.add_argument("--docs", default=report.DOCS, metavar="DIR", help="folder of the page")

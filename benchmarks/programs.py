@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compiles what was chosen, prints a table for each case, and keeps the numbers."""
     jax.config.update("jax_platforms", "cpu")  # the compilers for others need none of them here
     doc = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks programs", description=doc)
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {NAME}", description=doc)
     parser.add_argument("--quick", action="store_true", help="small sets, two devices")
     for name, (full, _) in CHOICES.items():
         parser.add_argument(f"--{name}", nargs="*", metavar="NAME", help=f"default: {full}")
