@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -37,19 +38,31 @@ BYTES = {
 SCALARS = 1.001  # the scale and its counters, and copies of small tensors
 
 
+def output_of(device, *command):
+    """What a command of Python that compiles for a device prints, in a process of its own."""
+    if message := lowered.missing(device):
+        pytest.skip(message)
+    here = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    settings = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": here}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @functools.cache
 def compiled(device, *words):
     """The programs of some cases, by title: each is compiled once."""
-    if message := lowered.missing(device):
-        pytest.skip(message)
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.programs", "--devices", device]
-        command += ["--output", folder, *words]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+        output_of(
+            device, "-m", "benchmarks.programs", "--devices", device, "--output", folder, *words
         )
-        assert done.returncode == 0, done.stderr[-3000:]
         cases = json.loads((Path(folder) / "programs.json").read_text())["cases"]
     return {
         title: {name: Program(**numbers) for name, numbers in case["variants"].items()}
@@ -172,16 +185,13 @@ def test_one_sum_over_the_mesh_decides_a_step(device):
 @pytest.mark.parametrize("device", ["tpu4", "h100"])
 def test_planned_variables_on_a_topology(device):
     """An optimizer is built for the mesh of a topology, described, and its step compiled."""
-    if message := lowered.missing(device):
-        pytest.skip(message)
-    script = Path(__file__).with_name("planned.py")
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(
-        [sys.executable, script, device],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(device, str(Path(__file__).with_name("planned.py")), device)
+
+
+def test_a_run_for_256_chips_is_sized_on_a_laptop(tmp_path):
+    """The code on the page on scaling prints what stands below it."""
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    ((code, printed),) = re.findall(r"```py\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    script = tmp_path / "size.py"
+    script.write_text(code)
+    assert output_of("tpu256", str(script)) == printed
