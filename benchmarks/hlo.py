@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
@@ -49,7 +49,8 @@ class Counts(NamedTuple):
 
     def plus(self, other: "Counts", times: int = 1) -> "Counts":
         """Both, one after the other."""
-        return Counts(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+        pairs: Any = zip(self, other, strict=True)
+        return Counts(*(mine + times * its for mine, its in pairs))
 
 
 def counts(text: str) -> Counts:

@@ -46,7 +46,7 @@ class Target(NamedTuple):
 
     everywhere: Sharding  # of what is whole on each device
     batch: Sharding  # divided over the batch
-    sharded: Sequence[Sharding]  # of the weights, in turns
+    sharded: Sequence[Any]  # the shardings of the weights, in turns
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ def checked(kind: str) -> optax.GradientTransformation:
     return optax.apply_if_finite(transformation(kind), 1000)
 
 
-def scaled(kind: str) -> optax.GradientTransformation:
+def scaled(kind: str) -> optax.GradientTransformationExtraArgs:
     """The same, with our loss scaling."""
     return gs.loss_scaled(transformation(kind), gs.DynamicLossScale(SCALE))
 

@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from . import programs
 from .harness import LIMIT, RESULTS, between_marks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -24,6 +25,16 @@ METHOD = """A ratio is the median, over rounds, of the time that a variant took 
 baseline in the same round. In parentheses stand the smallest and the largest ratio of the runs
 or, where there was one run, the quartiles of its rounds. Gradients are given, and only the
 optimizer's step is measured, where a case names no model.
+"""
+PROGRAMS = """## On GPUs and TPUs, by their programs
+
+What the step of an optimizer costs where nothing was measured: XLA compiles for devices that are
+not there, and the optimized program says what it moves, starts and sends. These numbers have no
+noise; they say nothing of seconds. The state is donated, the gradients are given. `ours,
+train_step` is an optax loop that leaves it to `update` to divide the gradients, as `gs.train_step`
+does.
+
+`python -m benchmarks programs`
 """
 COLORS = ["#00798c", "#d1495b", "#edae49", "#66a182"]
 
@@ -40,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def write(results: Path, docs: Path) -> None:
     """Makes the page and the picture in `docs` of all files in `results`."""
     devices = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    compiled = devices.pop(programs.NAME, None)
     if not devices:
         print(f"Nothing was measured: {results} has no results.")
         return
@@ -47,16 +59,17 @@ def write(results: Path, docs: Path) -> None:
     file = docs / "benchmarks.md"
     text = file.read_text() if file.exists() else ""
     marked = text if "<!-- results -->" in text else INTRODUCTION
-    file.write_text(between_marks(marked, page(devices)))
+    file.write_text(between_marks(marked, page(devices, compiled)))
     picture(devices).savefig(docs / "benchmarks.png")
 
 
 # ── the page ─────────────────────────────────────────────────────────────────────────────────
 
 
-def page(devices: dict[str, Any]) -> str:
-    """All claims on all devices, in Markdown."""
-    parts = [METHOD]
+def page(devices: dict[str, Any], compiled: dict[str, Any] | None = None) -> str:
+    """The programs, and all claims on all devices, in Markdown."""
+    parts = [section_of_programs(compiled)] if compiled else []
+    parts.append(METHOD)
     for device, claims in devices.items():
         parts.append(f"## On {device}\n")
         parts += [section(name, claim) for name, claim in claims.items()]
@@ -81,6 +94,42 @@ def section(name: str, claim: dict[str, Any]) -> str:
     rows = [[times(case, name) for name in names] for case in cases]
     parts.append(f"{title}:\n\n{table(cases, names, rows)}")
     return "\n\n".join([*parts, ", ".join(versions) + ".", ""])
+
+
+def section_of_programs(compiled: dict[str, Any]) -> str:
+    """A table for the steps of optimizers and one for train steps, on GPUs and on meshes."""
+    gpu = "on a GPU: bytes over those of optax / kernels / temporary MB"
+    mesh = "on a mesh of so many TPUs: collectives (their bytes)"
+    parts = [PROGRAMS]
+    for trained, title in ((False, "Optimizer steps"), (True, "Train steps")):
+        for on_mesh, what, cell in ((False, gpu, on_gpu), (True, mesh, sent)):
+            cases = [
+                case
+                for case in compiled["cases"].values()
+                if case["labels"]["device"].startswith("tpu") == on_mesh
+                and case["labels"]["step"].startswith("train") == trained
+            ]
+            if cases:
+                names = list(cases[0]["variants"])
+                rows = [[cell(case["variants"], name) for name in names] for case in cases]
+                parts.append(f"{title} {what}:\n\n{table(cases, names, rows)}\n")
+    versions = [f"{key} {value}" for key, value in compiled["environment"].items() if value]
+    return "\n".join([*parts, ", ".join(versions) + ".", ""])
+
+
+def on_gpu(variants: dict[str, Any], name: str) -> str:
+    """What a program moves and starts, and that it waits, if it does."""
+    found, base = (programs.Program(**variants[each]) for each in (name, programs.OPTAX))
+    moved = f"{base.moved / 1e6:.0f} MB" if name == programs.OPTAX else ""
+    moved = moved or f"{found.moved / base.moved:.3f}"
+    waits = f" / {found.conditionals} conditionals" if found.conditionals else ""
+    return f"{moved} / {found.kernels} / {found.temp / 1e6:.2f}{waits}"
+
+
+def sent(variants: dict[str, Any], name: str) -> str:
+    """What the devices send each other."""
+    collectives = programs.Program(**variants[name]).collectives
+    return f"{len(collectives)} ({sum(collectives):,})" if collectives else "0"
 
 
 def runs_of(case: dict[str, Any]) -> str:
