@@ -4,6 +4,7 @@ Each variant takes a step of its own and returns what `jax.jit(...).lower` does.
 are donated, in the order of the results.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ def missing(device: str) -> str:
     return ""
 
 
+@functools.cache  # the devices of two topologies are not the same
 def target(device: str) -> Target:
     """A device by name: one of `devices/`, or a number of TPUs.
 
