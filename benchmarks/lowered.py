@@ -109,6 +109,17 @@ def transformation(kind: str) -> optax.GradientTransformation:
     return optax.sgd(RATE, MOMENTUM) if kind == "sgd" else optax.adam(RATE, eps=EPSILON)
 
 
+def counted(kind: str) -> optax.GradientTransformation:
+    """The same, with a count of its steps, as every loop keeps one."""
+    tx = transformation(kind)
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, inner = tx.update(grads, state[0], params)
+        return updates, (inner, state[1] + 1)
+
+    return optax.GradientTransformation(lambda params: (tx.init(params), jnp.int32(0)), update)
+
+
 def checked(kind: str) -> optax.GradientTransformation:
     """The same, with optax's own check."""
     return optax.apply_if_finite(transformation(kind), 1000)
@@ -141,6 +152,11 @@ def state_in_optax(tx: optax.GradientTransformation, params: Any, target: Target
         return [planned(slot, weight.sharding) for slot, weight in zip(x, params, strict=True)]
 
     return jax.tree.map(one, jax.eval_shape(tx.init, params), is_leaf=lambda x: type(x) is list)
+
+
+def on_mesh(weights: Weights) -> list[Any]:
+    """The shardings of the weights on a mesh; of one device, none."""
+    return [w.sharding for w in weights if isinstance(w.sharding, NamedSharding)]
 
 
 def donating(step: Callable[..., Any]) -> Any:
@@ -176,11 +192,11 @@ def stateless(kind: str, target: Target, weights: Weights, grads: Weights) -> An
 
 def optax_loop(kind: str, target: Target, weights: Weights, grads: Weights) -> Any:
     """The two calls of an optax loop; the gradients are divided as by `gs.value_and_grad`."""
-    tx = scaled(kind)
+    tx, shardings = scaled(kind), on_mesh(weights)
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
         grads = unscale(grads, state.loss_scale.scale)
-        updates, state = tx.update(grads, state, weights)
+        updates, state = tx.update(grads, state, weights, shardings=shardings)
         return optax.apply_updates(weights, updates), state
 
     return donating(step).lower(weights, state_in_optax(tx, weights, target), grads)
@@ -188,17 +204,18 @@ def optax_loop(kind: str, target: Target, weights: Weights, grads: Weights) -> A
 
 def behind_backward(kind: str, target: Target, weights: Weights, grads: Weights) -> Any:
     """What `gs.train_step` does with the gradients."""
-    tx = scaled(kind)
+    tx, shardings = scaled(kind), on_mesh(weights)
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, weights, loss_scale=state.loss_scale.scale)
+        scale = state.loss_scale.scale
+        updates, state = tx.update(grads, state, weights, loss_scale=scale, shardings=shardings)
         return gs.apply_updates(weights, updates, state), state
 
     return donating(step).lower(weights, state_in_optax(tx, weights, target), grads)
 
 
 OPTIMIZER_STEPS: dict[str, Callable[..., Any]] = {
-    "optax": lambda kind, *rest: in_optax(transformation(kind), *rest),
+    "optax": lambda kind, *rest: in_optax(counted(kind), *rest),
     "optax.apply_if_finite": lambda kind, *rest: in_optax(checked(kind), *rest),
     "ours, stateless_apply": stateless,
     "ours, optax loop": optax_loop,
@@ -282,7 +299,7 @@ def minimize(kind: str, target: Target, model: models.Model, batch: Any) -> Any:
 
 
 TRAIN_STEPS: dict[str, Callable[..., Any]] = {
-    "optax": lambda kind, *rest: train_in_optax(transformation(kind), *rest),
+    "optax": lambda kind, *rest: train_in_optax(counted(kind), *rest),
     "optax.apply_if_finite": lambda kind, *rest: train_in_optax(checked(kind), *rest),
     "ours, minimize": minimize,
     "ours, optax loop": train_in_loop,

@@ -1,16 +1,18 @@
 """A whole train step in one program, for optax loops."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from gainstage._core import gradients
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
+from gainstage._core.stats import leaves_and_none
 from gainstage._transformation import apply_updates, scaled_value_and_grad, step_was_applied
 
 
@@ -69,28 +71,39 @@ class TrainStep:
     def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Callable[..., Any]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._trainable, self._updated = _of_nnx() if _is_of_flax(using) else (_chosen, _merged)
-        self._program = jax.jit(self._run, static_argnums=0, donate_argnums=(1, 2))
+        self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=(2, 3))
 
     def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
         """Takes a step."""
         arrays, model = _split(params)
-        arrays, *results = self._program(model, arrays, opt_state, *batch)
+        arrays, *results = self._program(model, _shardings(arrays), arrays, opt_state, *batch)
         return model.with_arrays(arrays), *results
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> Any:
         """The lowered program, for arrays or for planned ones, each a `jax.ShapeDtypeStruct`."""
         arrays, model = _split(params)
-        return self._program.lower(model, arrays, opt_state, *batch)
+        return self._program.lower(model, _shardings(arrays), arrays, opt_state, *batch)
 
-    def _run(self, model: "_Model", arrays: list[Any], opt_state: Any, *batch: Any) -> Any:
+    def _run(
+        self,
+        model: "_Model",
+        shardings: Sequence[Any],
+        arrays: list[Any],
+        opt_state: Any,
+        *batch: Any,
+    ) -> Any:
         params = model.with_arrays(arrays)
         scale = loss_scaled_state(opt_state).loss_scale.scale
         differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, self._using)
         (loss, aux), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others may see the gradients first
-        extra = {"loss_scale": scale} if divides else {}
+        extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
         trainable = self._trainable(params, grads)
+        if shardings and divides:
+            each = dict(zip(map(id, arrays), shardings, strict=True))
+            found = [each.get(id(x)) for x in leaves_and_none(trainable)]
+            extra["shardings"] = found if None not in found else ()
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
         params = self._updated(params, apply_updates(trainable, updates, opt_state))
         new, after = _split(params)
@@ -129,6 +142,13 @@ def _split(params: Any) -> tuple[list[Any], _Model]:
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
     arrays = [x for x in leaves if isinstance(x, kinds)]
     return arrays, _Model(structure, tuple(_ARRAY if isinstance(x, kinds) else x for x in leaves))
+
+
+def _shardings(arrays: list[Any]) -> tuple[Any, ...]:
+    """Those of all arrays, if one is sharded; a traced array does not know its own."""
+    found = tuple(getattr(x, "sharding", None) for x in arrays)
+    on_mesh = all(isinstance(sharding, NamedSharding) for sharding in found)
+    return found if on_mesh and not all(s.is_fully_replicated for s in found) else ()
 
 
 def _chosen(params: Any, grads: Any) -> Any:

@@ -51,8 +51,9 @@ def loss_scaled(
     Returns:
         A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
         true loss as `value=`, for rules and transformations that want it; a bool as `apply_if=`: if
-        False, the update is skipped, also on finite gradients; and as `loss_scale=` what the
-        gradients are still multiplied by, if it is to divide them itself.
+        False, the update is skipped, also on finite gradients; as `loss_scale=` what the gradients
+        are still multiplied by, if it is to divide them itself; and as `shardings=` a
+        `NamedSharding` for each of them, where the gradients are traced on a mesh of Auto axes.
 
     Raises:
         TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
@@ -109,6 +110,7 @@ def loss_scaled_within(
         params: Any = None,
         *,
         loss_scale: Any = None,
+        shardings: Sequence[Any] = (),
         apply_if: Any = None,
         only_if: Any = None,
         **extra: Any,
@@ -142,7 +144,7 @@ def loss_scaled_within(
             GuardState(state.loss_scale, state.observed),
             state.inner,
             arrays,
-            Reading(1.0 if loss_scale is None else loss_scale, limits, leaves=leaves),
+            Reading(1.0 if loss_scale is None else loss_scale, limits, (), shardings, leaves),
             Select(),
             loss=extra.get("value"),
             apply_if=apply_if,

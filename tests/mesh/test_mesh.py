@@ -596,3 +596,29 @@ def test_a_fixed_scale_with_divided_state():
         weights.append(w.numpy())
     np.testing.assert_array_equal(*weights)
     assert weights[0].tolist() == (start - 0.125 - 0.0625 - 0.25).tolist()
+
+
+def test_a_train_step_decides_in_one_collective():
+    """On sharded parameters a sum of 4 bytes decides, besides that of the loss; a skipped step
+    changes no parameter."""
+    mesh = mesh_of((4, 2))
+    specs = [PartitionSpec("data", "model"), PartitionSpec(None, "model"), PartitionSpec()]
+    tx = gs.loss_scaled(optax.adam(0.1))
+    params = [jax.device_put(jnp.ones((8, 64)), NamedSharding(mesh, spec)) for spec in specs]
+
+    def loss(params, x):
+        return sum((x * p).sum() for p in params)
+
+    step, state = gs.train_step(loss, tx), tx.init(params)
+    text = step.lower(params, state, 2.0).compile().as_text()
+    assert re.findall(r"= (\S+) all-reduce\(", text) == ["f32[]", "f32[1]{0}"]
+    assert not re.findall(r"all-gather|all-to-all|collective-permute|reduce-scatter", text)
+    before = [np.asarray(p) for p in params]
+    params, state, _ = step(params, state, np.inf)
+    assert not gs.step_was_applied(state)
+    assert [p.sharding.spec for p in params] == specs
+    for old, new in zip(before, params, strict=True):
+        np.testing.assert_array_equal(old, new)
+    params, state, _ = step(params, state, 2.0)
+    for new in params:
+        np.testing.assert_allclose(new, 0.9, rtol=1e-5)
