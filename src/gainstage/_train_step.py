@@ -95,7 +95,7 @@ class TrainStep:
         params = model.with_arrays(arrays)
         scale = loss_scaled_state(opt_state).loss_scale.scale
         differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, self._using)
-        (loss, aux), grads = differentiate(params, *batch)
+        (_, (loss, aux)), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others may see the gradients first
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
@@ -146,9 +146,10 @@ def _split(params: Any) -> tuple[list[Any], _Model]:
 
 def _shardings(arrays: list[Any]) -> tuple[Any, ...]:
     """Those of all arrays, if one is sharded; a traced array does not know its own."""
-    found = tuple(getattr(x, "sharding", None) for x in arrays)
-    on_mesh = all(isinstance(sharding, NamedSharding) for sharding in found)
-    return found if on_mesh and not all(s.is_fully_replicated for s in found) else ()
+    found = [getattr(x, "sharding", None) for x in arrays]
+    on_mesh = [s for s in found if isinstance(s, NamedSharding)]
+    sharded = any(not sharding.is_fully_replicated for sharding in on_mesh)
+    return tuple(on_mesh) if sharded and len(on_mesh) == len(found) else ()
 
 
 def _chosen(params: Any, grads: Any) -> Any:

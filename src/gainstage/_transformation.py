@@ -210,7 +210,7 @@ def value_and_grad(
     differentiate = scaled_value_and_grad(fun, scale, has_aux, functools.partial(using, **by))
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        (loss, aux), grads = differentiate(*args, **kwargs)
+        (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
     return true
@@ -219,7 +219,7 @@ def value_and_grad(
 def scaled_value_and_grad(
     fun: Callable[..., Any], scale: jax.Array, has_aux: bool, using: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function that returns `((loss, aux), grads)`: the true loss, and scaled gradients.
+    """A function that returns `((scaled loss, (true loss, aux)), scaled gradients)`.
 
     Args:
         fun, has_aux, using: as for `value_and_grad`.
@@ -235,11 +235,7 @@ def scaled_value_and_grad(
             )
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
-        (_, true), grads = using(scaled, has_aux=True)(*args, **kwargs)
-        return true, grads
-
-    return differentiate
+    return using(scaled, has_aux=True)
 
 
 def _shape(loss: Any) -> Any:

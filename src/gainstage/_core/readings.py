@@ -82,7 +82,7 @@ def inspect(
     """
     if any(map(jnp.iscomplexobj, grads)):
         grads = real_parts([g for g in grads if g is not None])
-    known = on_one_device(bool(shardings), [g for g in grads if g is not None])
+    known = bool(shardings) or on_one_device(False, [g for g in grads if g is not None])
     shardings = shardings or [typed_sharding(gradient) for gradient in grads]
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
     columns = [[column[i] for i in here] for column in (grads, onto) if column]
