@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from gainstage._core import gradients
+from gainstage._core import checks, gradients
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
 from gainstage._core.stats import leaves_and_none
 from gainstage._transformation import apply_updates, scaled_value_and_grad, step_was_applied
@@ -22,6 +22,7 @@ def train_step(
     *,
     has_aux: bool = False,
     using: Callable[..., Any] = jax.value_and_grad,
+    donate: bool = True,
 ) -> "TrainStep":
     """A compiled train step: scaled loss, gradients, check, update.
 
@@ -35,15 +36,18 @@ def train_step(
         has_aux: whether `loss_fn` returns (loss, aux).
         using: what differentiates: `flax.nnx.value_and_grad` where `params` is an NNX model,
             `equinox.filter_value_and_grad` where it is an Equinox one.
+        donate: whether a step reuses the memory of `params` and `opt_state`, which cannot be used
+            again then. If it is interrupted before its results have names, they are gone: go on
+            from a checkpoint.
 
     Returns:
         A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`
-        and the true loss in float32, and `aux` if there is one. It reuses the memory of the first
-        two arguments, which cannot be used again. `step.lower(...)` lowers the program, also for
-        arguments that are only planned.
+        and the true loss in float32, and `aux` if there is one. `step.lower(...)` lowers the
+        program, also for arguments that are only planned.
 
     Raises:
-        TypeError: `tx` is no transformation; from `step`, a loss that is no scalar.
+        TypeError: `tx` is no transformation, `donate` no bool; from `step`, a loss that is no
+            scalar, or a parameter that is no array.
         ValueError: from `step`, no loss-scale state, or several, in `opt_state`.
 
     Examples:
@@ -62,27 +66,39 @@ def train_step(
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
-    return TrainStep(loss_fn, optax.with_extra_args_support(tx), has_aux, using)
+    donated = (2, 3) if checks.flag("donate", donate) else ()
+    return TrainStep(loss_fn, optax.with_extra_args_support(tx), has_aux, using, donated)
 
 
 class TrainStep:
     """What `train_step` returns."""
 
-    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Callable[..., Any]):
+    def __init__(
+        self, loss_fn: Any, tx: Any, has_aux: bool, using: Callable[..., Any], donated: Any
+    ):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._trainable, self._updated = _of_nnx() if _is_of_flax(using) else (_chosen, _merged)
-        self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=(2, 3))
+        self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=donated)
 
     def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
         """Takes a step."""
-        arrays, model = _split(params)
+        arrays, model = self._checked(params)
         arrays, *results = self._program(model, _shardings(arrays), arrays, opt_state, *batch)
         return model.with_arrays(arrays), *results
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> Any:
         """The lowered program, for arrays or for planned ones, each a `jax.ShapeDtypeStruct`."""
-        arrays, model = _split(params)
+        arrays, model = self._checked(params)
         return self._program.lower(model, _shardings(arrays), arrays, opt_state, *batch)
+
+    def _checked(self, params: Any) -> tuple[list[Any], "_Model"]:
+        arrays, model = _split(params)
+        if self._using is jax.value_and_grad and (others := model.others):
+            raise TypeError(
+                f"Expected arrays in params; got {others[0]!r}. Make it an array, or say what "
+                f"differentiates a model with such leaves: using=equinox.filter_value_and_grad."
+            )
+        return arrays, model
 
     def _run(
         self,
@@ -127,7 +143,13 @@ class _Model:
     def __hash__(self) -> int:
         return hash(self._key)
 
+    @property
+    def others(self) -> list[Any]:
+        """The leaves that are no arrays."""
+        return [x for x in self._key[1] if x is not _ARRAY]
+
     def with_arrays(self, arrays: list[Any]) -> Any:
+        """The pytree again."""
         structure, others = self._key
         each = iter(arrays)
         return structure.unflatten(next(each) if x is _ARRAY else x for x in others)

@@ -82,6 +82,7 @@ def parts(monkeypatch, **measures):
         for name, one in measures.items()
     }
     monkeypatch.setattr(on_device, "PARTS", found)
+    monkeypatch.setattr(on_device, "copy_bandwidth", lambda elements: {"gb_s": 1.0})
 
 
 def kept(folder):

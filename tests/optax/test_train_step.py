@@ -43,7 +43,13 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.parametrize("make", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] * (name in ("clipped", "value")))
+        for name, make in TRANSFORMATIONS.items()
+    ],
+)
 def test_it_takes_the_steps_of_the_loop(make):
     """Params, state and losses are those of the loop in three calls, overflows included."""
     tx = make()
@@ -98,6 +104,8 @@ def test_gradients_are_stored_once():
 
     params = jnp.ones(shape)
     state = tx.init(params)
+    gs.train_step(product, tx, donate=False)(params, state, jnp.ones(shape))
+    assert not params.is_deleted()
     gs.train_step(product, tx)(params, state, jnp.ones(shape))
     assert params.is_deleted()
 
@@ -175,5 +183,9 @@ def test_errors_name_the_remedy():
     with pytest.raises(ValueError, match=r"Expected exactly one state of gainstage\.loss_scaled"):
         gs.train_step(loss_fn, plain)(params, plain.init(params), X, Y)
     tx = gs.loss_scaled(plain)
+    with pytest.raises(TypeError, match=r"Expected arrays in params; got 1\.0\. Make it an array"):
+        gs.train_step(lambda p: p["w"] ** 2, tx)({"w": 1.0}, tx.init({"w": 1.0}))
+    with pytest.raises(TypeError, match="Expected a bool for donate; got 1"):
+        gs.train_step(loss_fn, tx, donate=1)
     with pytest.raises(TypeError, match="Expected a scalar loss from fun"):
         gs.train_step(lambda p, x, y: p["w"], tx)(params, tx.init(params), X, Y)
