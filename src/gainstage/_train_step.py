@@ -125,7 +125,7 @@ class TrainStep:
         new, after = _split(params)
         if after != model:
             raise ValueError("Expected a loss_fn that does not change the structure of the model.")
-        # Averages of batch normalisation, say, that the loss has changed itself.
+        # Also what the loss has changed itself, such as averages of batch normalisation.
         applied = step_was_applied(opt_state)
         arrays = [jnp.where(applied, n, o) for n, o in zip(new, arrays, strict=True)]
         return arrays, opt_state, loss, *([aux] if self._has_aux else [])

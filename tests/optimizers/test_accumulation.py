@@ -235,7 +235,7 @@ def test_a_rejected_microbatch_leaves_its_window_alone(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_shared_verdict_does_not_hide_an_overflow_from_its_own_scale(policy):
+def test_a_shared_decision_does_not_hide_an_overflow_from_its_own_scale(policy):
     """Where `apply_if` is false because of these very gradients, the scale falls, as without it."""
     w = gs.Variable([0.0])
     inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
