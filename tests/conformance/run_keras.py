@@ -34,8 +34,6 @@ import keras
 import gainstage as gs
 from gainstage.interop.keras import KerasOptimizer, LossScaleOptimizer
 
-jax.config.update("jax_disable_most_optimizations", True)  # each program runs once or twice
-
 KNOWN = Path(__file__).with_name("keras_known.json")
 FOLDER = Path(keras.__file__).parent / "src/optimizers"
 OURS = {
@@ -222,6 +220,8 @@ def compare(ended, known):
 def main():
     """Runs the modes that are named, by default all; ends with an error if the failures are not
     those that are listed."""
+    # Each program runs once or twice. Only here: pytest, which collects doctests, imports this file.
+    jax.config.update("jax_disable_most_optimizations", True)
     ended, modes = {}, [mode for mode in MODES if mode in sys.argv] or list(MODES)
     for mode in modes:
         ended |= run(mode)
