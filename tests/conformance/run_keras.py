@@ -220,7 +220,7 @@ def compare(ended, known):
 def main():
     """Runs the modes that are named, by default all; ends with an error if the failures are not
     those that are listed."""
-    # Each program runs once or twice. Only here: pytest, which collects doctests, imports this file.
+    # Each program runs once or twice. Not at the top: pytest imports this file for its doctests.
     jax.config.update("jax_disable_most_optimizations", True)
     ended, modes = {}, [mode for mode in MODES if mode in sys.argv] or list(MODES)
     for mode in modes:
