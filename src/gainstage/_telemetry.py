@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import math
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,7 +13,9 @@ import numpy as np
 from gainstage._core.saving import unique_names
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.stats import (
+    DIGITS,
     FLUSHED,
+    HIGHEST,
     LOWEST,
     SUBNORMAL,
     TOP,
@@ -22,6 +27,9 @@ from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.base import as_power
+
+SHOWN = 5  # tensors that are printed
+OFF = 0.01  # a rounding error that matters, as a share of the root mean square
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:
@@ -67,10 +75,15 @@ class Underflow:
         scale: its loss scale.
         counts: float array, one row a tensor: how many elements of the scaled gradient were 0, then
             how many had each exponent from -40 (and below) to 40 (and above).
+        overflowed: the lowest scale of a skipped step, inf if there was none. A later step that was
+            finite at that scale or above resets it.
 
     In float16 a number below `2**-25` becomes 0, and one below `2**-14` is *subnormal*: it loses
-    digits. Gradients that have been float16 before contain no such small numbers any more, but
-    zeros in their place.
+    digits. The share of such elements says little: they may be too small to matter. `error` says
+    what matters, the rounding error as a share of the whole gradient.
+
+    Gradients that have been float16 before contain no numbers below `2**-24` any more, but zeros
+    in their place. `error` counts all zeros as exact.
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, figure 3.
     """
@@ -78,6 +91,7 @@ class Underflow:
     step: int
     scale: float
     counts: np.ndarray
+    overflowed: float = math.inf
 
     def _share(self, low: int, high: int) -> np.ndarray:
         """Of the elements, those with an exponent of at least `low` and below `high`."""
@@ -103,6 +117,38 @@ class Underflow:
         return self._share(FLUSHED, SUBNORMAL)
 
     @property
+    def error(self) -> np.ndarray:
+        """The rounding error of float16, as a share of each tensor's root mean square."""
+        return self.error_at(self.scale)
+
+    @property
+    def unscaled_error(self) -> np.ndarray:
+        """What `error` would be without loss scaling, as with `FixedLossScale(1)`."""
+        return self.error_at(1.0)
+
+    def error_at(self, scale: float) -> np.ndarray:
+        """What `error` would be at another scale: estimated from the exponents.
+
+        Numbers below `2**-14` are rounded to multiples of `2**-24`, which is off by
+        `2**-24 / sqrt(12)` in the mean; numbers below `2**-25` are lost.
+
+        Args:
+            scale: the loss scale, > 0; one that is no power of two counts as the nearest.
+
+        Returns:
+            A float array with one element a tensor: 0 if all its elements are 0, inf if some of
+            them would overflow.
+        """
+        shift = round(math.log2(scale / self.scale))
+        exponents = np.arange(LOWEST, HIGHEST + 1, dtype=float) + shift
+        squares = 2 * 4.0**exponents  # of a number in the middle of those with this exponent
+        spacing = 2.0 ** (np.maximum(exponents, SUBNORMAL) - DIGITS)
+        lost = np.where(exponents < FLUSHED, squares, spacing**2 / 12)
+        counts = self.counts[:, 1:].astype(float)
+        errors = np.sqrt(counts @ lost / np.maximum(counts @ squares, sys.float_info.min))
+        return np.where((counts[:, exponents > TOP] > 0).any(axis=1), np.inf, errors)
+
+    @property
     def headroom(self) -> np.ndarray:
         """How often each tensor's scale could be doubled before it overflows, below 0 if it does
         already, which float32 gradients may; inf if all are 0."""
@@ -112,15 +158,17 @@ class Underflow:
 
     @property
     def suggested_scale(self) -> float:
-        """The scale that puts the largest element of all one bit below the limit."""
+        """The scale that puts the largest element of all one bit below the limit, but below every
+        scale that is known to overflow, as one inside of the network may."""
         bits = self.headroom.min(initial=np.inf)
-        return self.scale if np.isinf(bits) else float(self.scale * 2.0 ** (bits - 1))
+        fits = self.scale if np.isinf(bits) else float(self.scale * 2.0 ** (bits - 1))
+        return min(fits, self.overflowed / 2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
     """Which tensors made steps be skipped, and what underflows: as `report` returns it; `print`
-    shows it in words.
+    shows it in words, with the five worst tensors of each kind.
 
     Args:
         steps: how many there were, the skipped ones too.
@@ -141,13 +189,14 @@ class Report:
 
     def tensors(self) -> dict[str, dict[str, float]]:
         """The numbers of each tensor by its name, for JSON: `inf`, `nan`, `first`, `last`, and
-        with `underflow` the shares `zero`, `flushed` and `subnormal`, and `headroom` in bits."""
+        with `underflow` the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, and the
+        rounding errors `error` and `unscaled_error`."""
         names = ("inf", "nan", "first", "last")
         rows: list[dict[str, float]] = [
             dict(zip(names, row, strict=True)) for row in self.counts.tolist()
         ]
         if self.underflow is not None:
-            for name in ("zero", "flushed", "subnormal", "headroom"):
+            for name in ("zero", "flushed", "subnormal", "headroom", "error", "unscaled_error"):
                 for row, number in zip(rows, getattr(self.underflow, name).tolist(), strict=True):
                     row[name] = number
         return dict(zip(self.names, rows, strict=True))
@@ -155,27 +204,89 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.skipped} of {self.steps} steps were skipped."]
         worst = sorted(zip(self.names, self.counts.tolist(), strict=True), key=_steps, reverse=True)
-        for name, (inf, nan, first, last) in worst:
-            if first < 0:
-                continue
+        hit = [(name, counts) for name, counts in worst if counts[2] >= 0]
+        for name, (inf, nan, first, last) in hit[:SHOWN]:
             kinds = "all inf" if not nan else "all NaN" if not inf else f"inf {inf}, NaN {nan}"
             count = f"at least {max(inf, nan)}" if inf and nan else f"{inf + nan}"
             when = f"step {first}" if first == last else f"steps {first} to {last}"
             lines.append(f"{name}: {count} of {self.skipped}, {kinds}, {when}")
+        if len(hit) > SHOWN:
+            clean = len(worst) - len(hit)
+            rest = f"; {clean} others were finite" if clean else ""
+            lines.append(f"and {len(hit) - SHOWN} more{rest}")
         return "\n".join([*lines, *self._lost()])
 
     def _lost(self) -> list[str]:
         """What float16 loses, the most first."""
-        if self.underflow is None:
+        if self.underflow is None or not self.names:
             return []
         u = self.underflow
-        now, better = as_power(u.scale), as_power(u.suggested_scale)
-        lines = [f"At step {u.step} and scale {now}, {better} suggested:"]
-        rows = zip(self.names, u.zero, u.flushed, u.subnormal, u.headroom, strict=True)
-        for name, zero, flushed, subnormal, bits in sorted(rows, key=lambda r: -r[2] - r[3]):
+        now, better, high = map(as_power, (u.scale, u.suggested_scale, u.overflowed))
+        known = f", as {high} overflowed" if u.suggested_scale * 2 == u.overflowed else ""
+        lines = [f"At step {u.step} and scale {now} ({better} suggested{known}):"]
+        rows = sorted(
+            zip(self.names, u.error, u.zero, u.flushed, u.subnormal, u.headroom, strict=True),
+            key=lambda row: (-row[1], -row[3] - row[4]),
+        )
+        error, unscaled = (
+            dict(zip(self.names, errors.tolist(), strict=True))
+            for errors in (u.error, u.unscaled_error)
+        )
+        lines += verdict(
+            error, unscaled if u.scale != 1 else {}, bool((u.flushed + u.subnormal).any())
+        )
+        for name, error, zero, flushed, subnormal, bits in rows[:SHOWN]:
             shares = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
-            lines.append(f"{name}: {shares}, {bits:g} bits of headroom")
+            lines.append(f"{name}: {off(error)}, {shares}, {bits:g} bits of headroom")
+        if len(rows) > SHOWN:
+            lines.append(f"and {len(rows) - SHOWN} more, at most {off(rows[SHOWN][1])}")
         return lines
+
+
+def verdict(
+    error: Mapping[str, float], unscaled: Mapping[str, float], underflows: bool
+) -> list[str]:
+    """Whether what float16 loses matters, with the scale and without, in a sentence each.
+
+    Args:
+        error: the rounding error of each tensor, by name, as a share of its root mean square.
+        unscaled: the same without scaling; empty if the run does not scale.
+        underflows: whether any element is flushed to zero or subnormal.
+    """
+    if math.isinf(_most(error)):
+        beyond = max(error, key=lambda name: error[name])
+        return [f"Overflow: {beyond} is beyond the largest number of float16."]
+    if _most(error) > OFF:
+        first = f"Underflow: float16 is {_worst(error)}."
+    elif underflows:
+        first = f"Underflow does not matter: float16 is {_worst(error)}."
+    else:
+        first = f"Nothing underflows: float16 is {_worst(error)}."
+    if not unscaled or math.isinf(_most(unscaled)):
+        return [first]
+    need = "you need it" if _most(unscaled) > OFF else "these gradients do not need it"
+    return [first, f"Without scaling float16 would be {_worst(unscaled)}: {need}."]
+
+
+def _most(error: Mapping[str, float]) -> float:
+    return max(error.values(), default=0.0)
+
+
+def _worst(error: Mapping[str, float]) -> str:
+    """How far off the worst tensor is, and how many are by more than 1 %."""
+    name = max(error, key=lambda name: error[name])
+    count = sum(each > OFF for each in error.values())
+    if not count:
+        return f"at most {off(error[name])}"
+    worst = f"{off(error[name])} in {name}"
+    return f"{worst}, and by more than {OFF:.0%} in {count} of {len(error)} tensors"
+
+
+def off(error: float) -> str:
+    """A rounding error in words."""
+    if math.isinf(error):
+        return "overflows"
+    return f"{error:.0%} off" if error >= 0.095 else f"{100 * error:.2g}% off"
 
 
 def _steps(row: tuple[str, list[int]]) -> int:
@@ -202,9 +313,11 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         >>> print(gs.report(opt))
         2 of 3 steps were skipped.
         query: 2 of 2, all inf, steps 1 to 2
-        At step 0 and scale 2^15, 2^19 suggested:
-        query: 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
-        key: 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
+        At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):
+        Underflow does not matter: float16 is at most 0.02% off.
+        Without scaling float16 would be at most 0.04% off: these gradients do not need it.
+        query: 0.02% off, 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
+        key: 0.02% off, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """
     info, causes, exponents = jax.device_get(_observed(opt_or_state))
     if isinstance(opt_or_state, LossScaleOptimizer):
@@ -213,12 +326,15 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         names = [f"gradient {place}" for place in range(len(causes))]
     else:
         leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+        names = [
+            jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in leaves
+        ]
     if len(names) != len(causes):
         raise ValueError(f"Expected params of {len(causes)} leaves; got {len(names)}.")
     lost = None
     if exponents is not None and exponents.step >= 0:
-        lost = Underflow(int(exponents.step), float(exponents.scale), exponents.counts)
+        step, *scales = map(float, (exponents.step, exponents.scale, exponents.overflowed))
+        lost = Underflow(int(step), scales[0], exponents.counts, scales[1])
     steps, skipped = int(info.applied_steps + info.skipped_steps), int(info.skipped_steps)
     return Report(steps, skipped, tuple(names), causes, lost)
 

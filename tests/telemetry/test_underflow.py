@@ -12,6 +12,7 @@ import gainstage as gs
 from programs import update_in_shard_map
 
 SCALE = 2.0**10
+NORMAL = 2.0**-10 / np.sqrt(12 * 2)  # the rounding error of a number of full precision
 SHAPES = [(7,), (64, 40), (), (4, 3, 16)]
 
 
@@ -142,9 +143,11 @@ def test_tensors_by_name_for_json():
     opt.apply([[np.inf], [0.0]], variables)
     assert gs.report(opt).tensors() == {
         "w": {"inf": 1, "nan": 0, "first": 1, "last": 1,
-              "zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "headroom": 15.0},
+              "zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "headroom": 15.0,
+              "error": pytest.approx(NORMAL), "unscaled_error": pytest.approx(NORMAL)},
         "w#2": {"inf": 0, "nan": 0, "first": -1, "last": -1,
-                  "zero": 1.0, "flushed": 0.0, "subnormal": 0.0, "headroom": np.inf},
+                  "zero": 1.0, "flushed": 0.0, "subnormal": 0.0, "headroom": np.inf,
+                  "error": 0.0, "unscaled_error": 0.0},
     }  # fmt: skip
 
 
@@ -155,6 +158,91 @@ def test_gradients_beyond_float16_say_how_far():
     opt.apply([[2.0**20, 1.0]], [gs.Variable([0.0, 0.0])])
     found = gs.report(opt).underflow
     assert (found.headroom, found.suggested_scale) == ([-5], SCALE * 2.0**-6)
+
+
+def counted(*gradients, scale=SCALE):
+    """The report after one step of an optimizer with these true gradients."""
+    variables = [gs.Variable(np.zeros(np.shape(g), np.float32), name="w") for g in gradients]
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), scale, telemetry=True, underflow_every=1)
+    opt.apply([np.float32(g) * np.float32(scale) for g in gradients], variables)
+    return gs.report(opt)
+
+
+@pytest.mark.parametrize("size", [2.0**-k for k in (0, 10, 15, 18, 20, 22, 25, 30)])
+def test_the_rounding_error_is_that_of_a_cast(size, rng):
+    """Of normally distributed gradients of any size, `error` and `unscaled_error` are the rounding
+    errors of numpy's float16 within 15 %, up to gradients of which nothing is left."""
+    true = np.float32(rng.normal(size=5000) * size)
+    found = counted(true).underflow
+    for error, scale in ((found.error, SCALE), (found.unscaled_error, 1.0)):
+        scaled = true.astype(np.float64) * scale
+        lost = np.float16(scaled).astype(np.float64) - scaled
+        expected = np.sqrt(np.mean(lost**2) / np.mean(scaled**2))
+        np.testing.assert_allclose(error, [expected], rtol=0.15)
+    grid = 2.0**-24 / np.sqrt(12) / size
+    if 2.0**-22 <= size <= 2.0**-18:  # all are below 2**-14, most above 2**-25
+        np.testing.assert_allclose(found.unscaled_error, [grid], rtol=0.2)
+
+
+def test_the_report_says_whether_what_is_lost_matters():
+    """A step without small elements, one whose small ones do not matter, and one that needs
+    scaling are each said to be so, with and without the scale."""
+    healthy = str(counted([1.0, 0.5])).splitlines()
+    assert healthy[2] == "Nothing underflows: float16 is at most 0.02% off."
+    assert healthy[3].endswith(
+        "float16 would be at most 0.02% off: these gradients do not need it."
+    )
+    harmless = str(counted([1.0, 2.0**-40])).splitlines()
+    assert harmless[2] == "Underflow does not matter: float16 is at most 0.02% off."
+    small = str(counted([2.0**-22, 2.0**-23], [1.0])).splitlines()
+    assert small[2] == "Nothing underflows: float16 is at most 0.02% off."
+    assert small[3] == (
+        "Without scaling float16 would be 6.5% off in w, and by more than 1% in 1 of 2 tensors: "
+        "you need it."
+    )
+    lost = str(counted([2.0**-33], [1.0])).splitlines()
+    assert lost[2] == "Underflow: float16 is 10% off in w, and by more than 1% in 1 of 2 tensors."
+    large = str(counted([2.0**20])).splitlines()
+    assert large[2:] == [
+        "Overflow: w is beyond the largest number of float16.",
+        "w: overflows, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, -15 bits of headroom",
+    ]
+    assert len(str(counted([1.0], scale=1.0)).splitlines()) == 4  # nothing on scaling
+
+
+def test_five_tensors_are_printed():
+    """The report has a line for each of the five worst tensors, and one for the rest."""
+    lines = str(counted(*([2.0**-k] for k in range(24, 32)))).splitlines()
+    assert [line.split(",")[0] for line in lines[4:]] == [
+        "w#8: 2.6% off", "w#7: 1.3% off", "w#6: 0.64% off", "w#5: 0.32% off", "w#4: 0.16% off",
+        "and 3 more",
+    ]  # fmt: skip
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    params = {f"w{n}": jnp.ones(1) for n in range(8)}
+    grads = {name: jnp.full(1, np.inf if name < "w7" else 1.0) for name in params}
+    _, state = tx.update(grads, tx.init(params), params)
+    lines = str(gs.report(state, params)).splitlines()
+    assert (len(lines), lines[-1]) == (7, "and 2 more; 1 others were finite")
+
+
+def test_a_scale_that_overflowed_is_not_suggested():
+    """The suggested scale is below those that overflowed, until a step is finite at one."""
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 2.0**12, 4, telemetry=True, underflow_every=1)
+    suggested = []
+    opt.build([gs.Variable([0.0])])
+    for finite in (True, False, False, True, True, True, True, True):
+        gradient = 2.0**-8 * float(opt.loss_scale) if finite else np.inf
+        opt.apply([np.array([gradient], np.float32)])
+        suggested.append(gs.report(opt).underflow.suggested_scale)
+    assert suggested == [2.0**22, 2.0**11, *[2.0**10] * 5, 2.0**22]
+
+
+def test_a_bare_array_has_a_name():
+    """Parameters that are one array are called "params" in the report."""
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    params = jnp.ones(3)
+    _, state = tx.update(jnp.full(3, jnp.inf), tx.init(params), params)
+    assert str(gs.report(state, params)).splitlines()[1] == "params: 1 of 1, all inf, step 0"
 
 
 def test_it_needs_telemetry():

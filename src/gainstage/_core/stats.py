@@ -17,6 +17,7 @@ from gainstage._core.sharding import on_one_device, varying, varying_like
 
 # The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
+DIGITS = 10  # binary ones behind the first
 LOWEST, HIGHEST = -40, 40  # what is beyond is counted here
 BINS = HIGHEST - LOWEST + 2  # one for each exponent, and the first for zeros
 LOOK = 17  # applied steps between looks for the largest element; a prime, so that tasks take turns
@@ -45,6 +46,7 @@ class Exponents(NamedTuple):
     step: jax.Array  # int32: when, -1 for never
     scale: jax.Array  # float32: the scale then
     counts: jax.Array  # float32, one row a gradient: elements that are 0, then by exponent
+    overflowed: jax.Array  # float32: the lowest scale of a skipped step that no finite one reached
 
 
 class Observed(NamedTuple):
@@ -192,7 +194,8 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
         applied=jnp.array(True),
     )
     causes = jnp.tile(jnp.array([0, 0, -1, -1], jnp.int32), (count, 1))
-    exponents = Exponents(jnp.int32(-1), zero(), jnp.zeros((count, BINS), jnp.float32))
+    counts, never = jnp.zeros((count, BINS), jnp.float32), jnp.float32(jnp.inf)
+    exponents = Exponents(jnp.int32(-1), zero(), counts, never)
     return Observed(info, causes, exponents if every else None)
 
 
@@ -249,6 +252,7 @@ def observed(
 
     def look(longest: int) -> tuple[jax.Array, Exponents | None]:
         known = before.causes, before.exponents
+        never = jnp.float32(jnp.inf)
 
         def causes() -> tuple[jax.Array, Exponents | None]:
             return _more_causes(before.causes, grads, step, longest), before.exponents
@@ -260,7 +264,8 @@ def observed(
         def exponents() -> tuple[jax.Array, Exponents | None]:
             none = jnp.zeros(BINS, jnp.float32)
             rows = [none if g is None else _exponents(g, more, longest) for g in grads]
-            return before.causes, Exponents(step, jnp.float32(loss_scale), jnp.stack(rows))
+            counted = Exponents(step, jnp.float32(loss_scale), jnp.stack(rows), never)
+            return before.causes, counted
 
         last = before.exponents.step
         due = (last < 0) | (step - last >= every)
@@ -269,7 +274,17 @@ def observed(
 
     longest = CHUNK if on_one_device(ordered, jax.tree.leaves(grads)) else 0
     looked: Any = lax.platform_dependent(cpu=lambda: look(longest), default=lambda: look(0))
-    return Observed(new, *looked)
+    causes, exponents = looked
+    if before.exponents is not None and exponents is not None:
+        lowest = _lowest_overflow(before.exponents.overflowed, new.loss_scale, finite)
+        exponents = exponents._replace(overflowed=lowest)
+    return Observed(new, causes, exponents)
+
+
+def _lowest_overflow(before: jax.Array, scale: jax.Array, finite: jax.Array) -> jax.Array:
+    """The lowest scale of a skipped step; a finite step at that scale or above refutes it."""
+    kept = jnp.where(scale >= before, jnp.inf, before)
+    return jnp.where(finite, kept, jnp.minimum(before, scale)).astype(jnp.float32)
 
 
 def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool, int | None]:
