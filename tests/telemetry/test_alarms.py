@@ -46,7 +46,7 @@ def simulated(rule, largest, inside=1.0, bad=()):
         scale, data = followed.scale, n in bad
         finite = max_abs * inside * scale <= LIMIT and not data
         loss = NAN if data else 1.0
-        followed.step(finite, np.float32(max_abs), data, loss)
+        followed.step(finite, np.float32(max_abs), data, INF if data else loss)  # as it is told
         yield {
             "step": n,
             "finite": finite,
@@ -146,17 +146,20 @@ def test_a_scale_at_its_highest_or_a_fixed_one_cannot_grow():
         assert words in alarm.message  # 2**-16 * 2**30 is one bit below the highest power
 
 
-def test_nan_gradients_of_a_known_scale_are_put_down_to_the_data():
-    """Without losses: gradients stay NaN while the scale falls by 2**6, after it has fitted."""
+def without_loss(records):
+    """The records of a run whose loss nobody wrote."""
+    for record in records:
+        del record["loss"]
+        yield record
+
+
+def test_nan_gradients_are_put_down_to_the_data_only_where_no_scale_would_help():
+    """Without losses, after the scale has fitted: NaN is an overflow or bad data while the scale
+    can still fall, and probably bad data where nothing of the gradients would be left."""
     rule = gs.DynamicLossScale(2.0**14)
-
-    def without_loss(records):
-        for record in records:
-            del record["loss"]
-            yield record
-
-    assert kinds(without_loss(simulated(rule, ones(300), bad=range(270, 300))), rule) == ["data"]
-    assert kinds(without_loss(simulated(rule, ones(300), bad=range(296, 300))), rule) == []
+    for last, expected in ((276, []), (298, ["overflow"]), (299, ["overflow", "data"])):
+        records = simulated(rule, ones(last + 1), bad=range(270, last + 1))
+        assert kinds(without_loss(records), rule) == expected
 
 
 def test_an_alarm_rings_again_after_a_quiet_while():
@@ -309,3 +312,64 @@ def test_alarms_say_what_the_rule_can_do():
     assert "take a lower loss_scale_value" in said["skips"]
     again = pickle.loads(pickle.dumps(told[0]))
     assert (type(again), again.kind, str(again)) == (Alarm, "boundary", str(told[0]))
+
+
+def test_an_advised_scale_is_below_what_overflowed():
+    """The growth alarm advises a scale below the lowest that overflowed, though the gradients of
+    the parameters would bear a higher one, until a step is finite there."""
+    rule = gs.DynamicLossScale(2.0**12, increment_period=10**6)
+
+    def records(refuted):
+        for n in range(2600):
+            scale = 2.0**24 if n == 0 or (refuted and n == 1) else 2.0**12
+            yield {"step": n, "finite": n > 0, "loss_scale": scale, "loss": 1.0,
+                   "grad_norm": 1e-9 if n else INF, "max_abs": 1e-9 if n else 0.0}  # fmt: skip
+
+    for refuted, setting in ((False, "2^23"), (True, "2^32")):
+        said = []
+        with Alarms(rule, on_alarm=said.append) as alarms:
+            watch(alarms, records(refuted))
+        assert [alarm.kind for alarm in said] == ["growth"]
+        assert f"Take initial_loss_scale={setting}, or rule=gs.AdaptiveLossScale()." in str(said[0])
+
+
+def test_the_report_knows_how_a_row_of_skips_ended():
+    """Alarms of a recorded run are judged by what came after: a row that ended at a lower scale was
+    an overflow, although it looked like bad data while it lasted."""
+    rule = gs.DynamicLossScale(2.0**14)
+    bad = range(100, 135)
+    records = [*without_loss(simulated(rule, ones(200), bad=bad))]
+    assert kinds(records, rule) == ["overflow", "data"]
+    names = [name for name in records[0] if name != "step"]
+    run = Run(np.arange(200), {n: np.array([r[n] for r in records], float) for n in names})
+    (alarm,) = alarms_in(run, rule)
+    assert (alarm.kind, alarm.step) == ("overflow", 107)
+    assert "35 steps in a row" in alarm.message
+    assert "finite again at 2^-21: an overflow" in alarm.message
+    assert why_skipped(run)["overflow"].sum() == 35
+
+
+def test_alarms_of_an_unknown_place_point_to_the_x_ray():
+    """What is skipped for a reason that telemetry cannot name is to be looked at in an X-ray."""
+    for kind in ("data", "floor", "skips"):
+        rule, largest, how = ILL[kind]
+        said = []
+        with Alarms(rule, on_alarm=said.append) as alarms:
+            watch(alarms, simulated(rule, largest, **how))
+        assert "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state)" in str(said[0])
+
+
+def test_infinities_in_some_tensors_alone_are_an_overflow():
+    """NaN to the end of a run is not known to be an overflow, unless the last report has tensors
+    that were infinite and others that were finite."""
+    scale = 2.0 ** -np.arange(12.0)
+    run = recorded(12, finite=np.arange(12) < 2, grad_norm=NAN, loss=1, loss_scale=scale)
+    assert why_skipped(run)["NaN"].sum() == 10
+    clean = {"inf": 0, "nan": 0, "first": -1, "last": -1}
+    infinite = {"inf": 10, "nan": 0, "first": 2, "last": 11}
+    for tensors, cause in (
+        ({"a": infinite}, "NaN"),
+        ({"a": infinite, "b": clean}, "overflow"),
+        ({"a": infinite | {"nan": 10}, "b": clean}, "NaN"),
+    ):
+        assert why_skipped(run._replace(tensors=tensors))[cause].sum() == 10

@@ -162,7 +162,7 @@ def recorded(scales, finite, **numbers):
 
 def test_bad_data_is_skipped_at_every_scale():
     """A loss of NaN, or gradients that stay NaN, are no scale's fault, and counted as such."""
-    scales = [8192.0] * 5 + [8192 / 2.0**k for k in range(8)] + [32.0] * 7
+    scales = [8192.0] * 5 + [8192 / 2.0**k for k in range(8)] + [8192.0] * 7
     finite = [1, 1, 0, 1, 1] + [0] * 8 + [1] * 7
     norm = [1, 1, NAN, 1, 1] + [NAN] * 8 + [1] * 7
     loss = [1, 1, NAN, 1, 1] + [1] * 8 + [1] * 7
@@ -176,7 +176,7 @@ def test_bad_data_is_skipped_at_every_scale():
 @pytest.mark.parametrize(
     ("norm", "before", "after", "cause"),
     [
-        (NAN, True, True, "NaN"),  # it was applied at that scale before
+        (NAN, True, True, "overflow"),  # it ended at a lower scale
         (NAN, True, False, "NaN"),
         (NAN, False, False, "NaN"),  # nothing was ever applied
         (NAN, False, True, "overflow"),  # on the way to the first scale that fits
@@ -184,8 +184,8 @@ def test_bad_data_is_skipped_at_every_scale():
     ],
 )
 def test_a_row_of_nan_is_told_from_an_overflow(norm, before, after, cause):
-    """Gradients that stay NaN while the scale falls by 2**6 are bad data, except in a row that
-    opens the run and ends."""
+    """Gradients that stay NaN to the end, while the scale falls by 2**6, are no overflow; a row
+    that ends at a lower scale was one."""
     scales = [2.0**15] * (2 * before) + [2.0 ** (15 - k) for k in range(7)] + [2.0**8] * (2 * after)
     finite = [1] * (2 * before) + [0] * 7 + [1] * (2 * after)
     skips = why_skipped(recorded(scales, finite, grad_norm=np.where(finite, 1, norm)))
@@ -293,10 +293,10 @@ def test_default_rules_are_named_by_the_code_that_makes_them():
     assert list(rules) == [
         "AdaptiveLossScale()", "DynamicLossScale(2.0**22)", "DynamicLossScale()",
         "DynamicLossScale(increment_period=200)", "DynamicLossScale(hysteresis=2)",
-        "FixedLossScale(2.0**15)", "FixedLossScale(2.0**10)",
+        "FixedLossScale(2.0**15)", "FixedLossScale(2.0**10)", "FixedLossScale(1.0)",
     ]  # fmt: skip
-    assert len(default_rules(recorded([2.0**15], [1]))) == 6
-    assert len(default_rules(recorded([NAN], [1]))) == 6
+    assert len(default_rules(recorded([2.0**15], [1]))) == 7
+    assert len(default_rules(recorded([NAN], [1]))) == 7
 
 
 def test_advice_is_one_sentence_with_the_setting():
@@ -311,6 +311,19 @@ def test_advice_is_one_sentence_with_the_setting():
     rules = {"FixedLossScale(1.0)": gs.FixedLossScale(1.0), "low": gs.DynamicLossScale(1.0)}
     assert advice(replay(run, rules)) == []
     assert advice(replay(real_run(gs.DynamicLossScale(2.0**17), limits))) == []
+
+
+def test_the_rule_in_use_is_not_advised():
+    """Neither the rule of the run, nor `AdaptiveLossScale` in place of one with other arguments."""
+    limits = np.full(100, 2.0**15)
+    found = replay(real_run(gs.DynamicLossScale(2.0**40), limits, 60000.0 / limits))
+    assert [sentence.split()[0] for sentence in advice(found)] == ["DynamicLossScale()"]
+    (other,) = advice(found, in_use="DynamicLossScale()")
+    assert other.endswith("rule=gs.DynamicLossScale(increment_period=200)")
+    rules = {"AdaptiveLossScale()": gs.AdaptiveLossScale()}
+    found = replay(real_run(gs.DynamicLossScale(2.0**40), limits, 60000.0 / limits), rules)
+    assert advice(found)[0].endswith("rule=gs.AdaptiveLossScale(), given the loss")
+    assert advice(found, in_use="AdaptiveLossScale(2.0**4)") == []
 
 
 def test_steps_that_are_missing():

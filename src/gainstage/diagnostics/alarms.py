@@ -10,14 +10,14 @@ import numpy as np
 
 from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.largest import LargestGradient
-from gainstage.diagnostics.runs import Run
+from gainstage.diagnostics.row import LONG, UNTOLD, XRAY, Fate, Row
+from gainstage.diagnostics.runs import Run, streaks
 from gainstage.diagnostics.writers import Record, Writer
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, as_power
+from gainstage.rules.base import FixedLossScale, LossScale, as_power
 
 LIMIT = 65504.0  # the largest number of float16
 WINDOW = 200  # steps that are looked back upon; after so many quiet ones an alarm may ring again
-ROW = 8  # skipped steps in a row
 SHARE = 0.1  # of steps skipped
 _BOUNDARY = (
     "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
@@ -32,7 +32,7 @@ class Alarm(UserWarning):
     """Something that a person should look at.
 
     Args:
-        kind: "data", "floor", "skips", "headroom", "growth" or "boundary".
+        kind: "data", "overflow", "loss", "floor", "skips", "headroom", "growth" or "boundary".
         step: when it was noticed.
         message: what happened, and what to do next.
     """
@@ -48,8 +48,10 @@ class Alarm(UserWarning):
 class Alarms(Writer):
     """Watches the telemetry of a run, and warns once of each thing that goes wrong.
 
-    - "data": steps in a row are skipped whose loss is not finite, or that a lower scale does not
-      mend.
+    - "data": eight steps in a row were skipped whose loss was not finite, or gradients were NaN
+      at scales so low that a lower one cannot help.
+    - "overflow": eight steps in a row were skipped for another reason, probably an overflow.
+    - "loss": `AdaptiveLossScale` measures the loss, and is not given it.
     - "floor": the scale is as low as the rule lets it be, and steps are still skipped.
     - "skips": more than a tenth of the last 200 steps were skipped.
     - "headroom": a scale that cannot fall is within one bit of overflow.
@@ -115,15 +117,23 @@ def alarms_in(
 ) -> list[Alarm]:
     """The alarms that would have rung in a recorded run.
 
+    They are judged by what came after them, too: a row of skipped steps that ended at a lower
+    scale was an overflow.
+
     Args:
         run: as `read_run` returns it.
-        rule: the rule of the run, if it is known.
+        rule: the rule of the run, by default the one that the recording names.
         largest_number: as for `Alarms`.
     """
-    watch, found = _Watch(rule, largest_number), []
+    watch, found = _Watch(run.rule if rule is None else rule, largest_number), []
+    fates = {
+        place: Fate(row.stop - row.start, row.low, row.ended)
+        for row in streaks(run)
+        for place in range(row.start, row.stop)
+    }
     for i, step in enumerate(run.steps):
         there = {n: c[i] for n, c in run.numbers.items() if n not in run.gaps or not run.gaps[n][i]}
-        found += watch.see({"step": step, **there})
+        found += watch.see({"step": step, **there}, fates.get(i))
     return found
 
 
@@ -135,52 +145,57 @@ class _Watch:
         self._floor = float(getattr(rule, "min_scale", 0.0))
         self._ceiling = _highest(rule)
         self._quiet: dict[str, int] = {}  # kind: steps since its condition last held
-        self._skips: deque[bool] = deque(maxlen=WINDOW)
+        self._skips: deque[str] = deque(maxlen=WINDOW)  # of each step, "" if it was not skipped
         self._seen = LargestGradient()
         self._largest: deque[float] = deque(maxlen=WINDOW)  # of each step, times the scale
-        # Loss, norm and scale of the steps of a row of skips.
-        self._row: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
-        self._started = False  # whether a step has been finite
-        self._told = False  # whether the row is known to be bad data
+        self._row = Row(rule, math.nan, math.nan)  # the last one
+        self._fitted = math.nan  # the scale of the last finite step
+        self._told = False  # whether an alarm of the row was due in the last step
+        self._lost = False  # whether that was skipped, and its loss was not finite
+        self._before = math.nan  # its scale
         self._raised = 0  # steps since the scale last rose
         self._moved = False  # whether it ever has been another one
         self._overflowed = (math.inf, 0)  # the lowest scale that did of late, and when
-        self._before = math.nan
+        self._lowest = math.inf  # the lowest that ever did, and was not finite since
 
-    def see(self, record: Record) -> list[Alarm]:
-        """The alarms of one more step."""
+    def see(self, record: Record, fate: Fate | None = None) -> list[Alarm]:
+        """The alarms of one more step.
+
+        Args:
+            record: its numbers.
+            fate: what becomes of the row of skipped steps that it is in, if that is known.
+        """
         step, scale = int(record["step"]), float(record.get("loss_scale", math.nan))
         if not _known(record.get("finite")):
             return []
         finite = bool(record["finite"])
         norm = float(record.get("grad_norm", math.nan if finite else math.inf))
+        loss = float(record["loss"]) if "loss" in record else None
+        untold = self._lowered_for_a_bad_loss(scale)
+        self._lost = not finite and loss is not None and not math.isfinite(loss)
+        used = self._seen.of(float(record.get("max_abs", math.nan)), norm, finite)[0] * scale
         if finite:
-            self._row.clear()
+            self._end_of_row(step, scale)
+            self._largest.append(used)
         else:
-            self._row.append((float(record.get("loss", 0.0)), norm, scale))
-        bad_data = self._bad_data()
-        self._started |= finite
-        if bad_data:  # is told, and not told again as skips
-            for _ in range(min(len(self._row) - 1, len(self._skips)) if not self._told else 0):
+            self._row.add(loss, norm, scale)
+        kind, told = self._row.cause(fate)
+        if told:  # and not told again as skips
+            for _ in range(min(self._row.length - 1, len(self._skips)) if not self._told else 0):
                 self._skips.pop()
-        elif self._started:
-            self._skips.append(not finite)
-        self._told = bool(bad_data)
+        elif self._fitted > 0:
+            known = "no loss" if loss is None else "bad loss" if self._lost else "loss"
+            self._skips.append("" if finite else known)
+        self._told = bool(told)
         self._moved |= scale != self._before and not math.isnan(self._before)
         self._raised = 0 if scale > self._before else self._raised + 1
         self._before = scale
-        max_abs = float(record.get("max_abs", math.nan))
-        used = self._seen.of(max_abs, norm, finite)[0] * scale
-        if finite:
-            self._largest.append(used)
-        elif not bad_data and len(self._row) < ROW and math.isfinite(self._row[-1][0]):
-            lowest, when = self._overflowed
-            if scale <= lowest or step - when > MEMORY:
-                self._overflowed = (scale, step)
         return [
             Alarm(kind, step, message)
             for kind, message in (
-                ("data", bad_data),
+                ("data", told if kind == "data" else ""),
+                ("overflow", told if kind == "overflow" else ""),
+                ("loss", told if kind == "loss" else untold),
                 ("floor", self._at_floor(scale, finite)),
                 ("skips", self._many_skips(scale)),
                 ("headroom", self._no_headroom(scale, finite)),
@@ -195,63 +210,74 @@ class _Watch:
         self._quiet[kind] = 0 if condition else quiet + 1
         return condition and quiet >= WINDOW
 
-    def _bad_data(self) -> str:
-        if len(self._row) < ROW:
-            return ""
-        losses, norms, scales = zip(*self._row, strict=True)
-        mend = "Look at the data and the learning rate"
-        if not isinstance(self._rule, (DynamicLossScale, type(None))):
-            mend += "; the rule holds the scale"
-        else:
-            mend += ", and take rule=gs.AdaptiveLossScale(), which then holds the scale"
-        if not any(map(math.isfinite, losses)):
-            return (
-                f"{len(losses)} steps in a row were skipped because their loss was not finite. "
-                f"No scale helps that. {mend}."
-            )
-        # A scale that has never fitted may be far too high; one that has is not for long.
-        fell = scales[0] / min(scales)
-        tried = (fell >= 2.0**6 and self._started) or (fell > 1 and len(scales) > 3 * ROW)
-        if all(map(math.isnan, norms)) and tried:
-            return (
-                f"{len(scales)} steps in a row were skipped because gradients were NaN, at scales "
-                f"from {as_power(scales[0])} to {as_power(min(scales))}, so it is not the scale. "
-                f"{mend}."
-            )
-        return ""
+    def _end_of_row(self, step: int, scale: float) -> None:
+        """Learns from the row of skipped steps that this finite step may have ended."""
+        row = self._row
+        not_the_scale = row.bad_loss or row.low < row.first <= scale
+        if row.length and not not_the_scale:
+            lowest, when = self._overflowed
+            if row.low <= lowest or step - when > MEMORY:
+                self._overflowed = (row.low, step)
+            self._lowest = min(self._lowest, row.low)
+        if scale >= self._lowest:
+            self._lowest = math.inf
+        self._fitted = scale
+        self._row = Row(self._rule, self._largest[-1] if self._largest else math.nan, scale)
 
-    def _at_floor(self, scale: float, finite: bool) -> str:
-        if isinstance(self._rule, FixedLossScale) and len(self._row) >= ROW:
-            return (
-                f"{len(self._row)} steps in a row were skipped, and the scale of "
-                f"{as_power(scale)} cannot fall. Take a lower loss_scale_value."
-            )
-        held = [then for _, _, then in self._row][-2 * ROW :]
-        if self._rule is None and len(held) == 2 * ROW and len(set(held)) == 1:
-            return (
-                f"{len(self._row)} steps in a row were skipped, and the scale stayed at "
-                f"{as_power(scale)}. If their loss is finite, it is too high, or gradients are "
-                f"beyond what the dtype holds: let it fall lower, or lower the learning rate."
-            )
-        if finite or len(self._row) < 2 or not scale <= self._floor:
+    def _lowered_for_a_bad_loss(self, scale: float) -> str:
+        if not isinstance(self._rule, AdaptiveLossScale) or not self._lost:
+            return ""
+        if not scale < self._before:
             return ""
         return (
-            f"the scale is at its lowest, {as_power(scale)}, and steps are still skipped. If their "
-            f"loss is finite, gradients are beyond what the dtype holds: lower min_scale, or the "
-            f"learning rate."
+            f"the scale fell from {as_power(self._before)} to {as_power(scale)} after a loss that "
+            f"was not finite. {UNTOLD}."
+        )
+
+    def _at_floor(self, scale: float, finite: bool) -> str:
+        row = self._row
+        if finite or row.bad_loss:
+            return ""
+        mend = "their loss is finite, so" if row.recorded else "if their loss is finite,"
+        if isinstance(self._rule, FixedLossScale) and row.length >= LONG:
+            return (
+                f"{row.length} steps in a row were skipped, and the scale of {as_power(scale)} "
+                f"cannot fall; {mend} it is too high: take a lower loss_scale_value. {XRAY}."
+            )
+        if self._rule is None and row.held >= 2 * LONG and not self._told:
+            return (
+                f"{row.length} steps in a row were skipped, and the scale stayed at "
+                f"{as_power(scale)}; {mend} it is too high, or gradients are beyond what the "
+                f"dtype holds: let it fall lower, or lower the learning rate. {XRAY}."
+            )
+        if row.length < 2 or not scale <= self._floor:
+            return ""
+        return (
+            f"the scale is at its lowest, {as_power(scale)}, and steps are still skipped; {mend} "
+            f"gradients are beyond what the dtype holds: lower min_scale, or the learning rate. "
+            f"{XRAY}."
         )
 
     def _many_skips(self, scale: float) -> str:
-        skipped = sum(self._skips)
-        if len(self._skips) < WINDOW or skipped <= SHARE * WINDOW:
+        skips = [why for why in self._skips if why]
+        if len(self._skips) < WINDOW or len(skips) <= SHARE * WINDOW:
             return ""
         mend = "raised too often: take a longer increment_period"
         if isinstance(self._rule, FixedLossScale):
             mend = "too high: take a lower loss_scale_value"
+        bad, good = skips.count("bad loss"), skips.count("loss")
+        if bad == len(skips):
+            why = f"The loss of those steps was not finite before any scaling. {XRAY}"
+        elif good == len(skips):
+            why = f"Their loss was finite, so the scale is {mend}. {XRAY}"
+        else:
+            why = (
+                f"{bad} of them had a loss that was not finite, which no scale helps. Of those "
+                f"whose loss is finite, the scale is {mend}. {XRAY}"
+            )
         return (
-            f"{skipped} of the last {WINDOW} steps were skipped; the scale is {as_power(scale)}. "
-            f"If the loss of those steps is finite, the scale is {mend}. If not, look at "
-            f"their data."
+            f"{len(skips)} of the last {WINDOW} steps were skipped; the scale is "
+            f"{as_power(scale)}. {why}."
         )
 
     def _no_headroom(self, scale: float, finite: bool) -> str:
@@ -276,17 +302,15 @@ class _Watch:
             return ""  # it does not scale, on purpose
         largest = max(self._largest)
         if largest == 0:
-            adaptive = isinstance(self._rule, AdaptiveLossScale)
             return (
                 f"all gradients of the last {WINDOW} steps are 0. If that should not be, they are "
-                f"flushed: take {'' if adaptive else 'rule=gs.AdaptiveLossScale(), or '}a higher "
-                f"scale than {as_power(scale)}."
+                f"flushed: take a higher scale than {as_power(scale)}{self._other()}."
             )
         bits = int(math.log2(self._limit / largest))
         if bits < LOW:
             return ""
-        other = ", or rule=gs.AdaptiveLossScale()"
-        setting = f"initial_loss_scale={as_power(scale * 2.0 ** (bits - 1))}"
+        fits = min(scale * 2.0 ** (bits - 1), self._lowest / 2)
+        setting = f"initial_loss_scale={as_power(fits)}"
         if scale >= self._ceiling and not isinstance(self._rule, FixedLossScale):
             why = f"it is at its highest, max_scale={as_power(scale)}"
             setting = setting.replace("initial_loss_scale", "max_scale")
@@ -295,14 +319,21 @@ class _Watch:
         elif stays:
             why, setting = "it has never been another", setting.replace("initial_loss_scale=", "")
         elif isinstance(self._rule, AdaptiveLossScale):
-            why, setting, other = "an overflow has taught it so", "a shorter increment_period", ""
+            why, setting = "an overflow has taught it so", "a shorter increment_period"
         else:
             why = f"it has not risen for {self._raised} steps"
+        if not fits > scale:
+            setting = "a shorter increment_period"
         return (
             f"the largest gradient of the last {WINDOW} steps is {bits} bits below what float16 "
             f"holds, so small ones may be lost. The scale is {as_power(scale)}, and {why}. "
-            f"Take {setting}{other}."
+            f"Take {setting}{self._other()}."
         )
+
+    def _other(self) -> str:
+        """Another rule, where the one in use is known to be another."""
+        adaptive = isinstance(self._rule, AdaptiveLossScale | None)
+        return "" if adaptive else ", or rule=gs.AdaptiveLossScale()"
 
 
 def _highest(rule: LossScale | None) -> float:

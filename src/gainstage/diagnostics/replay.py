@@ -6,7 +6,6 @@ of the data is not at any. So most decisions of another rule are known from the 
 the steps around, and the rest are presumed, and counted.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage.diagnostics.header import code_of
 from gainstage.diagnostics.largest import LargestGradient
 from gainstage.diagnostics.runs import Run, why_skipped
 from gainstage.rules.adaptive import AdaptiveLossScale
@@ -123,24 +123,32 @@ def default_rules(run: Run) -> dict[str, LossScale]:
         DynamicLossScale(hysteresis=2),
         FixedLossScale(2.0**15),
         FixedLossScale(2.0**10),
+        FixedLossScale(1.0),
     ]
     if SMALLEST <= first <= LARGEST and first != 2.0**15:
         rules.insert(1, DynamicLossScale(first))
-    return {_code(rule): rule for rule in rules}
+    return {code_of(rule): rule for rule in rules}
 
 
-def advice(replayed: Replay) -> list[str]:
+def advice(replayed: Replay, in_use: str = "") -> list[str]:
     """One sentence, if another rule would have skipped less than half as many steps.
 
     Its scale must not have been lower by more than 2 bits in the mean, for that way skips are
     avoided by any rule, and at most one decision in twenty may be presumed. A fixed scale is never
     advised: what comes after the run may be different.
+
+    Args:
+        replayed: what `replay` returned.
+        in_use: the code of the rule of the run, which is never advised; nor is
+            `AdaptiveLossScale` in place of one with other arguments.
     """
     recorded = replayed.recorded
     rules = {
         name: (int(other.skips.sum()), -other.bits)
         for name, other in replayed.outcomes.items()
         if not name.startswith("Fixed")
+        and name != in_use
+        and not name.startswith("Adaptive") & in_use.startswith("Adaptive")
         and other.bits >= min(recorded.bits, 0) - 2
         and other.presumed.mean() <= 0.05
     }
@@ -150,7 +158,8 @@ def advice(replayed: Replay) -> list[str]:
         return []
     count = rules[best][0]
     steps = f"{count} step{'s' * (count != 1)}"
-    return [f"{best} would have skipped {steps} instead of {now}: rule=gs.{best}"]
+    told = ", given the loss" if best.startswith("Adaptive") else ""
+    return [f"{best} would have skipped {steps} instead of {now}: rule=gs.{best}{told}"]
 
 
 def _told(run: Run) -> Run:
@@ -254,15 +263,3 @@ def _outcome(
     off = np.log2(scales[told]) - np.log2(evidence.near_fits[told])
     bits = float(off.mean()) if off.size else math.nan
     return Outcome(scales, skips, bad, known, ~known & ~near, bits)
-
-
-def _code(rule: Any) -> str:
-    """The code that makes a rule: what differs from the defaults, the first without its name."""
-    given = []
-    for place, field in enumerate(dataclasses.fields(rule)):
-        value = getattr(rule, field.name)
-        if value != field.default:
-            power = math.frexp(value)[0] == 0.5 and isinstance(value, float)
-            text = f"2.0**{math.frexp(value)[1] - 1}" if power else repr(value)
-            given.append(text if place == 0 else f"{field.name}={text}")
-    return f"{type(rule).__name__}({', '.join(given)})"

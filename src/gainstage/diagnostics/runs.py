@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gainstage.diagnostics.header import checked_header, rule_of
+from gainstage.diagnostics.row import STAYS
+from gainstage.rules.base import LossScale
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-STAYS = 2.0**6  # a gradient that is still NaN at so much smaller a scale is so at any
 WRONG = (ValueError, TypeError, RecursionError)  # what `json` says of text that is none
 
 Tensors = dict[str, dict[str, float]]
@@ -26,6 +29,7 @@ class Run(NamedTuple):
     numbers: dict[str, np.ndarray]  # float64, by name
     tensors: Mapping[str, dict[str, float]] = NOTHING  # what is known of each tensor, by name
     gaps: Mapping[str, np.ndarray] = NOTHING  # bool, by name: the steps without such a number
+    made: Mapping[str, Any] = NOTHING  # what its first line says: "rule", "dtypes", "versions"
 
     def get(self, name: str) -> np.ndarray:
         """The numbers of this name: nan for all steps if there are none."""
@@ -34,6 +38,11 @@ class Run(NamedTuple):
     def has(self, name: str) -> np.ndarray:
         """Which steps have a number of this name, be it nan."""
         return np.full(len(self.steps), name in self.numbers) & ~self.gaps.get(name, np.False_)
+
+    @property
+    def rule(self) -> LossScale | None:
+        """The rule of the run; None if it is not recorded, or not one of Gainstage's own."""
+        return rule_of(self.made.get("rule", ""))
 
     @property
     def skipped(self) -> np.ndarray:
@@ -51,8 +60,9 @@ def read_run(path: str | Path) -> Run:
 
     A step that is recorded twice, as after a return to a checkpoint, counts as it was the last
     time, and those behind it not at all. Of the lines of `JsonLines.write_report` the last counts.
-    A line that a killed process or a failed write has not ended is skipped, with a warning unless
-    it is the last.
+    So does the last of the lines that say how the run was made, one for each start of it; files
+    without such a line are read too. A line that a killed process or a failed write has not ended
+    is skipped, with a warning unless it is the last.
 
     Args:
         path: the file.
@@ -65,7 +75,8 @@ def read_run(path: str | Path) -> Run:
     records: list[dict[str, float]] = []
     reports: list[tuple[int, Tensors]] = []
     torn: list[int] = []
-    for step, record, tensors in _records(Path(path), torn):
+    made: dict[str, Any] = {}
+    for step, record, tensors in _records(Path(path), torn, made):
         went_back = record is not None and bisect_left(steps, step) < len(steps)
         if went_back or tensors is not None:
             del reports[bisect_left(reports, step, key=itemgetter(0)) :]
@@ -87,15 +98,17 @@ def read_run(path: str | Path) -> Run:
     columns = {name: np.array([r.get(name, math.nan) for r in records], float) for name in names}
     gaps = {name: np.array([name not in r for r in records]) for name in names}
     gaps = {name: gap for name, gap in gaps.items() if gap.any()}
-    return Run(np.array(steps, np.int64), columns, reports[-1][1] if reports else NOTHING, gaps)
+    tensors = reports[-1][1] if reports else NOTHING
+    return Run(np.array(steps, np.int64), columns, tensors, gaps, made)
 
 
 def _records(
-    path: Path, torn: list[int]
+    path: Path, torn: list[int], made: dict[str, Any]
 ) -> Iterator[tuple[int, dict[str, float] | None, Tensors | None]]:
     """The steps of a file, with their numbers, or with what a report says of the tensors.
 
-    Skips the lines of failed writes, and adds their numbers to `torn`.
+    Skips the lines of failed writes, and adds their numbers to `torn`. What the last header says
+    is left in `made`.
     """
     try:
         *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -109,6 +122,11 @@ def _records(
             step = record.pop("step")
             if isinstance(step, bool) or not 0 <= step < 2**63 or step != int(step):
                 raise ValueError(step)
+            if isinstance(record.get("run"), dict):
+                said = checked_header(record["run"])
+                made.clear()
+                made.update(said)
+                continue
             tensors = _tensors(record.pop("tensors")) if "tensors" in record else None
             numbers = {str(name): float(value) for name, value in record.items()}
             yield int(step), numbers if numbers or tensors is None else None, tensors
@@ -166,23 +184,55 @@ def measures(run: Run) -> dict[str, Any]:
     return found
 
 
+class Streak(NamedTuple):
+    """Steps in a row that were skipped, by their places in the run, and what ended them."""
+
+    start: int
+    stop: int
+    first: float  # the scale of the first of them
+    low: float  # their lowest scale
+    ended: float  # the scale of the finite step behind them, nan if there is none
+
+
+def streaks(run: Run) -> list[Streak]:
+    """The rows of skipped steps, in order."""
+    scale, found = run.get("loss_scale"), []
+    for start, stop in _rows(run.skipped).tolist():
+        ended = scale[stop] if stop < len(scale) and run.get("finite")[stop] == 1 else math.nan
+        low = np.fmin.reduce(scale[start:stop])
+        found.append(Streak(start, stop, float(scale[start]), float(low), float(ended)))
+    return found
+
+
 def why_skipped(run: Run) -> dict[str, np.ndarray]:
     """Which steps were skipped, by cause: three masks, of which at most one is true of a step.
 
-    "bad loss": the loss was not finite, which no scale would have changed. "NaN": one of a row of
-    steps whose gradients stayed NaN while the scale fell by `2**6` or more. "overflow": all others,
-    and such a row too if it opens the run and ends, for then the scale was on its way to what fits.
+    "bad loss": the loss was not finite before any scaling: bad data, or an overflow in the forward
+    pass. "NaN": gradients stayed NaN where the scale fell, and were finite again at the scale at
+    which that began; or they stayed NaN to the end of the run, while the scale fell by `2**6` or
+    more. "overflow": all others: a row that ended at a lower scale was an overflow, and one with
+    infinities; of the rest that is only likely.
     """
-    skipped, scale = run.skipped, run.get("loss_scale")
+    skipped, norm = run.skipped, run.get("grad_norm")
     loss = skipped & run.has("loss") & ~np.isfinite(run.get("loss"))
-    applied = np.flatnonzero(run.has("finite") & ~skipped)
+    cold = np.isnan(norm) & run.has("grad_norm")
     nan = np.zeros_like(skipped)
-    for start, stop in _rows(skipped & run.has("grad_norm") & np.isnan(run.get("grad_norm"))):
-        opens = applied.size > 0 and start < applied[0]
-        lowest = np.fmin.reduce(scale[start:stop])  # some rules come back from there
-        nan[start:stop] = not opens and scale[start] / STAYS >= lowest
+    for row in streaks(run):
+        places = slice(row.start, row.stop)
+        if (cold | loss)[places].all() and not _infinite_in_part(run, row):
+            fell = row.low < row.first <= row.ended
+            stayed = math.isnan(row.ended) and row.low <= row.first / STAYS
+            nan[places] = fell or stayed
     nan &= ~loss
     return {"overflow": skipped & ~loss & ~nan, "NaN": nan, "bad loss": loss}
+
+
+def _infinite_in_part(run: Run, row: Streak) -> bool:
+    """Whether in this row some tensors were infinite, and others finite: an overflow."""
+    first, last = run.steps[row.start], run.steps[row.stop - 1]
+    within = [known for known in run.tensors.values() if first <= known["last"] <= last]
+    infinite = any(known["inf"] and not known["nan"] for known in within)
+    return infinite and any(known["last"] < first for known in run.tensors.values())
 
 
 def _rows(flags: np.ndarray) -> np.ndarray:

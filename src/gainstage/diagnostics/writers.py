@@ -15,7 +15,8 @@ from gainstage._core import checks
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
-from gainstage.rules.base import as_power
+from gainstage.diagnostics.header import header
+from gainstage.rules.base import LossScale, as_power, as_rule
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are kept while they cannot be written
@@ -137,30 +138,48 @@ class JsonLines(Writer):
     """Adds one JSON object a step to a file, for `gainstage report` or any other reader.
 
     JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan".
+    The first line, and the first one after a restart, says how the run was made: its `rule`, the
+    `dtypes` of its parameters, and the `versions` of Gainstage and JAX.
 
     Args:
         path: the file, made or added to.
         every: as for every `Writer`.
+        rule: the rule of the run, so that `gainstage report` can judge it; `opt.rule`, or what
+            `loss_scaled` was given.
+        params: a pytree of the parameters, of which the dtypes are written.
 
     Raises:
         OSError: the file cannot be made.
-        ValueError: it holds something else.
+        TypeError: `rule` is no rule.
+        ValueError: the file holds something else.
 
     Examples:
         >>> import tempfile, pathlib
-        >>> from gainstage.diagnostics import JsonLines
+        >>> from gainstage.diagnostics import JsonLines, read_run
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "run.jsonl"
-        >>> with JsonLines(path) as run:
+        >>> import gainstage as gs
+        >>> with JsonLines(path, rule=gs.DynamicLossScale(2.0**10)) as run:
         ...     run.write(0, loss=0.5)
         ...     run.write(1, loss=float("nan"))
-        >>> print(path.read_text(), end="")
+        >>> for line in path.read_text().splitlines()[1:]:
+        ...     print(line)
         {"step": 0, "loss": 0.5}
         {"step": 1, "loss": "nan"}
+        >>> print(read_run(path).made["rule"])
+        DynamicLossScale(2.0**10)
     """
 
-    def __init__(self, path: str | Path, every: int = 50):
+    def __init__(
+        self,
+        path: str | Path,
+        every: int = 50,
+        *,
+        rule: LossScale | None = None,
+        params: Any = None,
+    ):
         super().__init__(every)
         self._path = Path(path)
+        self._header: Any = header(None if rule is None else as_rule("rule", rule), params)
         self._torn = False  # whether a failed write may have left a part of a line
         if not jax.process_index():
             _end_last_line(self._path)
@@ -186,12 +205,14 @@ class JsonLines(Writer):
 
     def put(self, records: list[Record]) -> None:
         lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
+        if self._header is not None:
+            lines.insert(0, json.dumps({"step": records[0]["step"], "run": self._header}))
         if self._torn:
             _end_last_line(self._path)
         self._torn = True
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
-        self._torn = False
+        self._torn, self._header = False, None
 
 
 def described(record: Record) -> str:

@@ -1,0 +1,76 @@
+"""The first line of a recording: its rule, the dtypes of its parameters, and the versions."""
+
+import ast
+import dataclasses
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+
+from gainstage import __version__
+from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale
+
+RULES = {rule.__name__: rule for rule in (AdaptiveLossScale, DynamicLossScale, FixedLossScale)}
+LONGEST = 1000  # characters of a rule in a file
+
+
+def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
+    """What a recording says of itself.
+
+    Args:
+        rule: the rule of the run, if it is known.
+        params: a pytree of its parameters, arrays or `Variable`s, if they are known.
+    """
+    said: dict[str, Any] = {} if rule is None else {"rule": code_of(rule)}
+    dtypes = Counter(str(x.dtype) for x in jax.tree.leaves(params) if hasattr(x, "dtype"))
+    if dtypes:
+        said["dtypes"] = dict(dtypes)
+    return said | {"versions": {"gainstage": __version__, "jax": jax.__version__}}
+
+
+def checked_header(said: Any) -> dict[str, Any]:
+    """What a file has said of itself, of the right types, or a ValueError."""
+    known = {"rule": str(said.get("rule", ""))} if "rule" in said else {}
+    dtypes = {str(name): int(count) for name, count in said.get("dtypes", {}).items()}
+    versions = {str(name): str(version) for name, version in said.get("versions", {}).items()}
+    return known | {"dtypes": dtypes, "versions": versions}
+
+
+def code_of(rule: LossScale) -> str:
+    """The code that makes a rule: what differs from the defaults, the first without its name."""
+    if not dataclasses.is_dataclass(rule):
+        return f"{type(rule).__name__}()"
+    given = []
+    for place, field in enumerate(dataclasses.fields(rule)):
+        value = getattr(rule, field.name)
+        if value != field.default:
+            power = isinstance(value, float) and value != 1 and math.frexp(value)[0] == 0.5
+            text = f"2.0**{math.frexp(value)[1] - 1}" if power else repr(value)
+            given.append(text if place == 0 else f"{field.name}={text}")
+    return f"{type(rule).__name__}({', '.join(given)})"
+
+
+def rule_of(code: str) -> LossScale | None:
+    """The rule that `code_of` has written, None if it is not one of Gainstage's own.
+
+    Nothing is evaluated but numbers: a file may hold anything.
+    """
+    try:
+        call: Any = ast.parse(code[:LONGEST], mode="eval").body
+        keywords = {keyword.arg: _number(keyword.value) for keyword in call.keywords}
+        return RULES[call.func.id](*map(_number, call.args), **keywords)
+    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None
+    except (MemoryError, RecursionError):  # of code that is nested too deep
+        return None
+
+
+def _number(node: Any) -> Any:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, power = ast.literal_eval(node.left), ast.literal_eval(node.right)
+        if not isinstance(base, float) or not isinstance(power, int):
+            raise ValueError(node)
+        return base**power
+    return ast.literal_eval(node)

@@ -1,0 +1,163 @@
+"""A row of skipped steps, while it lasts: what it tells of its cause, and what to do."""
+
+import math
+from typing import NamedTuple
+
+from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import FixedLossScale, LossScale, as_power
+
+LONG = 8  # skipped steps in a row
+LOWEST = 2.0**-14  # the largest gradient times the scale, below which float16 loses digits of all
+FAR = 2.0**24  # how far a scale falls, where the largest gradient is not known, before that is so
+NEVER = 2.0**-8  # the same, where no step has been finite: the scale to which it falls
+STAYS = 2.0**6  # a gradient that is still NaN at so much smaller a scale is not known to overflow
+HALVINGS = 12  # of `AdaptiveLossScale`, before it gives up although it knows the loss
+XRAY = (
+    "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the "
+    "operation"
+)
+TOLD = "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
+HOLDS = f"rule=gs.AdaptiveLossScale() that is given the loss ({TOLD}) would hold the scale"
+UNTOLD = (
+    "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
+    f"overflow. Pass it: {TOLD}"
+)
+
+
+class Fate(NamedTuple):
+    """What became of a row, as a recording shows it."""
+
+    length: int
+    low: float  # the lowest scale
+    ended: float  # the scale of the first finite step after it, nan if there is none
+
+
+class Row:
+    """Skipped steps in a row: their losses, their norms and their scales.
+
+    Args:
+        rule: the rule of the run, if it is known.
+        used: the largest gradient times the scale in the last finite step, nan if not known.
+        fitted: the scale of that step, nan if there was none.
+    """
+
+    def __init__(self, rule: LossScale | None, used: float, fitted: float):
+        self._rule, self._used, self._fitted = rule, used, fitted
+        self.length = self.held = 0  # steps; those at the end whose scale was the same
+        self.first = self.low = self.last = math.nan  # scales: the first, lowest and last
+        self.nan, self.inf = True, False  # whether all norms were NaN, and any infinite
+        self.recorded, self.bad_loss = False, True  # any loss was recorded; all are not finite
+        self._gave_up = False  # the rule lowered the scale, and soon took that back
+        self._fate: Fate | None = None
+
+    def add(self, loss: float | None, norm: float, scale: float) -> None:
+        """One more step; its loss is None if it was not recorded."""
+        self._gave_up |= scale > self.last and self.length <= HALVINGS
+        self.held = self.held + 1 if scale == self.last else 1
+        self.length, self.last = self.length + 1, scale
+        if self.length == 1:
+            self.first = scale
+        self.low = min(scale, self.low) if self.length > 1 else scale
+        self.nan &= math.isnan(norm)
+        self.inf |= math.isinf(norm)
+        self.recorded |= loss is not None
+        self.bad_loss &= loss is not None and not math.isfinite(loss)
+
+    @property
+    def untold(self) -> bool:
+        """Whether `AdaptiveLossScale` gave up as early as it does where it has no loss."""
+        adaptive = isinstance(self._rule, AdaptiveLossScale) and self._fitted > 0
+        return adaptive and self._gave_up and self.nan and not self.recorded
+
+    def cause(self, fate: Fate | None = None) -> tuple[str, str]:
+        """The kind of alarm for this row, and what it says; empty if there is nothing to say.
+
+        Args:
+            fate: what became of the row, where that is known.
+        """
+        self._fate, ended = fate, math.nan if fate is None else fate.ended
+        if self.length < LONG:
+            return "", ""
+        if self.bad_loss:
+            return "data", self._bad_loss()
+        if self.untold:
+            record = "Record it too: write(step, info, loss=loss)"
+            return "loss", f"{self._skipped()}. {UNTOLD}. {record}. {self._outcome(ended)}"
+        if ended < self.first:
+            return "overflow", (
+                f"{self._skipped()}, and finite again at {as_power(ended)}: an "
+                f"overflow{self._place()}. {XRAY}."
+            )
+        if self.nan and self._deepest < self.first <= ended:
+            return "data", f"{self._skipped()}. {self._outcome(ended)}"
+        if isinstance(self._rule, FixedLossScale):
+            return "", ""  # which another alarm tells
+        if self.nan and self._exhausted():
+            return "data", (
+                f"{self._skipped()}. At the lowest hardly anything of them would be left in "
+                f"float16, so probably it is not the scale. {self._look()}"
+            )
+        if not self._fitted > 0:
+            return "", ""
+        open_end = fate is not None and self.nan and self._deepest <= self.first / STAYS
+        return "overflow", self._unknown() if open_end else self._overflow()
+
+    @property
+    def _deepest(self) -> float:
+        return self.low if self._fate is None else self._fate.low
+
+    def _steps(self) -> str:
+        length = self.length if self._fate is None else self._fate.length
+        return f"{length} steps in a row were skipped because"
+
+    def _skipped(self) -> str:
+        scales = f"scales from {as_power(self.first)} to {as_power(self._deepest)}"
+        if self._deepest == self.first:
+            scales = f"a scale of {as_power(self.first)}"
+        kind = "NaN" if self.nan else "not finite"
+        return f"{self._steps()} gradients were {kind}, at {scales}"
+
+    def _place(self) -> str:
+        return " in the backward pass, for the loss was finite" if self.recorded else ""
+
+    def _exhausted(self) -> bool:
+        """Whether the scale has been where overflows end."""
+        if self._fitted > 0 and math.isfinite(self._used) and self._used > 0:
+            return self._used * self._deepest / self._fitted < LOWEST
+        return self._deepest <= self.first / FAR and (self._fitted > 0 or self._deepest <= NEVER)
+
+    def _look(self) -> str:
+        if self.recorded:
+            return f"The loss was finite: look for 0/0 or sqrt(0) in the backward pass. {XRAY}."
+        return f"Look at the data and the learning rate, and record the loss. {XRAY}."
+
+    def _bad_loss(self) -> str:
+        adaptive = isinstance(self._rule, AdaptiveLossScale)
+        hold = "" if adaptive or self._deepest == self.first else f" {HOLDS}."
+        return (
+            f"{self._steps()} their loss was not finite before "
+            f"any scaling: bad data, too high a learning rate, or an overflow in the forward pass. "
+            f"No scale helps that. {XRAY}.{hold}"
+        )
+
+    def _overflow(self) -> str:
+        sure = "an overflow" if self.inf else "probably an overflow"
+        if not self.recorded and not self.inf:
+            sure = "an overflow, or bad data, which a recorded loss would tell apart"
+        falls = " The scale still falls, which ends an overflow." if self.low < self.first else ""
+        return f"{self._skipped()}: {sure}{self._place()}.{falls} {XRAY}."
+
+    def _unknown(self) -> str:
+        data = "" if self.recorded else "bad data, "
+        return (
+            f"{self._skipped()}, and that did not end: {data}a formula of the backward pass such "
+            f"as 0/0, or an overflow that only a still lower scale ends. {XRAY}."
+        )
+
+    def _outcome(self, ended: float) -> str:
+        if not ended >= self.first:
+            return f"{XRAY}."
+        return (
+            f"Gradients were finite again at {as_power(ended)}, so it was not the scale: probably "
+            f"bad data. {XRAY}."
+        )

@@ -1,0 +1,113 @@
+"""The first line of a recording: what it was made with."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gainstage as gs
+from gainstage.diagnostics import JsonLines, read_run
+from gainstage.diagnostics.findings import headline
+from gainstage.diagnostics.header import code_of, rule_of
+
+RULES = [
+    gs.AdaptiveLossScale(),
+    gs.AdaptiveLossScale(2.0**20, margin=2.0),
+    gs.DynamicLossScale(),
+    gs.DynamicLossScale(3.0, 7, hysteresis=2, min_scale=2.0**-3),
+    gs.FixedLossScale(1.0),
+    gs.FixedLossScale(2.0**-5),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=code_of)
+def test_a_rule_comes_back_from_a_recording(rule, tmp_path):
+    """The rule that is given to `JsonLines` is the one that `read_run` returns."""
+    with JsonLines(tmp_path / "run.jsonl", rule=rule) as run:
+        run.write(0, loss=1.0)
+    back = read_run(tmp_path / "run.jsonl")
+    assert back.rule == rule
+    assert eval(f"gs.{back.made['rule']}") == rule
+    assert headline(back)["Rule"] == code_of(rule)
+
+
+def test_dtypes_and_versions_are_written(tmp_path):
+    """Arrays and variables are counted by dtype; the versions are those that are installed."""
+    params = {"a": jnp.ones(2, jnp.float16), "b": [gs.Variable(1.0), np.ones(3)], "c": 3}
+    with JsonLines(tmp_path / "run.jsonl", params=params) as run:
+        run.write(0, loss=1.0)
+    back = read_run(tmp_path / "run.jsonl")
+    assert back.made["dtypes"] == {"float16": 1, "float32": 1, "float64": 1}
+    assert back.made["versions"]["gainstage"] == gs.__version__
+    assert headline(back)["Parameters"] == "1 float16, 1 float32, 1 float64"
+    with pytest.raises(TypeError, match=r"Expected a gainstage.LossScale for rule"):
+        JsonLines(tmp_path / "other.jsonl", rule="dynamic")
+
+
+def test_a_restart_says_it_again(tmp_path):
+    """Each start writes a line of its own before its first step, and the last one counts."""
+    path = tmp_path / "run.jsonl"
+    for start, rule in enumerate((gs.DynamicLossScale(), gs.AdaptiveLossScale())):
+        with JsonLines(path, every=1, rule=rule) as run:
+            for step in range(2 * start, 2 * start + 3):
+                run.write(step, loss=float(start))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], "run" in line) for line in lines if "run" in line] == [
+        (0, True),
+        (2, True),
+    ]
+    back = read_run(path)
+    assert back.rule == gs.AdaptiveLossScale()
+    assert back.get("loss").tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_recording_without_that_line_is_read(tmp_path):
+    """Files of older versions have no such line, and may have a number of its name."""
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"step": 0, "run": 7}\n')
+    back = read_run(path)
+    assert (back.rule, dict(back.made), back.get("run").tolist()) == (None, {}, [7.0])
+
+
+def test_nothing_is_written_before_the_first_step(tmp_path):
+    """A run that ends before its first step leaves an empty file."""
+    JsonLines(tmp_path / "run.jsonl", rule=gs.DynamicLossScale()).close()
+    assert (tmp_path / "run.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "run", ["[]", '{"dtypes": 3}', '{"dtypes": {"a": "b"}}', '{"versions": []}'],
+)  # fmt: skip
+def test_a_broken_line_is_told(run, tmp_path):
+    """A first line of other types is an error, or else a line without a step's numbers."""
+    (tmp_path / "run.jsonl").write_text(f'{{"step": 0, "run": {run}}}\n{{"step": 0, "a": 1}}\n')
+    with pytest.raises(ValueError, match=r"in line 1 of .*; got"):
+        read_run(tmp_path / "run.jsonl")
+
+
+class Mine(gs.LossScale):
+    """A rule of the user, and no dataclass."""
+
+    def init(self):
+        return gs.ScaleState(jnp.float32(8))
+
+    def update(self, state, finite):
+        return state
+
+
+codes = st.text() | st.sampled_from([
+    "Mine()", "__import__('os').system('true')", "FixedLossScale(2.0**99999999)", "(" * 9000,
+    "FixedLossScale(9**9**9**9)", "FixedLossScale(*[1])", "DynamicLossScale(**{})", "\0", "f(x)",
+    "FixedLossScale(True)", "FixedLossScale('a')", "DynamicLossScale(typo=1)",
+])  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(codes)
+def test_the_code_of_a_rule_is_read_and_never_run(code):
+    """Whatever a file calls its rule, it is one of Gainstage's own, or none."""
+    assert code_of(Mine()) == "Mine()"
+    assert rule_of(code) is None
