@@ -97,7 +97,8 @@ def test_json_lines_come_back(tmp_path):
         run.write(0, info(), loss=0.5)
         run.write(1, info(False, 4.0, 1, np.inf))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert lines[1]["grad_norm"] == "inf"
+    assert ["run" in line for line in lines] == [True, False, False]
+    assert lines[2]["grad_norm"] == "inf"
     back = read_run(path)
     np.testing.assert_array_equal(back.steps, [0, 1])
     np.testing.assert_array_equal(back.get("loss"), [0.5, np.nan])
@@ -130,7 +131,7 @@ def test_what_a_report_says_of_tensors_comes_back(tmp_path):
         run.write(1, loss=2.0)
         run.write_report(1, Told(a=KNOWN | SHARES, b=KNOWN | {"headroom": np.float32(np.inf)}))
     lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert ["tensors" in line for line in lines] == [False, True, False, True]
+    assert ["tensors" in line for line in lines[1:]] == [False, True, False, True]
     back = read_run(path)
     assert back.tensors == {"a": KNOWN | SHARES, "b": KNOWN | {"headroom": np.inf}}
     assert list(back.get("loss")) == [1.0, 2.0]
@@ -311,7 +312,7 @@ def hostile_run(path, name):
     scale = 2.0**20
     with JsonLines(path) as run:
         for step in range(60):
-            spoiled, cold = step in (30, 31), 40 <= step < 50
+            spoiled, cold = step in (30, 31), step >= 50
             finite = scale <= 2.0**15 and not spoiled and not cold
             norm = 1.5 if finite else math.nan if spoiled or cold else math.inf
             loss = math.nan if spoiled else 1 / (step + 1)
@@ -335,14 +336,15 @@ def test_report_prints_tables_and_writes_a_page(tmp_path, capsys):
     assert re.search(r"Causes\s+│\s+5 overflow, 10 NaN, 2 bad loss", said)
     assert re.search(r"layer/kernel29\s+29 +0 +5 +9 +4\.5", said)
     assert re.search(r"layer/kernel0\s+2\.00% +30\.00% +10\.00%", said)
-    assert re.search(r"as recorded\s+17 +2\^3 +2\^20 +2\^3 ", said)
-    assert re.search(r"DynamicLossScale\(\) +12 +2\^3 +2\^15 +2\^3 ", said)
-    assert "Skipped: 12 of them at any scale" in said
+    assert re.search(r"as recorded\s+17 +2\^4 +2\^20 +2\^4 ", said)
+    assert re.search(r"DynamicLossScale\(\) +12 +2\^4 +2\^15 +2\^4 ", said)
+    assert "Skipped: 12 of them at any scale that was tried." in said
     assert "AdaptiveLossScale(): needs max_abs, not recorded." in said
     assert "well" not in said
     assert "\x1b" not in said
     assert max(map(len, said.splitlines()[:-1])) <= 80
-    assert "Advice" not in said or "rule=gs." in said
+    advice = " ".join(said[said.index("Advice") :].split())
+    assert "NaN, at scales from 2^13 to 2^4, and that did not end: a formula" in advice
     drawn = (tmp_path / "run.html").read_text()
     for word in (*said.splitlines()[0].split(), "Loss scale", "5 by an overflow", "layer/kernel29",
                  "10 by gradients", "2 by a loss", "DynamicLossScale(2.0**20)"):  # fmt: skip
@@ -458,6 +460,54 @@ def test_a_long_run_makes_a_small_page(tmp_path, capsys):
     text = (tmp_path / "run.html").read_text()
     assert len(text) < 300_000
     assert re.search(r"L777\.8 0\.0L", text)
+
+
+def norm_path(text):
+    """The curve of the norm in a page."""
+    after = text[text.index("<h2>Norm of all gradients</h2>") :]
+    return re.search(r'class="line" d="([^"]*)"', after)[1]
+
+
+def gapped(steps, skipped):
+    """A run some steps of which were skipped, whose norm there is a number all the same."""
+    finite = ~np.isin(np.arange(steps), skipped)
+    numbers = {"finite": finite, "grad_norm": 1.0 + np.arange(steps) % 3, "loss_scale": 0 * finite}
+    return Run(np.arange(steps), {name: x.astype(float) for name, x in numbers.items()})
+
+
+def test_skipped_steps_are_gaps_in_the_curve_of_the_norm():
+    """A curve of few steps is broken where one was skipped, and a step between two gaps is a dot;
+    of many, only gaps that can be seen are drawn. The picture has the same gaps."""
+    few = gapped(20, [0, 5, 7, 8, 19])
+    text = page(few, findings(few), "few")
+    assert norm_path(text).count("M") == 3
+    assert re.search(r"M315\.8 [\d.]+h0M", norm_path(text))
+    many = gapped(10_000, [*range(0, 10_000, 7), *range(5000, 5100)])
+    assert norm_path(page(many, findings(many), "many")).count("M") == 2
+    pytest.importorskip("matplotlib")
+    from gainstage.diagnostics.picture import draw
+
+    (axes,) = [axes for axes in draw(few, "few").axes if "Norm" in axes.get_title("left")]
+    drawn = axes.lines[0].get_ydata()
+    assert list(np.flatnonzero(np.isnan(drawn))) == [0, 5, 7, 8, 19]
+
+
+def test_a_page_says_that_nothing_underflows():
+    """A run whose report has no small elements says so, in the page and in the terminal."""
+    healthy = {"zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "headroom": 4.5,
+               "error": 2e-4, "unscaled_error": 0.3}  # fmt: skip
+    run = gapped(20, [])._replace(tensors={"w": KNOWN | healthy})
+    found = findings(run)
+    assert found.verdict == [
+        "Nothing underflows: float16 is at most 0.02% off.",
+        "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
+        "you need it.",
+    ]
+    text = page(run, found, "healthy")
+    assert "<h2>Underflow</h2><p>Nothing underflows" in text
+    assert text.count("you need it.") == 1  # the run cannot be replayed
+    old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
+    assert old.verdict == []  # recorded before rounding errors were
 
 
 def test_report_says_what_is_wrong(tmp_path, capsys):

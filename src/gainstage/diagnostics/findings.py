@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gainstage._telemetry import verdict
 from gainstage.diagnostics.alarms import alarms_in
 from gainstage.diagnostics.replay import Outcome, advice, replay
 from gainstage.diagnostics.runs import Run, measures, why_skipped
@@ -24,9 +25,11 @@ class Rows(NamedTuple):
 
 
 class Flushed(NamedTuple):
-    """What becomes of a tensor's elements in float16: shares, nan if not known."""
+    """What becomes of a tensor in float16: shares, nan if not known."""
 
     name: str
+    error: float
+    unscaled_error: float
     flushed: float
     subnormal: float
     zero: float
@@ -39,6 +42,7 @@ class Findings(NamedTuple):
     advice: list[str]
     overflows: Rows
     underflow: list[Flushed]
+    verdict: list[str]  # on underflow
     replay: Rows
 
 
@@ -46,7 +50,8 @@ def findings(run: Run) -> Findings:
     """What there is to say of a run: its numbers, its alarms, and what other rules would do."""
     outcomes, told = _replay(run)
     told = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + told
-    return Findings(headline(run), told, overflows(run), underflow(run), outcomes)
+    lost = underflow(run)
+    return Findings(headline(run), told, overflows(run), lost, _verdict(run), outcomes)
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -73,12 +78,25 @@ def headline(run: Run) -> dict[str, str]:
     counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
     if any(counts.values()):
         shown["causes"] = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
-    rows = {}
+    rows = made(run)
     for name, form in forms.items():
         try:
             rows[name] = form.format(**shown)
         except KeyError:
             continue
+    return rows
+
+
+def made(run: Run) -> dict[str, str]:
+    """How the run was made, as far as its first line says."""
+    rows = {}
+    if rule := run.made.get("rule"):
+        rows["Rule"] = printable(rule)
+    if dtypes := run.made.get("dtypes"):
+        counts = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
+        rows["Parameters"] = printable(counts)
+    if versions := run.made.get("versions"):
+        rows["Versions"] = printable(", ".join(f"{name} {at}" for name, at in versions.items()))
     return rows
 
 
@@ -94,7 +112,17 @@ def overflows(run: Run) -> Rows:
         row = [printable(name), *(f"{known[key]}" for key in ("inf", "nan", "first", "last"))]
         bits = known.get("headroom", math.nan)
         rows.append((*row, *([f"{bits:.1f}" if math.isfinite(bits) else "-"] * headroom)))
-    note = f"and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    clean = len(run.tensors) - len(hit)
+    notes = [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN)
+    notes += [
+        "Inf, NaN: in how many skipped steps the tensor held one. First, last: which steps.",
+        f"Tensors that were finite in every step: {clean}.",
+    ]
+    notes += [
+        "Headroom: how often the scale could be doubled before this gradient overflows; values "
+        "inside of the network may overflow earlier."
+    ] * headroom
+    note = "\n".join(notes) if names else ""
     columns += ["Headroom (bits)"] * headroom
     return Rows("Tensors that overflowed", tuple(columns), rows, note)
 
@@ -105,8 +133,22 @@ def underflow(run: Run) -> list[Flushed]:
         Flushed(printable(name), *(known.get(key, math.nan) for key in Flushed._fields[1:]))
         for name, known in run.tensors.items()
     ]
-    worst = sorted(shares, key=lambda s: (-np.nan_to_num(s.flushed), -np.nan_to_num(s.subnormal)))
+    worst = sorted(shares, key=lambda s: tuple(-np.nan_to_num([s.error, s.flushed, s.subnormal])))
     return [share for share in worst if share.flushed > 0 or share.subnormal > 0]
+
+
+def _verdict(run: Run) -> list[str]:
+    """Whether what float16 loses matters, if the run says how much that is."""
+    known = {printable(name): k for name, k in run.tensors.items() if k.get("error", math.nan) >= 0}
+    if not known:
+        return []
+    underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in known.values())
+    error, unscaled = (
+        {name: k[which] for name, k in known.items() if k.get(which, math.nan) >= 0}
+        for which in ("error", "unscaled_error")
+    )
+    never_scaled = (run.get("loss_scale") == 1).all()
+    return verdict(error, {} if never_scaled else unscaled, underflows)
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:
@@ -127,12 +169,18 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
     rows = [row("as recorded", replayed.recorded)]
     rows += [row(name, outcome) for name, outcome in replayed.outcomes.items()]
     notes = [
-        f"Skipped: {replayed.recorded.bad.sum()} of them at any scale, because of bad data.",
-        "Bits: log2 of the scale, above (+) or below (-) what is known to fit, in the mean.",
-        "Presumed: decisions of which neither the step nor those around it tell.",
+        f"Skipped: {bad} of them at any scale that was tried."
+        if (bad := int(replayed.recorded.bad.sum()))
+        else "Skipped: how many steps would have been.",
+        "Lowest, highest, last: the loss scale.",
+        "Bits: by how many powers of two the scale was above (+) or below (-) the highest one that "
+        "is known to be finite, on average.",
+        "Presumed: the share of steps of which the recording does not show what would happen.",
     ]
+    if "FixedLossScale(1.0)" in replayed.outcomes and len(lost := _verdict(run)) > 1:
+        notes.append(f"FixedLossScale(1.0) does not scale. {lost[1]}")
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
-    return Rows(title, columns, rows, "\n".join(notes)), advice(replayed)
+    return Rows(title, columns, rows, "\n".join(notes)), advice(replayed, run.made.get("rule", ""))
 
 
 def printable(text: str, longest: int = LONGEST) -> str:

@@ -42,15 +42,17 @@ p, ul { margin: .5rem 0; } ul { padding-left: 1.25rem; } li { overflow-wrap: any
 .advice { border-left: 4px solid var(--curve); background: var(--box); padding: .5rem 1rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(240px, 1fr)); gap: .6rem;
   margin: 0; }
-dl div { background: var(--box); border-radius: 6px; padding: .5rem .8rem; }
-dt { color: var(--faint); font-size: .8125rem; } dd { margin: 0; font-weight: 600; }
+dl div { background: var(--box); border-radius: 6px; padding: .5rem .8rem; min-width: 0; }
+dt { color: var(--faint); font-size: .8125rem; } dd { margin: 0; font-weight: 600;
+  overflow-wrap: anywhere; }
 .plot { display: grid; margin-top: .9rem; grid-template-columns: 4.25rem 1fr; font-size: .8125rem;
   padding-right: 1rem; }
 .plot svg { display: block; width: 100%; height: 100%; overflow: visible; }
 .plot path { fill: none; stroke: var(--curve); stroke-width: 1.25; stroke-linejoin: round;
+  stroke-linecap: round;
   vector-effect: non-scaling-stroke; }
 .plot .stairs { stroke-width: 2; } .plot .grid { stroke: var(--line); stroke-width: 1; }
-.lane path { stroke-width: 2; } .plot .overflow { stroke: var(--overflow); }
+.lane path { stroke-width: 2; stroke-linecap: butt; } .plot .overflow { stroke: var(--overflow); }
 .plot .nan { stroke: var(--nan); } .plot .loss { stroke: var(--loss); }
 .high { height: 190px; margin-bottom: .6rem; position: relative; }
 .lane { height: 1.5rem; padding: .3rem 0; }
@@ -67,17 +69,18 @@ th { color: var(--faint); font-weight: 600; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; overflow-wrap: anywhere; }
 td:first-child, code { font-family: ui-monospace, Consolas, "DejaVu Sans Mono", monospace;
   font-size: .8125rem; }
-.bars td { width: 20%; } .bars td:first-child { width: 40%; }
+.bars td { width: 13%; } .bars td:first-child { width: 35%; }
 .bar { height: .5rem; border-radius: 2px; background: var(--box); }
 .bar i { display: block; height: 100%; min-width: 1px; border-radius: 2px; }
+.error, .unscaled_error { background: var(--curve); }
 .flushed { background: var(--overflow); } .subnormal { background: var(--loss); }
 .zero { background: var(--faint); }
 @media (max-width: 640px) {
   body { padding: 1rem .75rem 2rem; } .plot { grid-template-columns: 3.75rem 1fr; }
   .under span:nth-child(even) { display: none; } dl { grid-template-columns: 1fr 1fr; }
-  .bars tr { display: grid; grid-template-columns: repeat(3, 1fr); }
+  .bars tr { display: grid; grid-template-columns: repeat(auto-fit, minmax(4.5rem, 1fr)); }
   .bars tr { border-bottom: 1px solid var(--line); padding-bottom: .3rem; }
-  .bars tr > * { width: auto; border: 0; }
+  .bars tr > * { width: auto; border: 0; padding: .35rem .25rem; }
   .bars tr > :first-child { width: auto; grid-column: 1 / -1; }
   .cards, .cards tbody { display: block; } .cards thead { display: none; }
   .cards tr { display: flex; flex-wrap: wrap; gap: .1rem 1rem; padding: .5rem 0;
@@ -110,7 +113,8 @@ def page(run: Run, found: Findings, title: str) -> str:
     )
     parts = [f"<dl>{numbers}</dl>", _advice(found.advice)]
     parts += [_curve(run, name, heading) for name, heading in CURVES.items()]
-    parts += [_table(found.overflows), _underflow(found.underflow), _table(found.replay)]
+    lost = _underflow(found.underflow, found.verdict)
+    parts += [_table(found.overflows), lost, _table(found.replay)]
     body = "\n".join(part for part in parts if part)
     return PAGE.substitute(title=_text(title), body=body, version=__version__)
 
@@ -145,25 +149,36 @@ def _table(table: Rows) -> str:
     return f"<h2>{_text(table.title)}</h2>{whole if table.rows else ''}{note}"
 
 
-def _underflow(shares: list[Flushed]) -> str:
-    if not shares:
+UNDERFLOW = (
+    "Off: the rounding error of float16 as a share of the tensor's root mean square. Unscaled: the "
+    "same without loss scaling. Only gradients of parameters are measured, none inside of the "
+    "network.",
+    "Flushed: the share of elements that float16 makes 0. Subnormal: those that it holds "
+    "with fewer digits. Zero: those that are 0 already.",
+)
+
+
+def _underflow(shares: list[Flushed], verdict: list[str]) -> str:
+    if not shares and not verdict:
         return ""
-    kinds = {"flushed": "flushed to zero", "subnormal": "subnormal", "zero": "zero"}
+    kinds = {"error": "off", "unscaled_error": "unscaled"} if verdict else {}
+    kinds |= {"flushed": "flushed", "subnormal": "subnormal", "zero": "zero"}
     rows = ""
     for tensor in shares[:SHOWN]:
         bars = "".join(f"<td>{_bar(kind, getattr(tensor, kind))}</td>" for kind in kinds)
         rows += f"<tr><td>{_text(tensor.name)}</td>{bars}</tr>"
-    head = "".join(f"<th>{words}</th>" for words in ("", *kinds.values()))
-    more = f'<p class="note">and {len(shares) - SHOWN} more</p>' if len(shares) > SHOWN else ""
-    return (
-        '<h2>Underflow: shares of each tensor\'s elements</h2><table class="bars">'
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
-    )
+    head = "".join(f"<th>{words}</th>" for words in ("Tensor", *kinds.values()))
+    whole = f'<table class="bars"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+    notes = [f"and {len(shares) - SHOWN} more"] * (len(shares) > SHOWN)
+    notes += UNDERFLOW[not verdict :] if shares else ()
+    said = "".join(f"<p>{_text(sentence)}</p>" for sentence in verdict)
+    more = f'<p class="note">{_text(chr(10).join(notes))}</p>' if notes else ""
+    return f"<h2>Underflow</h2>{said}{whole if shares else ''}{more}"
 
 
 def _bar(kind: str, share: float) -> str:
     if not math.isfinite(share):
-        return "-"
+        return "overflow" if share > 0 else "-"
     width = 100 * min(max(share, 0), 1)
     filled = f'<i class="{kind}" style="width:{width:.1f}%"></i>' if width else ""
     return f'{share:.2%}<div class="bar">{filled}</div>'
@@ -172,14 +187,17 @@ def _bar(kind: str, share: float) -> str:
 def _curve(run: Run, name: str, heading: str) -> str:
     """A curve with its axes; below the scale a lane for each cause of skipped steps."""
     values = run.get(name)
-    there = np.isfinite(values)
+    gap = run.skipped if name == "grad_norm" else np.zeros_like(run.skipped)
+    there = np.isfinite(values) & ~gap
     if not there.any():
         return ""
     first, last = float(run.steps[0]), float(run.steps[-1])
     across = (run.steps - first) / max(last - first, 1) * ACROSS
     heights, ticks = _axis(values[there], _base(name, values[there]))
     stairs = name == "loss_scale"
-    curve, kind = _path(across[there], heights, stairs), "stairs" if stairs else "line"
+    apart = np.diff(np.cumsum(gap)[there]) > 0  # points with a skipped step between them
+    curve = _path(across[there], heights, stairs, apart)
+    kind = "stairs" if stairs else "line"
     lines = "".join(f"M0 {at:.1f}H{ACROSS}" for at, _ in ticks)
     words = "".join(
         f'<span style="top:{100 * at / DOWN:.1f}%">{_text(tick)}</span>' for at, tick in ticks
@@ -199,8 +217,8 @@ def _curve(run: Run, name: str, heading: str) -> str:
 
 WHY = {
     "overflow": "an overflow",
-    "NaN": "gradients that stayed NaN at every scale",
-    "bad loss": "a loss that was not finite",
+    "NaN": "gradients that were NaN at lower scales too",
+    "bad loss": "a loss that was not finite before any scaling",
 }
 
 
@@ -280,17 +298,27 @@ def _round_numbers(low: float, high: float, count: float) -> Iterable[float]:
     return [n * every for n in range(math.ceil(low / every), math.floor(high / every) + 1)]
 
 
-def _path(across: np.ndarray, down: np.ndarray, stairs: bool) -> str:
-    """A curve; of one with many points the first, the extremes and the last of each stretch."""
-    places = np.arange(len(across))
+def _path(across: np.ndarray, down: np.ndarray, stairs: bool, apart: np.ndarray) -> str:
+    """A curve; of one with many points the first, the extremes and the last of each stretch.
+
+    Args:
+        across, down: where its points are.
+        stairs: whether it goes across first, and then up or down.
+        apart: bool, for each point but the first: whether there is a gap before it. Of many points
+            only those gaps are drawn that are wide enough to be seen.
+    """
+    places, narrow = np.arange(len(across)), 0.0
     if len(places) > 4 * BUCKETS:
+        narrow = 2 * ACROSS / BUCKETS
         kept = [
             {some[0], some[down[some].argmin()], some[down[some].argmax()], some[-1]}
             for some in np.array_split(places, BUCKETS)
         ]
         places = np.array(sorted(set().union(*kept)))
-    points = zip(across[places], down[places], strict=True)
-    start, *others = ((f"{x:.1f}", f"{y:.1f}") for x, y in points)
-    return f"M{' '.join(start)}" + "".join(
-        f"H{x}V{y}" if stairs else f"L{x} {y}" for x, y in others
+    gaps = np.append(0, np.cumsum(apart))[places]
+    far = (np.diff(gaps) > 0) & (np.diff(across[places]) > narrow)
+    points = zip(across[places], down[places], np.append(True, far), strict=True)
+    parts = ((f"{x:.1f}", f"{y:.1f}", new) for x, y, new in points)
+    return "".join(
+        f"M{x} {y}h0" if new else f"H{x}V{y}" if stairs else f"L{x} {y}" for x, y, new in parts
     )

@@ -25,8 +25,11 @@ def draw(run: Run, title: str) -> Figure:
 
 
 def _panel(axes: Axes, run: Run, name: str, title: str) -> None:
-    numbers = np.where(np.isfinite(run.get(name)), run.get(name), np.nan)
+    gap = run.skipped if name == "grad_norm" else np.False_
+    numbers = np.where(np.isfinite(run.get(name)) & ~gap, run.get(name), np.nan)
     stairs: Any = {"drawstyle": "steps-post"} if name == "loss_scale" else {}
+    if np.any(gap):
+        stairs = {"marker": ".", "markersize": 2}  # a step between two gaps is seen too
     axes.plot(run.steps, numbers, color=BLUE, linewidth=1.8, **stairs)
     if (numbers[np.isfinite(numbers)] > 0).all():
         axes.set_yscale("log", base=2 if name == "loss_scale" else 10)

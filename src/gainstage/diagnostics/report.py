@@ -1,6 +1,7 @@
 """`gainstage report RUN.jsonl`: tables in the terminal, and a page or a picture of a run."""
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from gainstage.diagnostics.findings import Findings, Rows, findings, printable
 from gainstage.diagnostics.page import page
 from gainstage.diagnostics.runs import read_run
 
+SHOWN = 5  # tensors that underflow
 WIDTH = 78  # of the text, for a terminal of 80 columns
 LONG = 34  # characters of a rule, which is then broken behind its bracket
 
@@ -61,19 +63,24 @@ def _print(found: Findings, title: str) -> None:
     console.print(numbers)
     if found.overflows.rows:
         _print_rows(console, found.overflows)
-    if found.underflow:
-        worst = [
-            (share.name, *(f"{x:.2%}" if x == x else "-" for x in share[1:]))
-            for share in found.underflow[:5]
-        ]
-        more = f"and {len(found.underflow) - 5} more" if len(found.underflow) > 5 else ""
-        columns = ("Tensor", "Flushed", "Subnormal", "Zero")
-        _print_rows(console, Rows("Underflow", columns, worst, more))
+    if found.underflow or found.verdict:
+        known = 1 if found.verdict else 3  # an older recording has no rounding errors
+        worst = []
+        for name, *shares in found.underflow[:SHOWN]:
+            worst.append((name, *(_percent(float(share)) for share in shares[known - 1 :])))
+        more = len(found.underflow) - SHOWN
+        notes = [f"and {more} more"] * (more > 0) + found.verdict
+        columns = ("Tensor", *("Off", "Unscaled", "Flushed", "Subnormal", "Zero")[known - 1 :])
+        _print_rows(console, Rows("Underflow", columns, worst, "\n".join(notes)))
     _print_rows(console, found.replay)
     if found.advice:
         console.print("\nAdvice", style="bold")
     for sentence in found.advice:
         console.print(f"- {sentence}", style="none")
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else "overflow" if math.isinf(share) else f"{share:.2%}"
 
 
 def _print_rows(console: Console, table: Rows) -> None:
@@ -87,5 +94,7 @@ def _print_rows(console: Console, table: Rows) -> None:
     console.print()
     if table.rows:
         console.print(result)
+    else:
+        console.print(table.title, style="bold")
     if table.note:
         console.print(table.note)
