@@ -477,6 +477,8 @@ def records_of(content):
             step = record.pop("step")
             if type(step) not in (int, float) or not 0 <= step < 2**63 or step % 1:
                 return None
+            if isinstance(record.get("run"), dict):
+                continue  # how the run was made
             kept = {s: r for s, r in kept.items() if s < step}
             kept[int(step)] = {name: float(value) for name, value in record.items()}
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -128,4 +128,4 @@ def test_without_the_rule_nothing_is_recommended(tmp_path):
         assert not any("AdaptiveLossScale" in sentence for sentence in findings(run).advice)
         with JsonLines(path) as more:
             more.write(len(run.steps), finite=True, loss_scale=4.0)
-        assert set(read_run(path).made) == {"versions", "dtypes"}
+        assert set(read_run(path).made) == {"versions"}

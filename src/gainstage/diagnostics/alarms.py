@@ -238,7 +238,7 @@ class _Watch:
         row = self._row
         if finite or row.bad_loss:
             return ""
-        mend = "their loss is finite, so" if row.recorded else "if their loss is finite,"
+        mend = "their loss is finite, so" if row.good_loss else "if their loss is finite,"
         if isinstance(self._rule, FixedLossScale) and row.length >= LONG:
             return (
                 f"{row.length} steps in a row were skipped, and the scale of {as_power(scale)} "

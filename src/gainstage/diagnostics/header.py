@@ -30,12 +30,14 @@ def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
     return said | {"versions": {"gainstage": __version__, "jax": jax.__version__}}
 
 
-def checked_header(said: Any) -> dict[str, Any]:
-    """What a file has said of itself, of the right types, or a ValueError."""
-    known = {"rule": str(said.get("rule", ""))} if "rule" in said else {}
-    dtypes = {str(name): int(count) for name, count in said.get("dtypes", {}).items()}
-    versions = {str(name): str(version) for name, version in said.get("versions", {}).items()}
-    return known | {"dtypes": dtypes, "versions": versions}
+def checked_header(said: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of itself, as far as it is of the right types: the steps matter more."""
+    known = {"rule": said["rule"]} if isinstance(said.get("rule"), str) else {}
+    for name, kind in (("dtypes", int), ("versions", str)):
+        found = said.get(name)
+        if isinstance(found, dict) and all(isinstance(value, kind) for value in found.values()):
+            known[name] = found
+    return known
 
 
 def code_of(rule: LossScale) -> str:

@@ -46,7 +46,8 @@ class Row:
         self.length = self.held = 0  # steps; those at the end whose scale was the same
         self.first = self.low = self.last = math.nan  # scales: the first, lowest and last
         self.nan, self.inf = True, False  # whether all norms were NaN, and any infinite
-        self.recorded, self.bad_loss = False, True  # any loss was recorded; all are not finite
+        self.recorded = False  # whether any loss was
+        self.good_loss = self.bad_loss = True  # all losses were recorded and finite, or not finite
         self._gave_up = False  # the rule lowered the scale, and soon took that back
         self._fate: Fate | None = None
 
@@ -61,6 +62,7 @@ class Row:
         self.nan &= math.isnan(norm)
         self.inf |= math.isinf(norm)
         self.recorded |= loss is not None
+        self.good_loss &= loss is not None and math.isfinite(loss)
         self.bad_loss &= loss is not None and not math.isfinite(loss)
 
     @property
@@ -118,7 +120,7 @@ class Row:
         return f"{self._steps()} gradients were {kind}, at {scales}"
 
     def _place(self) -> str:
-        return " in the backward pass, for the loss was finite" if self.recorded else ""
+        return " in the backward pass, for the loss was finite" if self.good_loss else ""
 
     def _exhausted(self) -> bool:
         """Whether the scale has been where overflows end."""
@@ -127,7 +129,7 @@ class Row:
         return self._deepest <= self.first / FAR and (self._fitted > 0 or self._deepest <= NEVER)
 
     def _look(self) -> str:
-        if self.recorded:
+        if self.good_loss:
             return f"The loss was finite: look for 0/0 or sqrt(0) in the backward pass. {XRAY}."
         return f"Look at the data and the learning rate, and record the loss. {XRAY}."
 
@@ -142,20 +144,22 @@ class Row:
 
     def _overflow(self) -> str:
         sure = "an overflow" if self.inf else "probably an overflow"
-        if not self.recorded and not self.inf:
+        if not self.recorded:
             sure = "an overflow, or bad data, which a recorded loss would tell apart"
         falls = " The scale still falls, which ends an overflow." if self.low < self.first else ""
         return f"{self._skipped()}: {sure}{self._place()}.{falls} {XRAY}."
 
     def _unknown(self) -> str:
-        data = "" if self.recorded else "bad data, "
+        data = "" if self.good_loss else "bad data, "
         return (
             f"{self._skipped()}, and that did not end: {data}a formula of the backward pass such "
             f"as 0/0, or an overflow that only a still lower scale ends. {XRAY}."
         )
 
     def _outcome(self, ended: float) -> str:
-        if not ended >= self.first:
+        if ended < self.first:
+            return f"Gradients were finite again at {as_power(ended)}: an overflow. {XRAY}."
+        if math.isnan(ended):
             return f"{XRAY}."
         return (
             f"Gradients were finite again at {as_power(ended)}, so it was not the scale: probably "
