@@ -2,17 +2,21 @@
 
 from gainstage.diagnostics.alarms import Alarm, Alarms, alarms_in
 from gainstage.diagnostics.boundary import largest_scale
+from gainstage.diagnostics.capsule import BadStep, Capsule, read_capsule
 from gainstage.diagnostics.runs import Run, read_run
 from gainstage.diagnostics.writers import JsonLines, Writer, described
 
 __all__ = [
     "Alarm",
     "Alarms",
+    "BadStep",
+    "Capsule",
     "JsonLines",
     "Run",
     "Writer",
     "alarms_in",
     "described",
     "largest_scale",
+    "read_capsule",
     "read_run",
 ]

@@ -1,0 +1,318 @@
+"""The file of a capsule: a pytree of arguments as an .npz archive, with a description in JSON.
+
+Nothing in it is pickled. An array is a member `N.npy`; numpy has no name for bfloat16, float8 and
+int4, so those are stored as unsigned integers, and PRNG keys as their data. Each member has a
+checksum, and the list of members is at the end, so that a damaged or cut file is noticed.
+"""
+
+import io
+import itertools
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._core import checks
+from gainstage._core._jax import Tracer
+from gainstage._core.variable import Variable
+
+FORMAT = 1
+DESCRIPTION = "capsule.json"
+# What reading a damaged archive raises, beside OSError.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
+           EOFError, RuntimeError, MemoryError)  # fmt: skip
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "bool": "True".__eq__, "int": int, "float": float, "complex": complex, "str": str,
+}  # fmt: skip
+
+
+class Packed(NamedTuple):
+    """Arguments, ready to be written; no array has been read from its device."""
+
+    args: list[dict[str, Any]]  # of each argument its leaves, and its structure, in JSON
+    arrays: list[Any]
+
+    @property
+    def bytes(self) -> int:
+        """The size of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+class Other(NamedTuple):
+    """A leaf that is neither an array nor a number, such as a function of a model."""
+
+    kind: str
+
+
+class Argument(NamedTuple):
+    """An argument that was read."""
+
+    kind: str  # its class
+    leaves: list[tuple[str, Any]]  # with their paths
+    is_plain: bool  # whether it is made of dictionaries, lists and tuples
+    tree: Any  # the argument itself, if it is
+
+
+class _Needs64BitsError(ValueError):
+    pass
+
+
+def packed(args: Sequence[Any]) -> Packed:
+    """Describes arguments.
+
+    Raises:
+        ValueError: an array that cannot be read: it was donated, lies on other processes' devices,
+            or is traced.
+    """
+    arrays: list[Any] = []
+    described = []
+    for number, arg in enumerate(args):
+        found, structure = jax.tree_util.tree_flatten_with_path(arg)
+        leaves = []
+        for path, leaf in found:
+            leaf = leaf.value() if isinstance(leaf, Variable) else leaf
+            name = name_of(path)
+            _check_readable(leaf, f"argument {number}" + (f" ({name})" if name else ""))
+            leaves.append([name, _described(leaf, arrays)])
+        plain = _is_plain(arg)
+        places = structure.unflatten(range(len(leaves))) if plain else None
+        kind = f"{type(arg).__module__}.{type(arg).__qualname__}"
+        tree = _in_json(places) if plain else None
+        described.append({"type": kind, "leaves": leaves, "tree": tree})
+    return Packed(described, arrays)
+
+
+def write(path: Path, about: dict[str, Any], arguments: Packed) -> None:
+    """Writes a file, through to the disk; one array after the other is read from its device."""
+    with path.open("wb") as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for number, array in enumerate(arguments.arrays):
+                with archive.open(f"{number}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, _in_numpy(array))
+            description = {"gainstage capsule": FORMAT, **about, "args": arguments.args}
+            archive.writestr(DESCRIPTION, json.dumps(description))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Argument]]:
+    """The description, and the arguments.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: it is damaged, cut short, or something else; its 64-bit arrays need
+            `jax_enable_x64`.
+    """
+    with path.open("rb") as file:
+        about = _description(path, file)
+        try:
+            checks.integer("step", about["step"], low=0, high=2**53)
+            checks.real("scale", about["scale"], above=0)
+            with zipfile.ZipFile(file) as archive:
+                arrays = iter(_arrays(archive))
+                return about, [_argument(arg, arrays) for arg in about["args"]]
+        except _Needs64BitsError:
+            raise
+        except (*_DAMAGE, OSError) as error:
+            raise _damaged(path, error) from error
+
+
+def description(path: Path) -> dict[str, Any]:
+    """What `read` returns first, without reading an array; raises the same."""
+    with path.open("rb") as file:
+        return _description(path, file)
+
+
+def _description(path: Path, file: Any) -> dict[str, Any]:
+    start = file.read(4)
+    if start != b"PK\x03\x04":
+        what = f"{start!r} at its beginning" if start else "an empty file"
+        raise ValueError(f"Expected a capsule at {path}; got {what}.")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            found = json.loads(archive.read(DESCRIPTION)) if DESCRIPTION in names else None
+    except (*_DAMAGE, OSError) as error:
+        raise _damaged(path, error) from error
+    form = found.get("gainstage capsule") if isinstance(found, dict) else None
+    if found is None or form is None:
+        raise ValueError(f"Expected a capsule at {path}; got an archive of {names[:5]}.")
+    if form != FORMAT:
+        raise ValueError(
+            f"Expected a capsule of format {FORMAT} at {path}; got format {form!r}. Read it with "
+            f"the gainstage that wrote it, {found.get('versions')}."
+        )
+    return found
+
+
+def _damaged(path: Path, error: BaseException) -> ValueError:
+    return ValueError(
+        f"Expected a whole capsule at {path}; got one that is cut short or damaged ({error}). "
+        f"A run leaves only whole ones: copy the file again."
+    )
+
+
+def unpacked(args: Sequence[Argument], like: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments of a loss, the first of them in the structure of what `like` has there.
+
+    Raises:
+        ValueError: a structure that is needed and not given, or that differs.
+    """
+    if len(like) > len(args):
+        raise ValueError(f"Expected at most {len(args)} arguments in like; got {len(like)}.")
+    return tuple(
+        _filled(n, arg, like[n]) if n < len(like) else _rebuilt(n, arg)
+        for n, arg in enumerate(args)
+    )
+
+
+def _rebuilt(number: int, arg: Argument) -> Any:
+    other = next((f"{n}, a {x.kind}" for n, x in arg.leaves if isinstance(x, Other)), "")
+    if arg.is_plain and not other:
+        return arg.tree
+    names = ", ".join(name for name, _ in arg.leaves[:3]) + ", ..." * (len(arg.leaves) > 3)
+    raise ValueError(
+        f"Expected like= with something in the place of argument {number}, a {arg.kind} with "
+        f"{other or 'the leaves ' + names}; got none. A capsule holds arrays and numbers in "
+        f"dictionaries, lists and tuples: pass a tuple of the arguments up to this one, such as "
+        f"(model,), or a function that returns it."
+    )
+
+
+def _filled(number: int, arg: Argument, like: Any) -> Any:
+    found, structure = jax.tree_util.tree_flatten_with_path(like)
+    wanted, given = [name for name, _ in arg.leaves], [name_of(path) for path, _ in found]
+    if wanted != given:
+        missing = [name for name in wanted if name not in given]
+        unknown = [name for name in given if name not in wanted]
+        raise ValueError(
+            f"Expected in like the leaves of argument {number}, {len(wanted)} of them; got "
+            f"{len(given)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
+            f"unknown."
+        )
+    values = []
+    for (name, leaf), (_, own) in zip(arg.leaves, found, strict=True):
+        shape, given = getattr(leaf, "shape", None), getattr(own, "shape", None)
+        if shape is not None and given is not None and shape != tuple(given):
+            raise ValueError(
+                f"Expected in like shape {shape} for {name} of argument {number}; got "
+                f"{tuple(given)}."
+            )
+        values.append(own if isinstance(leaf, Other) else leaf)
+    return structure.unflatten(values)
+
+
+def name_of(path: Any) -> str:
+    """The path of a leaf in a pytree, as `w/0`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _check_readable(leaf: Any, where: str) -> None:
+    if isinstance(leaf, Tracer):
+        raise ValueError(f"{where} is traced; call it outside of compiled functions")
+    if not isinstance(leaf, jax.Array):
+        return
+    if leaf.is_deleted():
+        raise ValueError(
+            f"{where} was donated, and is gone; pass what the step returned, or do not donate it"
+        )
+    if not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        raise ValueError(f"{where} lies on devices of other processes; gather it first")
+
+
+def _described(leaf: Any, arrays: list[Any]) -> dict[str, Any]:
+    """A leaf in JSON; if it is an array, it is added to `arrays`."""
+    if type(leaf).__name__ in _SCALARS and type(leaf).__module__ == "builtins":
+        return {"scalar": [type(leaf).__name__, str(leaf)]}
+    kinds = {jax.Array: "jax", np.ndarray: "numpy", np.generic: "generic"}
+    kind = next((name for of, name in kinds.items() if isinstance(leaf, of)), None)
+    # What has fields is nothing for JAX, and objects would be pickled.
+    if kind is None or (kind != "jax" and (leaf.dtype.hasobject or leaf.dtype.fields)):
+        return {"other": type(leaf).__qualname__}
+    arrays.append(leaf)
+    about = {"kind": kind, "dtype": str(leaf.dtype), "shape": leaf.shape}
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return {**about, "key": str(jax.random.key_impl(leaf))}
+    return {**about, "view": leaf.dtype.isbuiltin == 2, "weak": getattr(leaf, "weak_type", False)}
+
+
+def _in_numpy(array: Any) -> np.ndarray:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    array = np.asarray(array)
+    return array.view(f"u{array.itemsize}") if array.dtype.isbuiltin == 2 else array
+
+
+def _arrays(archive: zipfile.ZipFile) -> Iterator[np.ndarray]:
+    for number in itertools.count():
+        member = io.BytesIO(archive.read(f"{number}.npy"))  # all of it, so its checksum is compared
+        yield np.lib.format.read_array(member)
+
+
+def _argument(about: dict[str, Any], arrays: Iterator[np.ndarray]) -> Argument:
+    leaves = [(str(name), _value(leaf, arrays)) for name, leaf in about["leaves"]]
+    is_plain = about["tree"] is not None
+    tree = _out_of_json(about["tree"], [value for _, value in leaves]) if is_plain else None
+    return Argument(str(about["type"]), leaves, is_plain, tree)
+
+
+def _value(leaf: dict[str, Any], arrays: Iterator[np.ndarray]) -> Any:
+    """A leaf as it was."""
+    if "other" in leaf:
+        return Other(str(leaf["other"]))
+    if "scalar" in leaf:
+        kind, text = leaf["scalar"]
+        return _SCALARS[kind](text)
+    array = next(arrays)
+    if "key" in leaf:
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf["key"])
+    array = array.view(jnp.dtype(leaf["dtype"])) if leaf["view"] else array
+    if (str(array.dtype), list(array.shape)) != (leaf["dtype"], leaf["shape"]):
+        raise ValueError(f"{array.dtype}{list(array.shape)} in the place of {leaf}")
+    if leaf["kind"] != "jax":
+        return array if leaf["kind"] == "numpy" else array[()]
+    if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+        raise _Needs64BitsError(
+            f"Expected jax_enable_x64, with which the capsule's {array.dtype} was made; got False. "
+            f'Call jax.config.update("jax_enable_x64", True) first.'
+        )
+    weak = jnp.asarray(array.dtype.type(0).item())  # a number of Python makes a weak type, ...
+    if not leaf["weak"] or weak.dtype != array.dtype:
+        return jnp.asarray(array)
+    return jnp.broadcast_to(weak, array.shape).at[...].set(array)  # ... which this keeps
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether a pytree consists of dictionaries, lists, tuples, None and leaves alone."""
+    if type(tree) is dict:
+        keys = all(type(key) in (str, int, bool) for key in tree)
+        return keys and all(map(_is_plain, tree.values()))
+    if type(tree) in (list, tuple):
+        return all(map(_is_plain, tree))
+    return tree is None or jax.tree_util.all_leaves([tree])
+
+
+def _in_json(places: Any) -> dict[str, Any]:
+    """A plain pytree with the number of each leaf in its place."""
+    if type(places) is dict:
+        return {"dict": [[key, _in_json(value)] for key, value in places.items()]}
+    if type(places) in (list, tuple):
+        return {type(places).__name__: [_in_json(value) for value in places]}
+    return {"none": 0} if places is None else {"leaf": places}
+
+
+def _out_of_json(node: dict[str, Any], values: list[Any]) -> Any:
+    ((kind, content),) = node.items()
+    if kind == "dict":
+        return {key: _out_of_json(value, values) for key, value in content}
+    if kind in ("list", "tuple"):
+        children = [_out_of_json(value, values) for value in content]
+        return children if kind == "list" else tuple(children)
+    return None if kind == "none" else values[content]

@@ -1,0 +1,457 @@
+"""Capsules: what a run keeps of a bad step."""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import typing
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from contracts.test_fuzz import QUICK, damaged, outcome
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gainstage as gs
+from gainstage.diagnostics import Capsule, read_capsule
+
+TRAIN = """
+import os, signal, sys
+from pathlib import Path
+import jax.numpy as jnp, optax, gainstage as gs
+
+def loss_fn(params, batch):
+    return ((batch["x"].astype("float16") @ params["w"].astype("float16")) ** 2).sum()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "early":
+        Path.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+    tx = gs.loss_scaled(optax.sgd(0.01), gs.DynamicLossScale(2.0**4), telemetry=True)
+    step = gs.train_step(loss_fn, tx)
+    params = {"w": jnp.ones(3)}
+    opt_state = tx.init(params)
+    capsule = gs.diagnostics.Capsule(sys.argv[2])
+    for n in range(5):
+        batch = {"x": jnp.full((2, 3), 40.0 if n == 3 else 0.5)}
+        params, opt_state, loss = step(params, opt_state, batch)
+        if capsule.write(n, gs.telemetry(opt_state), params, batch):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+JSON = [None, True, 0, -1, 7, 2**70, 0.5, float("nan"), "", "a", "float32", [], ["int", "x"], {},
+        {"a": 1}, {"leaf": 9}]  # fmt: skip
+
+
+def info(finite=True, scale=8.0):
+    zero = jnp.float32(0)
+    return gs.StepInfo(jnp.array(finite), jnp.float32(scale), zero, zero, zero, zero)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a capsule of some arguments; returns its path."""
+
+    def write(*args, path=tmp_path / "bad.npz"):
+        assert Capsule(path).write(0, info(False), *args)
+        return path
+
+    return write
+
+
+def test_a_run_that_is_killed_leaves_a_whole_capsule_or_none(tmp_path):
+    """Killed right after a bad step it has left what repeats the step; killed before the file has
+    its name, nothing that a later run would not replace."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    paths = {when: tmp_path / f"{when}.npz" for when in ("early", "late")}
+    words = [sys.executable, str(tmp_path / "train.py")]
+    runs = [subprocess.Popen([*words, when, str(path)]) for when, path in paths.items()]
+    assert [run.wait(100) for run in runs] == [-signal.SIGKILL] * 2
+    bad = read_capsule(paths["late"])
+    assert (bad.step, bad.scale) == (3, 16.0)
+    params, batch = bad.args
+
+    def loss(params, scale):
+        product = batch["x"].astype("float16") @ params["w"].astype("float16")
+        return (product**2).sum() * scale
+
+    grads = {scale: jax.grad(loss)(params, jnp.float16(scale))["w"] for scale in (1.0, bad.scale)}
+    assert jnp.isfinite(grads[1.0]).all()
+    assert not jnp.isfinite(grads[bad.scale]).all()
+    assert not paths["early"].exists()
+    assert (tmp_path / "early.npz.part").exists()
+    Capsule(paths["early"])
+    assert not (tmp_path / "early.npz.part").exists()
+
+
+def test_a_capsule_that_is_cut_short_is_an_error(write):
+    """Whatever is missing at its end, reading it raises a ValueError that says so."""
+    path = write(np.arange(100.0), {"x": jnp.ones((3, 4))})
+    whole = path.read_bytes()
+    for length in {*range(0, len(whole), 97), len(whole) - 1, len(whole) - 22}:
+        path.write_bytes(whole[:length])
+        wanted = "cut short or damaged" if length > 3 else "(an empty file|at its beginning)"
+        with pytest.raises(ValueError, match=rf"Expected a .*capsule at .*bad.npz; got .*{wanted}"):
+            read_capsule(path)
+    path.write_bytes(whole)
+    assert read_capsule(path).step == 0
+
+
+def test_a_damaged_capsule_is_never_read_as_another(write, rng):
+    """One wrong byte is a ValueError, unless it stands where nothing is read from."""
+    path = write(np.arange(20.0), {"x": jnp.ones((3, 4))})
+    whole = path.read_bytes()
+    right, harmless = read_capsule(path), 0
+    for place in rng.choice(len(whole), 200, replace=False):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        with contextlib.suppress(ValueError):
+            jax.tree.map(np.testing.assert_array_equal, read_capsule(path), right)
+            harmless += 1
+    assert harmless < 100
+
+
+@QUICK
+@given(st.data())
+def test_a_description_from_anywhere_is_a_clear_error(tmp_path_factory, data):
+    """A file whose description has been changed is read as it says, or refused as one that is
+    damaged."""
+    path = tmp_path_factory.getbasetemp() / "described.npz"
+    path.unlink(missing_ok=True)
+    capsule = Capsule(path)
+    args = {"w": [jnp.ones(3), np.ones(2, "bfloat16")], "n": (1, None)}, jax.random.key(0)
+    assert capsule.write(0, info(False), *args)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    about = data.draw(damaged(json.loads(members["capsule.json"]), JSON))
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in {**members, "capsule.json": json.dumps(about)}.items():
+            archive.writestr(name, content)
+    outcome(lambda: read_capsule(path))
+
+
+def test_what_is_no_capsule_is_refused(tmp_path):
+    """Another file is neither read as a capsule nor replaced by one."""
+    np.savez(tmp_path / "weights.npz", w=np.ones(3))
+    (tmp_path / "notes.txt").write_text("important")
+    with zipfile.ZipFile(tmp_path / "newer.npz", "w") as archive:
+        archive.writestr("capsule.json", json.dumps({"gainstage capsule": 2, "versions": "9.0"}))
+    wanted = {"weights.npz": r"an archive of \['w.npy'\]", "notes.txt": "b'impo' at its beginning",
+              "newer.npz": "format 2. Read it with the gainstage that wrote it, 9.0"}  # fmt: skip
+    for name, message in wanted.items():
+        for use in (read_capsule, Capsule):
+            with pytest.raises(ValueError, match=rf"Expected a capsule .*{name}; got {message}"):
+                use(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        read_capsule(tmp_path / "missing.npz")
+    with pytest.raises(FileNotFoundError):
+        Capsule(tmp_path / "no folder" / "bad.npz")
+
+
+DTYPES = [*"?bhiqBHIQefdFD", *(np.dtype(getattr(ml_dtypes, name)) for name in (
+    "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn", "int4", "uint4", "int2"))]  # fmt: skip
+
+
+def test_arrays_of_every_dtype_come_back(write):
+    """JAX's and numpy's arrays keep shape, dtype, bits, kind and weak type."""
+    numpy = [np.arange(6).reshape(2, 3).astype(dtype) for dtype in DTYPES]
+    short = [x for x in numpy if jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype]
+    ours = [*map(jnp.asarray, short), jnp.full((2, 3), 0.1), jnp.asarray(2), jnp.ones((0, 3))]
+    others = [
+        np.float32(0.1),
+        np.array("text"),
+        np.ones(2, ">f4"),
+        np.ones((4, 4), order="F")[::2],
+        np.nan,
+    ]
+    (found,) = read_capsule(write([numpy, ours, others])).args
+    for old, new in zip(*map(jax.tree.leaves, ([numpy, ours, others], found)), strict=True):
+        if isinstance(old, float):
+            assert type(new) is type(old)
+            continue
+        assert (new.shape, new.dtype) == (old.shape, old.dtype)
+        assert isinstance(new, jax.Array) == isinstance(old, jax.Array)
+        assert getattr(new, "weak_type", None) == getattr(old, "weak_type", None)
+        assert np.asarray(new).tobytes() == np.asarray(old).tobytes()
+
+
+def test_arguments_of_every_plain_kind_come_back(write):
+    """Dictionaries, lists, tuples, None, numbers, strings and Variables are as they were."""
+    args = ({"b": [1, 2.5, True, None], "a": {3: (), 2: {}}}, -np.inf, "mode", 1 + 2j, ([],))
+    path = write(*args, gs.Variable(4.0))
+    assert read_capsule(path).args == (*args, jnp.float32(4.0))
+    assert json.loads(zipfile.ZipFile(path).read("capsule.json"))["versions"]["jax"]
+
+
+def test_keys_come_back(write):
+    """A random key draws the same numbers, of whichever generator it is."""
+    keys = [jax.random.key(1), jax.random.split(jax.random.key(2, impl="rbg"), 3)]
+    (found,) = read_capsule(write(keys)).args
+    assert [key.dtype for key in found] == [key.dtype for key in keys]
+    np.testing.assert_array_equal(*(jax.random.normal(k[0], (5,)) for k in (found, keys)))
+
+
+def test_sharded_arrays_are_gathered(write):
+    """An array on a mesh is kept whole."""
+    mesh = Mesh(jax.devices()[:4], ("data",))
+    batch = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
+    np.testing.assert_array_equal(read_capsule(write(batch)).args[0], np.arange(8.0))
+
+
+def test_64_bits_need_the_setting_of_the_run(write):
+    """A 64-bit array of JAX is an error where `jax_enable_x64` is off, and not rounded."""
+    with jax.enable_x64(True):
+        path = write(jnp.ones(3, "float64"))
+        found = read_capsule(path)
+        assert (found.args[0].dtype, found.settings["jax_enable_x64"]) == (np.float64, True)
+    with pytest.raises(ValueError, match=r"Expected jax_enable_x64.* float64 was made; got False"):
+        read_capsule(path)
+
+
+class Pair(typing.NamedTuple):
+    left: typing.Any
+    right: typing.Any
+
+
+def test_other_structures_are_rebuilt_with_like(write):
+    """A NamedTuple comes back in the place of what `like` has, and an error names what differs."""
+    path = write(Pair(jnp.ones(2), {"w": jnp.zeros(3)}), 7)
+    planned = Pair(jax.ShapeDtypeStruct((2,), "float32"), {"w": jnp.ones(3)})
+    for like in (
+        planned,
+        (planned,),
+        (planned, 0),
+        lambda: planned,
+        functools.partial(Pair, *planned),
+    ):
+        pair, number = read_capsule(path, like).args
+        assert (type(pair), number, float(pair.right["w"].sum())) == (Pair, 7, 0.0)
+    with pytest.raises(ValueError, match=r"Expected like= .* argument 0, a .*Pair with the leaves "
+                       r"left, right/w; got none"):  # fmt: skip
+        read_capsule(path)
+    with pytest.raises(ValueError, match=r"\['right/w'\] missing and \['right/v'\] unknown"):
+        read_capsule(path, Pair(planned.left, {"v": jnp.ones(3)}))
+    with pytest.raises(ValueError, match=r"Expected in like shape \(2,\) for left .*; got \(3,\)"):
+        read_capsule(path, Pair(jnp.ones(3), planned.right))
+    with pytest.raises(ValueError, match="at most 2 arguments in like; got 3"):
+        read_capsule(path, (planned, 0, 0))
+
+
+def test_leaves_that_are_no_arrays_are_those_of_like(write):
+    """A function and an array of Python objects are not stored, and `like` stands in for them."""
+    objects = np.array([None, print])
+    path = write({"activation": max, "objects": objects, "w": jnp.ones(2)})
+    (found,) = read_capsule(path, {"activation": min, "objects": objects, "w": jnp.zeros(2)}).args
+    assert found["activation"] is min
+    assert found["objects"] is objects
+    np.testing.assert_array_equal(found["w"], [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"Expected like= .*, a builtins.dict with activation, a "):
+        read_capsule(path)
+
+
+def test_models_come_back_with_like(write):
+    """An NNX and an Equinox model compute the same again; its functions are those of `like`."""
+    eqx, nnx = pytest.importorskip("equinox"), pytest.importorskip("flax.nnx")
+    x = jnp.arange(3.0)
+    made = [
+        lambda seed: eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(seed)),
+        lambda seed: nnx.Linear(3, 2, rngs=nnx.Rngs(seed)),
+    ]
+    for make in made:
+        model = make(0)
+        path = write(model, x)
+        for like in (make(1), lambda make=make: make(1)):
+            other, _ = read_capsule(path, like).args
+            np.testing.assert_array_equal(other(x), model(x))
+    with pytest.raises(ValueError, match=r"Expected like= .* argument 0, a .*Linear with"):
+        read_capsule(path)
+
+
+def loss_fn(params, x):
+    return ((x.astype("float16") @ params["w"].astype("float16")) ** 2).sum().astype("float32")
+
+
+def trained_by(kind, write):
+    """Takes five steps, of which the fourth overflows, and calls `write` after each."""
+    rule = gs.DynamicLossScale(2.0**4, increment_period=2)
+    if kind == "LossScaleOptimizer":
+        w = gs.Variable(jnp.ones(3), name="w")
+        opt = gs.LossScaleOptimizer(gs.SGD(0.001), rule=rule, telemetry=True)
+        opt.build([w])
+
+        def train_step(x):
+            return opt.minimize(lambda: loss_fn({"w": w.value()}, x), [w])
+
+        compiled = gs.jit(train_step, state=([w], opt.variables), donate=True)
+
+        def step(x):
+            compiled(x)
+            return gs.telemetry(opt), {"w": w}
+    else:
+        tx = gs.loss_scaled(optax.sgd(0.001), rule, telemetry=True)
+        state = [{"w": jnp.ones(3)}]
+        state.append(tx.init(state[0]))
+        compiled = gs.train_step(loss_fn, tx)
+        if kind == "loop":
+
+            @functools.partial(jax.jit, donate_argnums=(0, 1))
+            def compiled(params, opt_state, x):
+                loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                return gs.apply_updates(params, updates, opt_state), opt_state, loss
+
+        def step(x):
+            *state[:], _ = compiled(*state, x)
+            return gs.telemetry(state[1]), state[0]
+
+    for n in range(5):
+        x = jnp.full((2, 3), 30.0 if n == 3 else 0.5)
+        write(n, *step(x), x)
+
+
+@pytest.mark.parametrize("kind", ["train_step", "loop", "LossScaleOptimizer"])
+def test_a_capsule_repeats_the_bad_step_of_every_kind_of_training(tmp_path, kind):
+    """It holds the parameters and the scale of the loss that overflowed, also where the step reuses
+    their memory, and changes no step after it."""
+    seen = [[], []]
+    trained_by(
+        kind, lambda n, info, params, x: seen[0].append(jax.device_get((info, +params["w"])))
+    )
+    capsule = Capsule(tmp_path / "bad.npz")
+    written = []
+
+    def write(n, info, params, x):
+        written.append(capsule.write(n, info, params, x))
+        seen[1].append(jax.device_get((info, +params["w"])))
+
+    trained_by(kind, write)
+    jax.tree.map(np.testing.assert_array_equal, *seen)
+    assert written == [False, False, False, True, False]
+    bad = read_capsule(tmp_path / "bad.npz")
+    assert (bad.step, bad.scale) == (3, 32.0)  # it grew after two finite steps, and has fallen now
+    np.testing.assert_array_equal(bad.args[0]["w"], seen[0][2][1])
+    gradient = jax.grad(lambda p: loss_fn(p, bad.args[1]) * bad.scale)(bad.args[0])
+    assert jnp.isinf(gradient["w"]).all()
+
+
+def test_a_healthy_run_leaves_nothing_and_keeps_its_memory(tmp_path):
+    """No file is written, nothing but a flag is read, and donated memory is used again."""
+    tx = gs.loss_scaled(optax.sgd(0.001), gs.DynamicLossScale(2.0**4), telemetry=True)
+    step, capsule = gs.train_step(loss_fn, tx), Capsule(tmp_path / "bad.npz")
+    params = {"w": jnp.ones(3)}
+    opt_state, x = tx.init(params), jnp.ones((2, 3))
+    for n in range(3):
+        before = params["w"]
+        params, opt_state, _ = step(params, opt_state, x)
+        assert not capsule.write(n, gs.telemetry(opt_state), params, x)
+        assert before.is_deleted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def steps_written(capsule, flags):
+    """The numbers of the steps that are written, given which are finite."""
+    return [n for n, finite in enumerate(flags) if capsule.write(n, info(finite), jnp.ones(2))]
+
+
+def test_only_the_first_of_a_few_bad_steps_is_kept(tmp_path):
+    """The next capsule follows after `healthy` finite steps in a row, and not before."""
+    flags = [False, False, True, False, *[True] * 3, False, False, True, True, False]
+    assert steps_written(Capsule(tmp_path / "a.npz", healthy=3), flags) == [0, 7]
+    assert steps_written(Capsule(tmp_path / "b.npz", healthy=1), flags) == [0, 3, 7, 11]
+    assert steps_written(Capsule(tmp_path / "c.npz"), [*flags, *[True] * 100, False]) == [0, 112]
+    assert read_capsule(tmp_path / "c.npz").step == 112
+
+
+def test_a_row_of_ten_bad_steps_is_kept(tmp_path):
+    """A run that fails for good soon after a bad step is not missed: the tenth step is kept."""
+    flags = [False, *[True] * 5, *[False] * 30, True, *[False] * 12]
+    assert steps_written(Capsule(tmp_path / "bad.npz"), flags) == [0, 15, 46]
+    assert steps_written(Capsule(tmp_path / "bad.npz"), [False] * 30) == [0]
+
+
+def test_the_latest_capsules_are_kept(tmp_path):
+    """With `keep=3` there are three files at most, the newest under the name that was given."""
+    capsule = Capsule(tmp_path / "bad.npz", keep=3, healthy=1)
+    for n in range(5):
+        assert capsule.write(2 * n, info(False), n)
+        capsule.write(2 * n + 1, info(), n)
+    names = ["bad.npz", "bad.1.npz", "bad.2.npz"]
+    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    assert [read_capsule(tmp_path / name).step for name in names] == [8, 6, 4]
+
+
+def test_arguments_that_are_too_large_are_told_at_the_first_step(tmp_path):
+    """A warning says their size; nothing is written, and the run goes on."""
+    capsule = Capsule(tmp_path / "bad.npz", max_bytes=1024)
+    with pytest.warns(UserWarning, match=r"have 3.91 KiB, more than max_bytes, 1 KiB; set max_b"):
+        assert not capsule.write(0, info(), jnp.ones(1000))
+    assert not capsule.write(1, info(False), jnp.ones(1000))
+    assert list(tmp_path.iterdir()) == []
+    assert capsule.write(2, info(False), jnp.ones(256))
+
+
+def test_a_donated_batch_is_told_at_the_first_step(tmp_path):
+    """A warning names the argument that a bad step could not keep."""
+    batch = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(batch)
+    capsule = Capsule(tmp_path / "bad.npz")
+    with pytest.warns(UserWarning, match=r"No bad step can be kept: argument 1 \(x\) was donated"):
+        capsule.write(0, info(), 1.0, {"x": batch})
+
+
+def test_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch):
+    """A failed write is one warning, leaves the older capsule, and the next bad step is tried."""
+    path = tmp_path / "bad.npz"
+    capsule, fsync = Capsule(path, healthy=1), os.fsync
+    assert capsule.write(0, info(False), 0)
+    assert not capsule.write(1, info(), 1)
+
+    def full(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.warns(UserWarning, match="Step 2 was bad, and could not be kept: .* No space left"):
+        assert not capsule.write(2, info(False), 2)
+    assert not capsule.write(3, info(False), 3)
+    assert read_capsule(path).step == 0
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert capsule.write(4, info(False), 4)
+    assert read_capsule(path).step == 4
+
+
+def test_an_interrupted_write_leaves_the_older_capsule(tmp_path, monkeypatch):
+    """Ctrl-C in the middle of a write leaves no other file than before."""
+    path = tmp_path / "bad.npz"
+    capsule = Capsule(path, healthy=1)
+    assert capsule.write(0, info(False), 0)
+    assert not capsule.write(1, info(), 1)
+    monkeypatch.setattr(os, "fsync", lambda file: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        capsule.write(2, info(False), 2)
+    assert read_capsule(path).step == 0
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_no_telemetry_is_refused(tmp_path):
+    """An optax state in the place of the telemetry, and one that is gone, are errors."""
+    capsule, given = Capsule(tmp_path / "bad.npz"), info()
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    with pytest.raises(TypeError, match=r"Expected what gainstage.telemetry returned for info"):
+        capsule.write(0, tx.init(1.0), 1.0)
+    jax.jit(lambda x: ~x, donate_argnums=0)(given.finite)
+    with pytest.raises(ValueError, match="Call write before the next step"):
+        capsule.write(0, given, 1.0)
+    for wrong in ({"keep": 0}, {"healthy": 0}, {"max_bytes": 0}, {"keep": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Capsule(tmp_path / "bad.npz", **wrong)
