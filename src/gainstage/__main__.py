@@ -1,7 +1,8 @@
-"""The command line: `gainstage demo`, `doctor` and `report`."""
+"""The command line: `gainstage demo`, `doctor`, `report` and `autopsy`."""
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,10 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             report = importlib.import_module("gainstage.diagnostics.report")
             page = arguments.output or arguments.run.with_suffix(".html")
             return report.main(arguments.run, page)
+        if arguments.command == "autopsy":
+            import jax
+
+            if not os.environ.get("JAX_PLATFORMS"):
+                jax.config.update("jax_platforms", "cpu")  # as for a report
+            autopsy = importlib.import_module("gainstage.diagnostics.autopsy")
+            about = (arguments.loss, arguments.like, arguments.output)
+            return autopsy.main(arguments.capsule, *about, arguments.has_aux, arguments.using)
         demo = importlib.import_module("gainstage.demo")
         demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
     except ModuleNotFoundError as error:
-        extra = words[0]
+        extra = {"autopsy": "report"}.get(words[0], words[0])
         wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
         print(wanted, file=sys.stderr)
         return 1
@@ -92,6 +101,40 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="the page's file, .html, or a picture's, .png, .pdf or .svg (default: RUN.html)",
     )
+    autopsy = commands.add_parser(
+        "autopsy",
+        help="find the cause of a bad step that a run has kept",
+        description="Reads a capsule that gainstage.diagnostics.Capsule has written, computes its "
+        "step again and prints which operation was not finite, in which layer, and what to do. "
+        "Runs on the CPU unless the environment variable JAX_PLATFORMS says otherwise.",
+        epilog="example: gainstage autopsy bad.npz --loss train:loss_fn --output bad.html",
+    )
+    autopsy.add_argument("capsule", type=Path, metavar="PATH", help="the file of the capsule")
+    function = "MODULE:FUNCTION"
+    autopsy.add_argument(
+        "--loss",
+        required=True,
+        metavar=function,
+        help="the loss function; its module is imported, from this directory too, so a script must "
+        'train under `if __name__ == "__main__":` only',
+    )
+    autopsy.add_argument(
+        "--like",
+        metavar=function,
+        help="a function without arguments that returns a model like that of the run, or a tuple "
+        "of such arguments; needed for NNX and Equinox models",
+    )
+    autopsy.add_argument(
+        "--output", type=_html, metavar="PAGE.html", help="the page's file (default: none)"
+    )
+    autopsy.add_argument(
+        "--has-aux", action="store_true", help="the loss function returns (loss, aux)"
+    )
+    autopsy.add_argument(
+        "--using",
+        metavar=function,
+        help="what differentiates, such as flax.nnx:value_and_grad (default: jax:value_and_grad)",
+    )
     return parser
 
 
@@ -111,10 +154,8 @@ def _picture(word: str, kinds: Sequence[str] = (".png", ".pdf", ".svg")) -> Path
     """A file that can be written, found out before the work rather than after it."""
     path = Path(word)
     if path.suffix.lower() not in kinds:
-        *others, last = kinds
-        raise argparse.ArgumentTypeError(
-            f"Expected a {', '.join(others)} or {last} file; got {word}."
-        )
+        names = " or ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
+        raise argparse.ArgumentTypeError(f"Expected a {names} file; got {word}.")
     try:
         try:
             path.open("xb").close()
@@ -136,6 +177,10 @@ def _recording(word: str) -> Path:
 
 def _page(word: str) -> Path:
     return _picture(word, (".html", ".png", ".pdf", ".svg"))
+
+
+def _html(word: str) -> Path:
+    return _picture(word, (".html",))
 
 
 if __name__ == "__main__":

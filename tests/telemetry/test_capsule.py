@@ -1,10 +1,12 @@
-"""Capsules: what a run keeps of a bad step."""
+"""Capsules: what a run keeps of a bad step, and the command that reads it."""
 
 import contextlib
 import errno
 import functools
+import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +25,10 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage import diagnostics
+from gainstage.__main__ import main
 from gainstage.diagnostics import Capsule, read_capsule
+from gainstage.diagnostics import capsule as capsule_module
 
 TRAIN = """
 import os, signal, sys
@@ -455,3 +460,136 @@ def test_what_is_no_telemetry_is_refused(tmp_path):
     for wrong in ({"keep": 0}, {"healthy": 0}, {"max_bytes": 0}, {"keep": 1.5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Capsule(tmp_path / "bad.npz", **wrong)
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────
+
+
+class Seen:
+    """In the place of an X-ray."""
+
+    def __init__(self, loss_fn, *args, scale, **options):
+        self.finite, self.options = bool(jnp.isfinite(loss_fn(*args) * jnp.float16(scale))), options
+
+    def __str__(self):
+        return f"finite: {self.finite}, options: {sorted(self.options)}"
+
+    def to_html(self, path):
+        path.write_text("page")
+
+
+MODULE = """
+from collections import namedtuple
+Model = namedtuple("Model", "w")
+def loss(w, x):
+    if isinstance(x, dict):
+        raise ArithmeticError("too large")
+    return w * x
+def model_loss(model, x):
+    return model.w * x
+def model():
+    return Model(0.0)
+def broken():
+    raise ValueError("no model")
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Runs `gainstage autopsy` in a folder with a module; returns its status and what it said."""
+    (tmp_path / "train_it.py").write_text(MODULE)
+    (tmp_path / "needs_it.py").write_text("import not_installed")
+    (tmp_path / "script.py").write_text("raise SystemExit('which run?')")
+    monkeypatch.setattr(diagnostics, "xray", Seen, raising=False)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    for name in ("train_it", "needs_it", "script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        return main(["autopsy", *map(str, words)]), capsys.readouterr()
+
+    return run
+
+
+def test_an_autopsy_x_rays_the_step_with_the_loss_of_a_module(command, write, tmp_path):
+    """It prints what the capsule is, the X-ray, and writes the page if asked to."""
+    path = write(jnp.float16(40000.0), 2)
+    status, said = command(path, "--loss", "train_it:loss", "--output", "page.html", "--has-aux")
+    assert (status, said.err) == (0, "")
+    first, *rest = said.out.splitlines()
+    assert first.startswith(f"{path}: step 0 at scale 2^3, of gainstage {gs.__version__}, jax ")
+    assert rest == ["finite: False, options: ['has_aux']", "See page.html."]
+    assert (tmp_path / "page.html").read_text() == "page"
+
+
+def test_an_autopsy_says_what_is_different_here(command, write, monkeypatch):
+    """Other versions are named, and a step that is finite here is said to be."""
+    of_run = {**capsule_module.versions(), "jax": "0.10.0", "platform": "gpu"}
+    with monkeypatch.context() as patch:
+        patch.setattr(capsule_module, "versions", lambda: of_run)
+        path = write(2.0, 3)
+    status, said = command(path, "--loss", "train_it:loss", "--using", "train_it:loss")
+    assert status == 0
+    assert f"Here: jax {jax.__version__}, platform cpu. Rounding may differ." in said.out
+    assert "options: ['has_aux', 'using']\nThe step is finite here, and was not" in said.out
+
+
+def test_an_autopsy_rebuilds_a_model_with_like(command, write):
+    """`--like` names the function that makes a model like that of the run."""
+    path = write(Pair(2.0, None)._replace(right=()), 3)
+    status, said = command(path, "--loss", "train_it:model_loss")
+    assert (status, said.out) == (1, "")
+    assert "Expected like= with something in the place of argument 0" in said.err
+    status, said = command(path, "--loss", "train_it:model_loss", "--like", "train_it:model")
+    assert status == 1
+    assert "['left'] missing and ['w'] unknown" in said.err
+    module = importlib.import_module("train_it")
+    path = write(module.Model(2.0), 3)
+    words = ["--loss", "train_it:model_loss", "--like", "train_it:model"]
+    assert command(path, *words)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--loss train_it", "Expected module:function for --loss; got 'train_it'."),
+        ("--loss nowhere:loss", "that is installed or in .* for --loss; got 'nowhere'."),
+        ("--loss train_it.py:loss", "got 'train_it.py'. Write it without .py."),
+        ("--loss train_it:typo", "Expected a name of train_it for --loss; got 'typo'."),
+        ("--loss needs_it:loss", "No module named 'not_installed'\n--loss needs_it:loss raised"),
+        ("--loss script:loss", "which run\\?\n--loss script:loss raised the error above."),
+        ("--loss train_it:loss --like train_it:broken", "no model\n--like train_it:broken raised"),
+        (
+            "--loss train_it:loss",
+            "too large\ntrain_it:loss .* arguments\n0: float\n1: w float32.3., x int32..",
+        ),
+    ],
+)
+def test_a_mistake_in_an_autopsy_is_told(command, write, words, message):
+    """The status is 1, and what was wrong with which option is said, after the user's error."""
+    path = write(2.0, {"x": jnp.asarray(9), "w": jnp.ones(3)})
+    status, said = command(path, *words.split())
+    assert status == 1
+    assert re.search(message, said.err)
+
+
+def test_an_autopsy_of_no_capsule_is_told(command, tmp_path):
+    """A missing file and one that is something else are one line, and the status is 1."""
+    (tmp_path / "bad.npz").write_text("text")
+    for name, message in {"bad.npz": "Expected a capsule", "missing.npz": "No such file"}.items():
+        status, said = command(name, "--loss", "train_it:loss")
+        assert (status, said.out) == (1, "")
+        assert message in said.err
+        assert said.err.count("\n") == 1
+
+
+def test_an_autopsy_sets_jax_as_in_the_run(command, write):
+    """A run with 64-bit numbers is repeated with them."""
+    with jax.enable_x64(True):
+        path = write(jnp.ones((), "float64"), 2.0)
+    try:
+        assert command(path, "--loss", "train_it:loss")[0] == 0
+        assert jax.config.jax_enable_x64
+    finally:
+        jax.config.update("jax_enable_x64", False)

@@ -1,0 +1,127 @@
+"""`gainstage autopsy`: the X-ray of a bad step that a run has kept in a capsule."""
+
+import importlib
+import operator
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from gainstage.diagnostics import capsule_file
+from gainstage.diagnostics.capsule import BadStep, made, read_capsule, settings, versions
+from gainstage.rules.base import as_power
+
+
+def main(
+    path: Path,
+    loss: str,
+    like: str | None = None,
+    output: Path | None = None,
+    has_aux: bool = False,
+    using: str | None = None,
+) -> int:
+    """Prints the X-ray of a capsule, and writes its page.
+
+    Args:
+        path: the capsule.
+        loss: the loss function, as "module:function".
+        like: what `read_capsule` takes as `like`, as "module:function".
+        output: the page's file; None for none.
+        has_aux: whether the loss function returns (loss, aux).
+        using: what differentiates, as "module:function"; by default `jax.value_and_grad`.
+
+    Returns:
+        The exit status: 0, or 1 after an error, which is printed.
+    """
+    try:
+        _configure(capsule_file.description(path))
+        loss_fn = _users("--loss", loss)
+        options = {} if using is None else {"using": _users("--using", using)}
+        bad = read_capsule(path, None if like is None else _users("--like", like, made))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(_about(path, bad))
+    try:
+        xray = importlib.import_module("gainstage.diagnostics").xray
+        found = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
+    except Exception:
+        traceback.print_exc()
+        print(
+            f"{loss} could not be X-rayed with the arguments\n{_shown(bad.args)}", file=sys.stderr
+        )
+        return 1
+    print(found)
+    if found.finite:
+        print(
+            "The step is finite here, and was not in its run. Another version, platform or loss "
+            "function may be the reason."
+        )
+    if output is not None:
+        found.to_html(output)
+        print(f"See {output}.")
+    return 0
+
+
+def _configure(about: dict[str, Any]) -> None:
+    """Sets JAX as in the run, before the user's module makes its first array."""
+    here = settings()
+    for name in here.keys() & about["settings"].keys():  # and nothing else that a file may hold
+        if about["settings"][name] != here[name]:
+            jax.config.update(name, about["settings"][name])
+
+
+def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: found) -> Any:
+    """What the user's "module:function" names; the module may lie in the current directory."""
+    module, _, name = words.partition(":")
+    if not (module and name):
+        raise ValueError(f"Expected module:function for {option}; got {words!r}.")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return use(operator.attrgetter(name)(importlib.import_module(module)))
+    except (Exception, SystemExit) as error:  # a script may read the command line
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            advice = " Write it without .py." if module.endswith(".py") else ""
+            raise ValueError(
+                f"Expected a module that is installed or in {folder} for {option}; got "
+                f"{module!r}.{advice}"
+            ) from None
+        if (
+            isinstance(error, AttributeError)
+            and error.name in name.split(".")
+            and module in sys.modules
+        ):
+            raise ValueError(f"Expected a name of {module} for {option}; got {name!r}.") from None
+        traceback.print_exc()
+        raise ValueError(f"{option} {words} raised the error above.") from error
+
+
+def _about(path: Path, bad: BadStep) -> str:
+    """What the capsule holds, and what is different here."""
+    of_run = ", ".join(f"{name} {version}" for name, version in bad.versions.items())
+    lines = [f"{path}: step {bad.step} at scale {as_power(bad.scale)}, of {of_run}"]
+    other = {n: v for n, v in versions().items() if v != bad.versions.get(n)}
+    if other:
+        here = ", ".join(f"{name} {version}" for name, version in other.items())
+        lines.append(f"Here: {here}. Rounding may differ.")
+    return "\n".join(lines)
+
+
+def _shown(args: Sequence[Any]) -> str:
+    """What each argument is, in a line."""
+    lines = []
+    for number, arg in enumerate(args):
+        leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
+        shown = [f"{capsule_file.name_of(path)} {_kind(leaf)}".strip() for path, leaf in leaves[:5]]
+        lines.append(f"{number}: {', '.join(shown)}{', ...' * (len(leaves) > 5)}")
+    return "\n".join(lines)
+
+
+def _kind(leaf: Any) -> str:
+    is_array = hasattr(leaf, "dtype") and hasattr(leaf, "shape")
+    return f"{leaf.dtype}{list(leaf.shape)}" if is_array else type(leaf).__name__
