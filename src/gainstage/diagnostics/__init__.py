@@ -5,18 +5,24 @@ from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.capsule import BadStep, Capsule, read_capsule
 from gainstage.diagnostics.runs import Run, read_run
 from gainstage.diagnostics.writers import JsonLines, Writer, described
+from gainstage.diagnostics.xrays import Cause, Remedy, Window, Xray, xray
 
 __all__ = [
     "Alarm",
     "Alarms",
     "BadStep",
     "Capsule",
+    "Cause",
     "JsonLines",
+    "Remedy",
     "Run",
+    "Window",
     "Writer",
+    "Xray",
     "alarms_in",
     "described",
     "largest_scale",
     "read_capsule",
     "read_run",
+    "xray",
 ]

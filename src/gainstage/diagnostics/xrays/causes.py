@@ -1,0 +1,222 @@
+"""Why a step is not finite, or wrong: the first results that no operand explains."""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gainstage.diagnostics.xrays.numbers import largest, smallest
+from gainstage.diagnostics.xrays.places import layer_of
+from gainstage.diagnostics.xrays.precision import OPAQUE
+from gainstage.diagnostics.xrays.walk import Ran, Result
+
+LOST = 0.05  # relative error by underflow from which on it is a cause
+NEGLIGIBLE = 1e-5  # of the largest gradient: what cancels, and is rounding alone
+ADDS = frozenset(("add", "add_any", "sub"))  # where a small operand counts for little
+HINTS = {
+    "log": "log(0): keep its operand above 0",
+    "log1p": "log1p(-1): keep its operand above -1",
+    "div": "a division by 0: keep the divisor away from 0",
+    "sqrt": "the derivative of sqrt is infinite at 0: take sqrt(jnp.where(x > 0, x, 1))",
+    "rsqrt": "rsqrt(0): add an epsilon that the dtype holds",
+    "pow": "a power of 0: keep its operand above 0",
+    "integer_pow": "a power of 0: keep its operand away from 0",
+}
+
+
+class Cause(NamedTuple):
+    """A result, or an argument, where non-finite numbers come from, or where numbers are lost."""
+
+    kind: str  # "overflow", "underflow", "invalid", "argument", "constant" or "unseen"
+    operation: str  # the primitive, such as "dot_general"; "" for arguments and constants
+    is_backward: bool
+    dtype: str
+    shape: tuple[int, ...]
+    layer: str  # the layer whose parameter is used here or was used last
+    place: str  # line, parameter and scope, in words
+    line: str  # file and line of the user
+    iteration: int | None  # of the innermost loop around it
+    elements: int  # how many are not finite, or lost
+    of: int  # how many elements there are
+    float32: float  # the largest that float32 has here
+    message: str  # what happened, and what the limits are
+    result: int  # its place among the results of the X-ray
+
+    def __str__(self) -> str:
+        if not self.operation:
+            return self.message
+        way = "backward" if self.is_backward else "forward"
+        where = f"{way} {self.operation} {self.dtype}{list(self.shape)}, {self.place}"
+        turn = "" if self.iteration is None else f", iteration {self.iteration}"
+        return f"{where}{turn}: {self.message}"
+
+
+def causes_of(ran: Ran) -> list[Cause]:
+    """What made loss or gradients non-finite: arguments first, then in the order of the program."""
+    arguments, born, masks = _traced(ran)
+    found = [_argument(ran.results[i]) for i in arguments]
+    if not found or born:
+        found += _once(_born(ran, ran.results[i]) for i in born)
+    if not found or (arguments and all(not ran.results[i].numbers.nan for i in arguments)):
+        found += _once(_mask(ran, ran.results[i]) for i in masks if ran.results[i].op != "constant")
+    return found or [_argument(ran.results[i]) for i in masks if ran.results[i].op == "constant"]
+
+
+def _traced(ran: Ran) -> tuple[list[int], list[int], list[int]]:
+    """The arguments, the results that are born bad, and NaN out of infinities in the program."""
+    results = ran.results
+    outs = zip((ran.loss, *ran.gradients), ran.origins, strict=True)
+    todo = [i for _, i in outs if i is not None and results[i].numbers.bad]
+    seen: set[int] = set()
+    arguments, born, masks = [], [], []
+    while todo:
+        i = todo.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        result = results[i]
+        bad = [j for j in result.operands if results[j].numbers.bad]
+        todo += bad
+        if result.op == "argument":
+            arguments.append(i)
+        elif result.op == "constant":
+            (arguments if result.numbers.nan else masks).append(i)
+        elif result.is_born:
+            born.append(i)
+        elif result.numbers.nan and not any(results[j].numbers.nan for j in bad):
+            masks.append(i)
+    return sorted(arguments), sorted(born), sorted(masks)
+
+
+def _once(causes: Iterator[Cause]) -> list[Cause]:
+    """Without those of the same operation at the same place, such as in later iterations."""
+    known: dict[tuple[object, ...], Cause] = {}
+    for cause in causes:
+        key = (cause.operation, cause.is_backward, cause.place, cause.kind)
+        known.setdefault(key, cause)
+    return list(known.values())
+
+
+def _argument(result: Result) -> Cause:
+    n = result.numbers
+    name = result.place.near or "an array that the loss closes over"
+    message = f"{name} has {_plural(n.bad, 'element')} of {n.size} that are not finite"
+    return _cause("argument" if result.op == "argument" else "constant", result, n.bad, message, "")
+
+
+def _mask(ran: Ran, result: Result) -> Cause:
+    message = (
+        f"{result.numbers.nan} of {result.numbers.size} elements are NaN, out of an infinity that "
+        f"stands in the program itself: does a mask hide everything in a row?"
+    )
+    return _cause("invalid", result, result.numbers.nan, message)
+
+
+def _born(ran: Ran, result: Result) -> Cause:
+    n, ref = result.numbers, result.ref
+    counts = f"{n.bad} of {_plural(n.size, 'element')}"
+    if result.op in OPAQUE:
+        message = f"{counts} are not finite. The X-ray does not look inside of {result.op}"
+        return _cause("unseen", result, n.bad, message)
+    flushed = next((ran.results[i] for i in result.operands if ran.results[i].flushed), None)
+    if result.is_half and not ref.bad and ref.max > largest(result.dtype) * 0.999:
+        message = (
+            f"{counts} overflow{'s' * (n.bad == 1)}; float32 has {ref.max:.3g}, {result.dtype} "
+            f"ends at {largest(result.dtype):.5g}"
+        )
+        return _cause("overflow", result, n.bad, message)
+    if not ref.bad and flushed is not None:
+        message = (
+            f"{counts} are not finite, because {_plural(flushed.flushed, 'element')} of an operand "
+            f"({flushed.op} {flushed.dtype}) are 0 that are not in float32"
+        )
+        return _cause("underflow", result, n.bad, message)
+    if not ref.bad and result.is_half:
+        message = f"{counts} are not finite; float32 has at most {ref.max:.3g}"
+        return _cause("overflow", result, n.bad, message)
+    operation = result.derivative_of or result.op
+    hint = (
+        HINTS.get(operation, "")
+        if n.nan or operation in ("log", "div", "sqrt", "rsqrt", "pow")
+        else ""
+    )
+    message = f"{counts} are not finite, and in float32 neither" + (f"; {hint}" if hint else "")
+    return _cause("invalid", result, n.bad, message)
+
+
+def underflows_of(ran: Ran) -> list[Cause]:
+    """Where a finite step has lost more than a twentieth of a gradient, the largest loss first."""
+    weights = importance(ran)
+    lost = {r.id: lost_share(r) * weights.get(r.id, 0.0) for r in ran.results if r.is_half}
+    worst: dict[str, Result] = {}
+    for i, share in lost.items():
+        result = ran.results[i]
+        before = max((lost.get(j, 0.0) for j in result.operands), default=0.0)
+        if share < LOST or share < 2 * before or not result.flushed:
+            continue
+        known = worst.get(layer_of(result.place))
+        if known is None or share > lost[known.id]:
+            worst[layer_of(result.place)] = result
+    found = []
+    for result in sorted(worst.values(), key=lambda r: -lost[r.id]):
+        share = result.flushed / result.numbers.size
+        message = (
+            f"{share:.1%} of {result.numbers.size} elements are flushed to 0; float32 has at most "
+            f"{result.ref.max:.3g}, {result.dtype} ends at {smallest(result.dtype):.2g}"
+        )
+        found.append(_cause("underflow", result, result.flushed, message))
+    return found
+
+
+def lost_share(result: Result) -> float:
+    """The error of rounding to the dtype's subnormal numbers, relative to the root mean square."""
+    ref = result.ref
+    if not ref.rms or ref.bad:
+        return 0.0
+    others = (ref.size - ref.zero) / max(ref.size, 1)
+    return min(smallest(result.dtype) / 12**0.5 * others**0.5 / ref.rms, 1.0)
+
+
+def importance(ran: Ran) -> dict[int, float]:
+    """How far a relative error of each result becomes one of a gradient: 1 if all of it does."""
+    results, outs = ran.results, [i for i in ran.origins[1:] if i is not None]
+    top = max((results[i].ref.rms for i in outs), default=0.0)
+    weights = {i: 1.0 for i in outs if results[i].ref.rms > NEGLIGIBLE * top}
+    for result in reversed(results):
+        weight = weights.get(result.id)
+        if weight is None:
+            continue
+        for i in result.operands:
+            share = weight
+            if result.op in ADDS and result.ref.rms:
+                share *= min(results[i].ref.rms / result.ref.rms, 1.0)
+            weights[i] = max(weights.get(i, 0.0), share)
+    return weights
+
+
+def _cause(
+    kind: str, result: Result, elements: int, message: str, operation: str | None = None
+) -> Cause:
+    op = result.op if operation is None else operation
+    if op and result.derivative_of:
+        op = f"{op} (derivative of {result.derivative_of})"
+    place = str(result.place) + (f" ({result.place.via})" if result.place.via and op else "")
+    return Cause(
+        kind=kind,
+        operation=op,
+        is_backward=result.is_backward,
+        dtype=str(result.dtype),
+        shape=tuple(result.shape),
+        layer=layer_of(result.place),
+        place=place,
+        line=result.place.line,
+        iteration=result.turns[-1] if result.turns else None,
+        elements=elements,
+        of=result.numbers.size,
+        float32=math.inf if result.ref.bad else result.ref.max,
+        message=message,
+        result=result.id,
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

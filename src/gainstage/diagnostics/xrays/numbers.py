@@ -1,0 +1,86 @@
+"""What there is to know of the numbers of one array."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+HALF = frozenset(
+    map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+                    "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"))
+)  # fmt: skip
+
+
+class Numbers(NamedTuple):
+    """Counts of elements, and sizes of those that are finite."""
+
+    size: int
+    nan: int
+    inf: int
+    zero: int
+    max: float
+    rms: float
+
+    @property
+    def bad(self) -> int:
+        """How many elements are not finite."""
+        return self.nan + self.inf
+
+
+def numbers_of(x: Any) -> Numbers:
+    """Counts what is in an array of floating or complex numbers."""
+    a = np.asarray(jax.device_get(x))
+    wide = a.dtype.kind == "c" or a.dtype == np.float64
+    a = np.abs(a if wide else a.astype(np.float32)).ravel()
+    if not a.size:
+        return Numbers(0, 0, 0, 0, 0.0, 0.0)
+    nan = inf = 0
+    top = float(a.max())
+    if not np.isfinite(top):
+        finite = np.isfinite(a)
+        nan = int(np.isnan(a).sum())
+        inf = int(a.size - finite.sum()) - nan
+        a = np.where(finite, a, np.zeros((), a.dtype))
+        top = float(a.max())
+    zero = a.size - int(np.count_nonzero(a)) - nan - inf
+    return Numbers(a.size, nan, inf, zero, top, _rms(a, top))
+
+
+def _rms(a: np.ndarray, top: float) -> float:
+    if top == 0:
+        return 0.0
+    if not 1e-15 < top < 1e15:  # the squares would leave float32
+        a = a / np.asarray(top, a.dtype)
+        return top * float(np.sqrt(np.dot(a, a) / a.size))
+    return float(np.sqrt(np.dot(a, a) / a.size))
+
+
+def is_floating(x: Any) -> bool:
+    """Whether an array, or what describes one, holds floating or complex numbers."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def is_half(x: Any) -> bool:
+    """Whether an array, or what describes one, is of less than 32 bits a number."""
+    return getattr(x, "dtype", None) in HALF
+
+
+def largest(dtype: Any) -> float:
+    """The largest finite number of a dtype."""
+    return float(jnp.finfo(dtype).max)
+
+
+def smallest(dtype: Any) -> float:
+    """The smallest number above 0 of a dtype, subnormal numbers among them."""
+    return float(jnp.finfo(dtype).smallest_subnormal)
+
+
+def relative_error(x: Any, ref: Any, of_ref: Numbers) -> float:
+    """The norm of the difference over the norm of the reference; 0 where one is not finite."""
+    if of_ref.bad or not of_ref.rms:
+        return 0.0
+    a, b = (np.asarray(jax.device_get(v)) for v in (x, ref))
+    wide = np.result_type(b.dtype, np.float32)
+    difference = numbers_of(np.subtract(a.astype(wide), b.astype(wide)))
+    return 0.0 if difference.bad else difference.rms / of_ref.rms

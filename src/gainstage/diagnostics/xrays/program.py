@@ -1,0 +1,110 @@
+"""The program of a step, loss and gradients: a jaxpr whose arguments and results have names."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._transformation import scaled_value_and_grad
+from gainstage.diagnostics.xrays.numbers import is_floating
+
+
+class Program(NamedTuple):
+    """A step. Its first argument is the loss scale, its first result the loss."""
+
+    jaxpr: Any  # as `jax.make_jaxpr` returns it
+    arguments: list[jax.Array]  # without the scale
+    names: list[str]  # of the arguments
+    is_parameter: list[bool]  # whether the loss is differentiated by it
+    gradients: list[str]  # the names of the results behind the loss
+    is_finite: Callable[..., jax.Array]  # of the scale and the arguments: the program, compiled
+
+
+def program_of(
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    using: Callable[..., Any],
+) -> Program:
+    """Traces the loss and its gradients.
+
+    Args:
+        loss_fn, argnums, has_aux, using: as for `gainstage.value_and_grad`.
+        args: the arguments of `loss_fn`. Leaves that are no arrays stay as they are.
+    """
+    by = {} if argnums == 0 else {"argnums": argnums}
+    chosen = {n % max(len(args), 1) for n in np.atleast_1d(argnums).tolist()}
+    words = _argument_names(loss_fn, len(args))
+    names, arrays, is_parameter = [], [], []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tuple(args))
+    # A number of the batch is an argument; one inside of a model, such as a dropout rate, is not.
+    places = [i for i, (path, leaf) in enumerate(leaves) if _is_array(leaf, len(path) == 1)]
+    for i in places:
+        path, leaf = leaves[i]
+        number = path[0].idx
+        is_parameter.append(number in chosen and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+        own = is_parameter[-1] and len(chosen) == 1
+        names.append(_name(path[1:], words[number], own))
+        arrays.append(jnp.asarray(leaf) if not _is_key(leaf) else leaf)
+
+    def step(scale: jax.Array, arrays: list[jax.Array]) -> Any:
+        whole = [leaf for _, leaf in leaves]
+        for i, array in zip(places, arrays, strict=True):
+            whole[i] = array
+        differentiate = scaled_value_and_grad(
+            loss_fn, scale, has_aux, functools.partial(using, **by)
+        )
+        (_, (loss, _)), grads = differentiate(*structure.unflatten(whole))
+        return loss, grads
+
+    jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)
+    paths = jax.tree_util.tree_flatten_with_path(shapes)[0]
+    first = words[min(chosen, default=0)]
+    gradients = [_name(path, first, True) for path, _ in paths]
+
+    def is_finite(scale: jax.Array, arrays: list[jax.Array]) -> jax.Array:
+        outs = [x for x in jax.tree.leaves(step(scale, arrays)) if is_floating(x)]
+        return jnp.stack([jnp.isfinite(x).all() for x in outs]).all()
+
+    return Program(jaxpr, arrays, names, is_parameter, gradients, jax.jit(is_finite))
+
+
+def _name(path: Sequence[Any], argument: str, is_own: bool) -> str:
+    """The path of a parameter; of a list of arrays, and of other arguments, with the argument."""
+    keys = joined(path)
+    return keys if is_own and re.search("[a-zA-Z]", keys) else joined(path, argument)
+
+
+def joined(path: Sequence[Any], head: str = "") -> str:
+    """The keys of a path in a pytree, with slashes; without NNX's `value` at the end."""
+    keys = [head] if head else []
+    keys += [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
+
+
+def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:
+    """The names of the arguments of a function, as far as they are known."""
+    try:
+        known = [
+            p.name
+            for p in inspect.signature(loss_fn).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    except (TypeError, ValueError):
+        known = []
+    return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
+
+
+def _is_array(leaf: Any, is_whole: bool) -> bool:
+    arrays = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return arrays or (is_whole and type(leaf) in (float, complex))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

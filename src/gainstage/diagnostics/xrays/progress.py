@@ -1,0 +1,34 @@
+"""A bar for the X-ray, where there is a terminal and rich is installed."""
+
+import contextlib
+import importlib.util
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gainstage.diagnostics.xrays.program import Program
+from gainstage.diagnostics.xrays.walk import count_of
+
+
+@contextlib.contextmanager
+def counted(program: Program, progress: bool) -> Iterator[Callable[[], Any]]:
+    """A function to call after each operation: it moves the bar, if one is shown."""
+    if not progress or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    total = max(count_of(program.jaxpr), 1)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task, done = bar.add_task("X-ray", total=total), itertools.count(1)
+
+        def tick() -> None:
+            number = next(done)
+            if number % 16 == 0:
+                again, into = divmod(number, total)
+                words = f"trying change {again}" if again else "X-ray"
+                bar.update(task, completed=into, description=words)
+
+        yield tick

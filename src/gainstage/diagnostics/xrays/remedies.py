@@ -1,0 +1,173 @@
+"""What makes the step right: changes that have been tried by running it again."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gainstage.diagnostics.xrays.causes import Cause, importance, lost_share
+from gainstage.diagnostics.xrays.numbers import largest
+from gainstage.diagnostics.xrays.places import layer_of
+from gainstage.diagnostics.xrays.program import Program
+from gainstage.diagnostics.xrays.walk import Changes, Ran, Result, run
+from gainstage.diagnostics.xrays.windows import Window, together
+from gainstage.rules.base import as_power
+
+GOOD = 0.01  # relative error of all gradients that ends the search
+MARGIN = 1  # powers of two below the largest scale that fits
+
+
+class Remedy(NamedTuple):
+    """One change, and what came of it."""
+
+    kind: str  # "scale", "float32" or "local"
+    change: str  # what was changed, in words
+    places: tuple[str, ...]  # the lines, or layers, where
+    scale: float  # of the loss
+    is_finite: bool  # whether loss and gradients were
+    loss: float
+    error: float  # of all gradients together, relative to float32; nan if they were not finite
+
+    def __str__(self) -> str:
+        if not self.is_finite:
+            return f"{self.change}: still not finite"
+        came = f"finite, loss {self.loss:.4g}, gradients within {self.error:.2%} of float32"
+        return f"{self.change}: {came}"
+
+
+def remedies_for(
+    program: Program,
+    ran: Ran,
+    scale: float,
+    causes: Sequence[Cause],
+    windows: Mapping[str, Window],
+    tick: Callable[[], Any],
+) -> list[Remedy]:
+    """Changes that might make the step right, each tried.
+
+    Args:
+        program, ran, scale: the step, and what came out of it at this scale.
+        causes: of what is wrong; none if nothing is.
+        windows: of the layers, as `windows_of` returns them.
+        tick: called after each equation.
+    """
+    if not causes or any(c.kind not in ("overflow", "underflow") for c in causes):
+        return []
+    trial = _Trial(program, ran, scale, tick)
+    found: list[Remedy] = []
+    if all(cause.is_backward for cause in causes) and windows:
+        fits = together(windows)
+        if not fits.is_empty:
+            best = max(fits.high - MARGIN, fits.low)
+            found.append(trial.with_scale(2.0**best))
+        else:
+            found.append(trial.with_scale(2.0 ** (fits.high - MARGIN)))
+            found += trial.with_local_scales(windows)
+    return [*found, *trial.in_float32(causes)]
+
+
+class _Trial:
+    def __init__(self, program: Program, ran: Ran, scale: float, tick: Callable[[], Any]):
+        self._program, self._ran, self._scale, self._tick = program, ran, scale, tick
+
+    def with_scale(self, scale: float) -> Remedy:
+        change = f"a loss scale of {as_power(scale)} in the place of {as_power(self._scale)}"
+        return self._tried("scale", change, (), Changes(scale=scale))
+
+    def with_local_scales(self, windows: Mapping[str, Window]) -> list[Remedy]:
+        """A scale for most layers, and one more for each of those that it does not fit."""
+        bounds = {layer: w for layer, w in windows.items() if not w.is_empty}
+        known = [w for w in bounds.values() if math.isfinite(w.low)]
+        if len(bounds) < len(windows) or not known:
+            return []
+        candidates = sorted({w.high - MARGIN for w in known} | {w.low for w in known})
+
+        def local(s: float) -> dict[str, int]:
+            return {
+                layer: int(max(w.high - MARGIN, w.low) - s)
+                for layer, w in bounds.items()
+                if not w.low <= s <= w.high
+            }
+
+        best = min(candidates, key=lambda s: (len(local(s)), -s))
+        each = local(best)
+        if not each or len(each) > len(windows) / 2:
+            return []
+        scales = ", ".join(
+            f"locally_scaled({name}, {as_power(2.0**n)})" for name, n in each.items()
+        )
+        change = f"{scales} under a loss scale of {as_power(2.0**best)}"
+        changes = Changes(scale=2.0**best, local=MappingProxyType(each))
+        return [self._tried("local", change, tuple(each), changes)]
+
+    def in_float32(self, causes: Sequence[Cause]) -> list[Remedy]:
+        """Float32 for what leaves the range of its dtype, and for what reads that; if it does not
+        help, for what is lost too."""
+        outside, lost = _outside(self._ran), _lost(self._ran, causes)
+        both = outside + [r for r in lost if r not in outside]
+        underflows = any(cause.kind == "underflow" for cause in causes)
+        found: list[Remedy] = []
+        for chosen in [both] if underflows or not outside else [outside, both]:
+            names = (f"{r.place.line} {r.op} ({layer_of(r.place)})" for r in chosen)
+            places = tuple(dict.fromkeys(names))
+            more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+            islands = frozenset({r.path for r in chosen} | _readers(self._ran, chosen))
+            change = f"float32 for {'; '.join(places[:3])}{more}"
+            changes = Changes(self._scale, islands)
+            if islands:
+                found = [self._tried("float32", change, places, changes)]
+            if found and found[0].error <= GOOD:
+                break
+        return found
+
+    def _tried(self, kind: str, change: str, places: tuple[str, ...], changes: Changes) -> Remedy:
+        ran = run(self._program, changes, False, self._tick)
+        references = self._ran.references[1:]
+        error = whole_error(ran.gradients, changes.scale, references, self._scale)
+        loss = float(np.asarray(jax.device_get(ran.loss)))
+        return Remedy(kind, change, places, changes.scale, ran.is_finite, loss, error)
+
+
+def whole_error(
+    gradients: Sequence[Any], scale: float, references: Sequence[Any], scale_of_references: float
+) -> float:
+    """The norm of the difference of all gradients, relative to that of the references."""
+    difference = norm = 0.0
+    for gradient, reference in zip(gradients, references, strict=True):
+        if not hasattr(gradient, "dtype") or gradient.dtype.kind not in "fVc":
+            continue
+        wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
+        g, r = (np.asarray(jax.device_get(x)).astype(wide) for x in (gradient, reference))
+        r = r / scale_of_references
+        with np.errstate(all="ignore"):
+            difference += float(np.square(np.abs(g / scale - r)).sum())
+        norm += float(np.square(np.abs(r)).sum())
+    return math.sqrt(difference / norm) if norm else math.nan if difference else 0.0
+
+
+def _outside(ran: Ran) -> list[Result]:
+    """The results that their dtype cannot hold."""
+    half = (r for r in ran.results if r.is_half and not r.ref.bad)
+    return [r for r in half if r.ref.max > largest(r.dtype) * 0.999]
+
+
+def _lost(ran: Ran, causes: Sequence[Cause]) -> list[Result]:
+    """The results whose rounding to subnormal numbers matters, and those that made a cause."""
+    weights = importance(ran)
+    half = (r for r in ran.results if r.is_half)
+    ids = {r.id for r in half if lost_share(r) * weights.get(r.id, 0.0) > GOOD}
+    todo = [cause.result for cause in causes if cause.kind == "underflow"]
+    while todo:  # what was lost before
+        for i in ran.results[todo.pop()].operands:
+            if ran.results[i].flushed and i not in ids:
+                ids.add(i)
+                todo.append(i)
+    return [ran.results[i] for i in sorted(ids)]
+
+
+def _readers(ran: Ran, chosen: Sequence[Result]) -> set[tuple[int, ...]]:
+    ids = {r.id for r in chosen}
+    return {r.path for r in ran.results if r.path and ids.intersection(r.operands)}

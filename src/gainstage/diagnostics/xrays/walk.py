@@ -1,0 +1,398 @@
+"""A program, run equation by equation, with a float32 reference beside every value."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._core._jax import ClosedJaxpr, Jaxpr, Literal, bind, open_jaxpr, scan_counts
+from gainstage.diagnostics.xrays.numbers import (
+    HALF,
+    Numbers,
+    is_floating,
+    is_half,
+    numbers_of,
+    relative_error,
+)
+from gainstage.diagnostics.xrays.places import Note, Place, Places, layer_of
+from gainstage.diagnostics.xrays.precision import down, in_float32, up
+from gainstage.diagnostics.xrays.program import Program
+
+CALLS = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "core_closed_call", "remat", "remat2", "checkpoint",
+     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "named_call",
+     "custom_transpose_call", "xla_call")
+)  # fmt: skip
+CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
+
+
+class Value(NamedTuple):
+    """An array as the program computes it, and as float32 would have it."""
+
+    x: Any  # in float32 where `Changes.islands` keeps it so
+    ref: Any  # the same object where nothing was rounded; None if no reference is kept
+    note: Note
+
+
+class Result(NamedTuple):
+    """What an equation has computed, or an argument or constant of the program."""
+
+    id: int
+    path: tuple[int, ...]  # of the equation: its places in the program and in those inside it
+    turns: tuple[int, ...]  # of the loops around it
+    op: str
+    place: Place
+    dtype: Any
+    shape: tuple[int, ...]
+    is_backward: bool
+    operands: tuple[int, ...]  # the results it was computed from
+    numbers: Numbers
+    ref: Numbers  # of the float32 reference
+    error: float  # of all elements, relative to the reference
+    is_born: bool  # not finite, though all operands are
+    derivative_of: str = ""  # the operation in the user's line, if this is another one
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the program holds it in less than 32 bits a number."""
+        return self.dtype in HALF
+
+    @property
+    def flushed(self) -> int:
+        """How many elements are 0, and would not be in float32."""
+        return max(self.numbers.zero - self.ref.zero, 0) if self.is_half else 0
+
+
+class Changes(NamedTuple):
+    """What is different when a program is run again."""
+
+    scale: float = 1.0
+    islands: frozenset[tuple[int, ...]] = frozenset()  # paths of equations that stay in float32
+    local: Mapping[str, int] = MappingProxyType({})  # layer: log2 of a scale of its own
+    repaired: frozenset[tuple[int, ...]] = frozenset()  # paths of equations that stay finite
+
+
+class Ran(NamedTuple):
+    """What came out of a program."""
+
+    loss: Any
+    gradients: list[Any]
+    references: list[Any]  # of the loss and the gradients, in float32
+    origins: list[int | None]  # the results that they are
+    results: list[Result]
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are."""
+        return all(_finite(x) for x in (self.loss, *self.gradients))
+
+
+def run(
+    program: Program,
+    changes: Changes,
+    watch: bool = True,
+    tick: Callable[[], Any] = lambda: None,
+) -> Ran:
+    """Runs a program equation by equation.
+
+    Args:
+        program: as `program_of` returns it.
+        changes: what to do otherwise.
+        watch: whether to keep a reference and the numbers of every result; else only loss and
+            gradients are known.
+        tick: called after each equation.
+    """
+    walk = _Walk(changes, watch, tick)
+    scale = jnp.float32(changes.scale)
+    values = [Value(scale, scale if watch else None, Note(is_backward=True, is_data=False))]
+    for x, name, own in zip(program.arguments, program.names, program.is_parameter, strict=True):
+        values.append(walk.source("argument", x, name, own))
+    outs = walk.run(program.jaxpr, values)
+    found = [walk.unscaled(v) for v in outs]
+    return Ran(
+        found[0], found[1:], [v.ref for v in outs] if watch else [], [v.note.id for v in outs],
+        walk.results,
+    )  # fmt: skip
+
+
+def count_of(jaxpr: Any) -> int:
+    """How many equations will be run; a `while` loop counts as one turn."""
+    total = 0
+    for eqn in open_jaxpr(jaxpr).eqns:
+        inner = [count_of(p) for p in _jaxprs(eqn)]
+        name = eqn.primitive.name
+        if name == "scan":
+            total += inner[0] * eqn.params["length"]
+        elif name == "while":
+            total += sum(inner)
+        elif name == "cond":
+            total += max(inner)
+        elif _inner(eqn) is not None:
+            total += inner[0]
+        else:
+            total += 1
+    return total
+
+
+class _Walk:
+    """The state of a run: the results so far, and where in the program it is."""
+
+    def __init__(self, changes: Changes, watch: bool, tick: Callable[[], Any]):
+        self.results: list[Result] = []
+        self._changes, self._watch, self._tick = changes, watch, tick
+        self._places = Places()
+
+    def source(self, kind: str, x: Any, name: str, own: bool) -> Value:
+        """An argument or a constant of the program, with a result that stands for it."""
+        note = self._places.source(kind, name, own)
+        if not self._watch:
+            return Value(x, None, note)
+        if is_floating(x):
+            numbers = numbers_of(x)
+            place = Place(name, True, "", "", "")
+            note = note._replace(id=len(self.results))
+            result = Result(
+                len(self.results), (), (), kind, place, x.dtype, x.shape, False, (), numbers,
+                numbers, 0.0, False,
+            )  # fmt: skip
+            self.results.append(result)
+        ref = x.astype(jnp.float32) if is_half(x) else x
+        return Value(x, ref, note)
+
+    def unscaled(self, value: Value) -> Any:
+        """An output of the program, without the scale that its layer has of its own."""
+        return value.x if not value.note.tag else value.x * 2.0**-value.note.tag
+
+    def run(
+        self,
+        closed: Any,
+        values: Sequence[Value],
+        path: tuple[int, ...] = (),
+        turns: tuple[int, ...] = (),
+    ) -> list[Value]:
+        """The results of a jaxpr, for these arguments."""
+        jaxpr, consts = open_jaxpr(closed), list(getattr(closed, "consts", ()))
+        env: dict[Any, Value] = {}
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.source("constant", const, "", False)
+        env.update(zip(jaxpr.invars, values, strict=True))
+        del values
+        last = _last_uses(jaxpr)
+        for n, eqn in enumerate(jaxpr.eqns):
+            used = any(last.get(var, -1) > n for var in eqn.outvars)
+            if used or eqn.effects:
+                found = self._equation(eqn, [_read(env, v) for v in eqn.invars], (*path, n), turns)
+                env.update(zip(eqn.outvars, found, strict=True))
+            for var in eqn.invars:
+                if not isinstance(var, Literal) and last[var] == n:
+                    env.pop(var, None)
+        return [_read(env, var) for var in jaxpr.outvars]
+
+    def _equation(
+        self, eqn: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+    ) -> list[Value]:
+        name = eqn.primitive.name
+        with self._places.inside(eqn):
+            if name == "scan":
+                return self._scan(eqn.params, values, path, turns)
+            if name == "while":
+                return self._while(eqn.params, values, path, turns)
+            if name == "cond":
+                chosen = int(values[0].x)
+                return self.run(eqn.params["branches"][chosen], values[1:], (*path, chosen), turns)
+            inner = _inner(eqn)
+            if inner is not None:
+                return self.run(inner, values, path, turns)
+            self._tick()
+            return self._primitive(eqn, values, path, turns)
+
+    def _primitive(
+        self, eqn: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+    ) -> list[Value]:
+        name = eqn.primitive.name
+        if name.startswith("debug_"):
+            return [Value(None, None, Note()) for _ in eqn.outvars]
+        place, note = self._places.of(eqn, [v.note for v in values])
+        tag = self._changes.local.get(layer_of(place), 0) if note.is_backward else 0
+        note = note._replace(tag=tag)
+        island = path in self._changes.islands and name not in CALLBACKS
+        xs_in = [_scaled(v, tag) for v in values]
+        if island:
+            xs = in_float32(eqn, [up(x, v) for x, v in zip(xs_in, eqn.invars, strict=True)])
+        else:
+            downs = [down(x, v) for x, v in zip(xs_in, eqn.invars, strict=True)]
+            xs = bind(eqn, downs, eqn.params)
+        if path in self._changes.repaired:
+            xs = [jnp.nan_to_num(x) if is_floating(x) else x for x in xs]
+        if not self._watch:
+            return [Value(x, None, note) for x in xs]
+        half = any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        if not half and all(v.x is v.ref for v in values):
+            refs = xs
+        elif name in CALLBACKS or name == "bitcast_convert_type":
+            refs = [up(x, v) for x, v in zip(xs, eqn.outvars, strict=True)]
+        else:
+            ups = [up(v.ref, var) for v, var in zip(values, eqn.invars, strict=True)]
+            refs = in_float32(eqn, ups)
+        found = []
+        for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
+            if is_floating(var.aval):
+                result = self._result(eqn, values, path, turns, place, note, var.aval, x, ref)
+                self.results.append(result)
+                found.append(Value(x, ref, note._replace(id=result.id)))
+            else:
+                found.append(Value(x, ref, note))
+        return found
+
+    def _result(
+        self, eqn: Any, values: list[Value], path: Any, turns: Any, place: Place, note: Note,
+        aval: Any, x: Any, ref: Any,
+    ) -> Result:  # fmt: skip
+        numbers = numbers_of(x)
+        same = x is ref
+        reference = numbers if same else numbers_of(ref)
+        error = 0.0 if same else relative_error(x, ref, reference)
+        is_born = bool(numbers.bad) and not any(self._is_bad(v) for v in values)
+        operands = tuple(v.note.id for v in values if v.note.id is not None)
+        return Result(
+            len(self.results), path, turns, eqn.primitive.name, place, aval.dtype, aval.shape,
+            note.is_backward, operands, numbers, reference, error, is_born,
+            self._derivative_of(eqn, values),
+        )  # fmt: skip
+
+    def _derivative_of(self, eqn: Any, values: list[Value]) -> str:
+        """The derivative of a square root is a number over it."""
+        if eqn.primitive.name != "div":
+            return ""
+        above, below = (value.note for value in values)
+        is_root = below.id is not None and self.results[below.id].op == "sqrt"
+        return "sqrt" if is_root and not above.is_data and not above.own else ""
+
+    def _is_bad(self, value: Value) -> bool:
+        if value.x is None or not hasattr(value.x, "dtype") or not is_floating(value.x):
+            return isinstance(value.x, float) and not np.isfinite(value.x)
+        known = value.note.id
+        if known is not None and not self.results[known].numbers.bad:
+            return False
+        return not _finite(value.x)
+
+    def _scan(
+        self, params: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+    ) -> list[Value]:
+        consts, carries = scan_counts(params, len(values))
+        fixed, carry = values[:consts], values[consts : consts + carries]
+        xs, length = values[consts + carries :], params["length"]
+        rows: list[list[Value]] = []
+        for i in reversed(range(length)) if params["reverse"] else range(length):
+            row = [self._taken(value, i) for value in xs]
+            outs = self.run(params["jaxpr"], [*fixed, *carry, *row], path, (*turns, i))
+            carry = outs[:carries]
+            rows.append(outs[carries:])
+        if params["reverse"]:
+            rows.reverse()
+        if not rows:  # a loop of no turn
+            avals = [var.aval for var in open_jaxpr(params["jaxpr"]).outvars[carries:]]
+            empty = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in avals]
+            return [
+                *carry,
+                *(Value(x, up(x, None) if self._watch else None, Note()) for x in empty),
+            ]
+        return [*carry, *(self._stacked(column) for column in zip(*rows, strict=True))]
+
+    def _taken(self, value: Value, i: int) -> Value:
+        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
+        if not hasattr(value.x, "dtype"):
+            return value
+        x = _take(value.x, i, take)
+        ref = (
+            x if value.ref is value.x else None if value.ref is None else _take(value.ref, i, take)
+        )
+        return Value(x, ref, value.note.parts[i] if value.note.parts else value.note)
+
+    def _stacked(self, column: Sequence[Value]) -> Value:
+        x = jnp.stack([value.x for value in column])
+        parts = tuple(value.note for value in column)
+        note = parts[-1]._replace(parts=parts)
+        if not self._watch:
+            return Value(x, None, note)
+        same = all(value.x is value.ref for value in column)
+        ref = x if same else jnp.stack([value.ref for value in column])
+        if any(part.id is None for part in parts):
+            return Value(x, ref, note)
+        each = [self.results[part.id] for part in parts if part.id is not None]
+        whole = each[-1]._replace(
+            id=len(self.results), op="stack", operands=tuple(r.id for r in each), is_born=False,
+            numbers=_together([r.numbers for r in each]), ref=_together([r.ref for r in each]),
+            error=max(r.error for r in each), shape=x.shape,
+        )  # fmt: skip
+        self.results.append(whole)
+        return Value(x, ref, note._replace(id=whole.id))
+
+    def _while(
+        self, params: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+    ) -> list[Value]:
+        tests, bodies = params["cond_nconsts"], params["body_nconsts"]
+        test, body = values[:tests], values[tests : tests + bodies]
+        carry, turn = values[tests + bodies :], 0
+        while True:
+            (goes_on,) = self.run(params["cond_jaxpr"], [*test, *carry], (*path, 0), (*turns, turn))
+            if not bool(goes_on.x):
+                return carry
+            carry = self.run(params["body_jaxpr"], [*body, *carry], (*path, 1), (*turns, turn))
+            turn += 1
+
+
+def _read(env: Mapping[Any, Value], var: Any) -> Value:
+    return Value(var.val, var.val, Note()) if isinstance(var, Literal) else env[var]
+
+
+def _last_uses(jaxpr: Any) -> dict[Any, int]:
+    """The equation that uses each variable last; one behind all for the results."""
+    last = {}
+    for n, eqn in enumerate(jaxpr.eqns):
+        last |= {var: n for var in eqn.invars if not isinstance(var, Literal)}
+    return last | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
+
+
+def _jaxprs(eqn: Any) -> list[Any]:
+    each = [p if isinstance(p, (tuple, list)) else (p,) for p in eqn.params.values()]
+    return [p for ps in each for p in ps if isinstance(p, (ClosedJaxpr, Jaxpr))]
+
+
+def _inner(eqn: Any) -> Any:
+    """The program that an equation only calls, if it does."""
+    if eqn.primitive.name not in CALLS:
+        return None
+    found = _jaxprs(eqn)
+    fits = found and len(open_jaxpr(found[0]).invars) == len(eqn.invars)
+    return found[0] if fits else None
+
+
+def _scaled(value: Value, tag: int) -> Any:
+    """A cotangent with the scale of the layer that uses it."""
+    if not value.note.is_backward or tag == value.note.tag or not is_floating(value.x):
+        return value.x
+    factor = jnp.float32(2.0 ** (tag - value.note.tag))
+    return (value.x * factor).astype(value.x.dtype)
+
+
+def _take(x: Any, i: int, take: Callable[[Any], Any]) -> Any:
+    return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else take(x)
+
+
+def _together(each: Sequence[Numbers]) -> Numbers:
+    count, nan, inf, zero = (sum(column) for column in list(zip(*each, strict=True))[:4])
+    squares = sum(n.rms**2 * n.size for n in each)
+    return Numbers(
+        count, nan, inf, zero, max(n.max for n in each), (squares / max(count, 1)) ** 0.5
+    )
+
+
+def _finite(x: Any) -> bool:
+    a = np.asarray(jax.device_get(x))
+    a = a if a.dtype.kind in "fc" and a.dtype.itemsize >= 4 else a.astype(np.float32)
+    return bool(np.isfinite(a).all())

@@ -1,0 +1,65 @@
+"""Which loss scales fit: for each layer, and for all together."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gainstage.diagnostics.xrays.causes import importance
+from gainstage.diagnostics.xrays.numbers import largest, smallest
+from gainstage.diagnostics.xrays.places import layer_of
+from gainstage.diagnostics.xrays.walk import Ran
+
+UNKNOWN = -math.inf, math.inf
+
+
+class Window(NamedTuple):
+    """The scales that fit, as powers of two: from `2**low` to `2**high`, both among them."""
+
+    low: float  # below, float16 rounds off more than the error that was asked for
+    high: float  # above, something overflows
+    lowest: str = ""  # where the least scale comes from
+    highest: str = ""  # where the largest one comes from
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no power of two fits."""
+        return self.low > self.high
+
+
+def windows_of(ran: Ran, scale: float, error: float) -> dict[str, Window]:
+    """The window of each layer whose backward pass is in half precision.
+
+    The backward pass is linear in the scale, so the float32 reference of one scale tells all.
+
+    Args:
+        ran: with its references.
+        scale: that it was run at.
+        error: relative, that rounding one result to subnormal numbers may cause.
+    """
+    weights, at = importance(ran), math.log2(scale)
+    windows: dict[str, Window] = {}
+    for result in ran.results:
+        ref = result.ref
+        if not (result.is_backward and result.is_half and ref.rms > 0) or ref.bad:
+            continue
+        high = math.floor(math.log2(largest(result.dtype) / ref.max) + at)
+        share = smallest(result.dtype) / 12**0.5 / ref.rms
+        share *= ((ref.size - ref.zero) / ref.size) ** 0.5 * weights.get(result.id, 0.0)
+        low = math.ceil(math.log2(share / error) + at) if share > 0 else -math.inf
+        layer = layer_of(result.place)
+        known = windows.get(layer, Window(*UNKNOWN))
+        if low > known.low:
+            known = known._replace(low=low, lowest=f"{result.op} {result.place}")
+        if high < known.high:
+            known = known._replace(high=high, highest=f"{result.op} {result.place}")
+        windows[layer] = known
+    return windows
+
+
+def together(windows: Mapping[str, Window]) -> Window:
+    """The scales that fit all layers."""
+    if not windows:
+        return Window(*UNKNOWN)
+    low = max(windows, key=lambda layer: windows[layer].low)
+    high = min(windows, key=lambda layer: windows[layer].high)
+    return Window(windows[low].low, windows[high].high, low, high)
