@@ -593,3 +593,18 @@ def test_an_autopsy_sets_jax_as_in_the_run(command, write):
         assert jax.config.jax_enable_x64
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+def test_an_autopsy_names_the_operation_of_a_killed_run(tmp_path, monkeypatch, capsys):
+    """The line that overflowed in a killed run is found in another process, with a page."""
+    (tmp_path / "killed.py").write_text(TRAIN)
+    words = [sys.executable, str(tmp_path / "killed.py"), "late", str(tmp_path / "bad.npz")]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    status = main(["autopsy", "bad.npz", "--loss", "killed:loss_fn", "--output", "bad.html"])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert "killed.py:7" in said.out  # the only line of its loss
+    assert "The step is finite here" not in said.out
+    assert (tmp_path / "bad.html").stat().st_size > 1000
