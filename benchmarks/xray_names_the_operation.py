@@ -10,10 +10,8 @@ import argparse
 import collections
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +23,11 @@ from jax.experimental import checkify
 from gainstage.diagnostics import xray
 
 from . import planted
-from .harness import RESULTS, environment
+from .harness import RESULTS, between_marks, environment, file_to_write
 from .planted import HALF, MODELS, Fault, Model
 
 COUNT, HEALTHY, SCALE = 200, 100, 2.0**10
-NAME = "xray.json"
+DOCS = RESULTS.parents[1] / "docs"
 
 
 class Kind(NamedTuple):
@@ -289,7 +287,7 @@ def examined(case: Case) -> dict[str, Any]:
     operation, layer = judged(case, x.causes, model.places.get(case.place, case.place))
     best = min((r.error for r in x.remedies if r.is_finite), default=None)
     return {
-        "operation": operation, "layer": layer, "error": best,
+        "operation": operation, "layer": layer, "both": operation and layer, "error": best,
         "remedy": bool(x.remedies) == kind.has_remedy and (best is None or best <= 0.01),
         "causes": [str(c) for c in x.causes[:3]], "remedies": [str(r) for r in x.remedies],
         "seconds": time.perf_counter() - start,
@@ -342,22 +340,37 @@ def healthy(number: int) -> int:
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────
 
+JUDGES = ("operation", "layer", "both", "debug_nans", "debug_infs", "checkify")
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """For each group of faults: how many, and how many of them were named and mended."""
     groups: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows:
         groups[KINDS[row["case"]["kind"]].group].append(row)
-        groups["all"].append(row)
-    told: dict[str, dict[str, Any]] = {}
+    groups["all"] = rows
+    told = {}
     for group, members in groups.items():
         mended = [r["remedy"] for r in members if KINDS[r["case"]["kind"]].has_remedy]
-        told[group] = {"faults": len(members)} | {
-            judge: sum(bool(r.get(judge)) for r in members)
-            for judge in ("operation", "layer", "debug_nans", "debug_infs", "checkify")
-        }
-        told[group] |= {"with a remedy": len(mended), "mended": sum(mended)}
-    return dict(sorted(told.items(), key=lambda item: item[0] == "all"))
+        counts = {judge: sum(bool(r.get(judge)) for r in members) for judge in JUDGES}
+        about = {"with a remedy": len(mended), "mended": sum(mended)}
+        told[group] = {"faults": len(members), **counts, **about}
+    return told
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """The table of a page."""
+    lines = [
+        "| fault | planted | operation and layer named | of those with a remedy, mended | "
+        "`jax.debug_nans` | `jax.debug_infs` | `checkify` |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for group, n in results["summary"].items():
+        mended = f"{n['mended']} of {n['with a remedy']}" if n["with a remedy"] else "-"
+        others = " | ".join(str(n[judge]) for judge in JUDGES[-3:])
+        lines.append(f"| {group} | {n['faults']} | {n['both']} | {mended} | {others} |")
+    false, healthy = len(results["false"]), results["healthy"]
+    return "\n".join([*lines, "", f"A cause was found in {false} of {healthy} healthy steps."])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -367,8 +380,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--healthy", type=int, default=HEALTHY, metavar="N")
     parser.add_argument("--only", default="", metavar="KIND", help="one kind of fault")
     parser.add_argument("--alone", action="store_true", help="without debug_nans and checkify")
-    parser.add_argument("--output", type=Path, default=RESULTS / NAME, metavar="PATH")
+    parser.add_argument("--only-page", action="store_true", help="of the results that there are")
+    parser.add_argument("--output", type=file_to_write, default=RESULTS / "xray" / "cpu.json")
+    parser.add_argument("--page", type=file_to_write, default=DOCS / "watching.md")
     options = parser.parse_args(argv)
+    if not options.only_page:
+        results = examine(options)
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in results["rows"])  # one fault a line
+        text = json.dumps({**results, "rows": []}, indent=1)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text.replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n")
+    results = json.loads(options.output.read_text())
+    print(markdown(results))
+    if "<!-- results -->" in (text := options.page.read_text()):
+        options.page.write_text(between_marks(text, markdown(results)))
+
+
+def examine(options: argparse.Namespace) -> dict[str, Any]:
+    """All faults, with a line for each, and all healthy steps."""
     rows, start = [], time.perf_counter()
     for number, case in enumerate(cases(options.faults)):
         if options.only not in ("", case.kind):
@@ -379,20 +408,15 @@ def main(argv: list[str] | None = None) -> None:
             row["debug_infs"] = with_debug_nans(case, infs=True)
             row["checkify"] = with_checkify(case)
         rows.append(row)
-        right = row["operation"] and row["layer"] and row["remedy"]
-        print(f"{number + 1:3} {time.perf_counter() - start:5.0f} s  {'ok ' if right else 'NOT'} "
-              f"{' / '.join(map(str, case))}", flush=True)  # fmt: skip
+        right = row["both"] and row["remedy"]
+        seconds, words = time.perf_counter() - start, " / ".join(map(str, case))
+        print(f"{number + 1:3} {seconds:5.0f} s  {'ok ' if right else 'NOT'} {words}", flush=True)
         if not right:
             print(*row["causes"], *row["remedies"], sep="\n      ", flush=True)
     false = [number for number in range(options.healthy) if healthy(number)]
-    told = summary(rows)
-    for group, numbers in told.items():
-        print(group, numbers)
-    print(f"{len(false)} of {options.healthy} healthy steps have a cause: {false}")
-    result = {"claim": __doc__, "environment": environment(), "summary": told,
-              "healthy": options.healthy, "false": false, "rows": rows}  # fmt: skip
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    return {"claim": __doc__, "environment": environment(), "healthy": options.healthy,
+            "false": false, "summary": summary(rows), "rows": rows}  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
