@@ -164,7 +164,8 @@ def _line(frames: list[Any]) -> tuple[str, str] | None:
     own = next((f for f in frames if not _is_library(f.file_name)), None)
     if own is None:
         return None
-    via = frames[0].function_name.rpartition(".")[2] if frames[0] is not own else ""
+    called = "" if frames[0] is own else frames[0].function_name.rpartition(".")[2]
+    via = "" if called.startswith(("<", "_")) else called
     return f"{os.path.basename(own.file_name)}:{own.start_line}", via
 
 

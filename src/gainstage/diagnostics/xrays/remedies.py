@@ -111,7 +111,7 @@ class _Trial:
         underflows = any(cause.kind == "underflow" for cause in causes)
         found: list[Remedy] = []
         for chosen in [both] if underflows or not outside else [outside, both]:
-            names = (f"{r.place.line} {r.op} ({layer_of(r.place)})" for r in chosen)
+            names = (f"{r.place.line} {r.op} ({layer_of(r.place)})".strip() for r in chosen)
             places = tuple(dict.fromkeys(names))
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
             islands = frozenset({r.path for r in chosen} | _readers(self._ran, chosen))
