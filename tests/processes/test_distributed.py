@@ -37,6 +37,9 @@ class Run:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
+        # What the processes of one run have compiled those of the next do not compile again.
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(jax.config.jax_compilation_cache_dir)
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         self.started, self.processes = time.monotonic(), []
         for i in range(processes):
             job = {"devices": 8 // processes} | job | {"process": i, "processes": processes}
