@@ -122,13 +122,10 @@ def _tried(x: "Xray") -> str:
         )
         for remedy in x.remedies
     ]
-    if rows:
-        note = "Error: of all gradients together, relative to float32."
-        return table(Rows("Tried", ("Change", "Finite", "Loss", "Error"), rows, note))
-    if any(cause.kind not in ("overflow", "underflow") for cause in x.causes):
-        note = "No scale and no precision helps: mend the data, or the formula."
-        return table(Rows("Tried", (), [], note))
-    return ""
+    notes = ["Error: of all gradients together, relative to float32."] * bool(rows)
+    if any(cause.kind in ("argument", "constant", "invalid") for cause in x.causes):
+        notes.append("No scale and no precision helps: mend the data, or the formula.")
+    return table(Rows("Tried", ("Change", "Finite", "Loss", "Error"), rows, "\n".join(notes)))
 
 
 # ── the drawings ─────────────────────────────────────────────────────────────────────────────
@@ -200,7 +197,7 @@ def _windows(windows: Mapping[str, Window], scale: float) -> str:
 
 
 LEGEND = (
-    '<p class="note">Below its window, a layer loses more than 1% of a gradient to rounding. '
+    '<p class="note">Below its window, a result of the layer loses more than 1% to rounding. '
     'Above it, the layer overflows.</p><p class="legend"><span><i class="key"></i>fits the layer'
     '</span><span><i class="most key"></i>fits the layer; this step is outside</span>'
     '<span><i class="shade key"></i>fits all layers</span>'
