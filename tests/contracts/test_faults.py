@@ -17,14 +17,17 @@ ROOT = Path(__file__).parents[2]
 SLICE = [
     ("SGD", "float16", "plain", "DynamicLossScale()"),
     ("Adam", "float16", "accumulation", "AdaptiveLossScale()"),
+    ("Adam", "bfloat16", "ZeRO", "DynamicLossScale()"),
     ("SGD", "bfloat16", "EMA", "AdaptiveLossScale()"),
     ("Adam", "float32", "clipping", "DynamicLossScale(min_scale=1)"),
-    ("Adam", "bfloat16", "ZeRO", "DynamicLossScale()"),
+]
+QUICK = [
+    pytest.param(n, id="-".join(n), marks=[pytest.mark.slow] * (n in SLICE[3:])) for n in SLICE
 ]
 REPEATED = {"inf for 10 steps", "NaN data for 45 steps", "NaN data every 10 steps"}
 
 
-@pytest.mark.parametrize("names", SLICE, ids="-".join)
+@pytest.mark.parametrize("names", QUICK)
 def test_a_fault_reaches_nothing_and_is_got_over(names):
     """Whatever the fault, the step changes the scale alone, and the run ends as without it."""
     training = faults.Training(faults.Configuration(*names))

@@ -16,7 +16,7 @@ from gainstage.demo import report
 from gainstage.demo.task import load_digits
 from gainstage.demo.training import FLOAT32, MODES, SCALED, UNSCALED, Trainer
 
-SIZES = [(200, 3), pytest.param((800, 5), marks=pytest.mark.slow)]
+SIZES = [(200, 2), pytest.param((800, 5), marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=["short", "as the command"])

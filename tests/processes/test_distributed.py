@@ -185,6 +185,7 @@ def test_another_configuration_on_one_process_is_an_error(different, message, tm
         assert "on process 0 and" in run.said(i)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_ends_all_four(tmp_path):
     """An exception in one process ends the others at once, with a message each."""
     run = Run(tmp_path, 4, culprit=2, fail_at=3, steps=1000)
@@ -230,6 +231,7 @@ def test_a_process_that_never_arrives_is_waited_for_in_vain(tmp_path):
         assert "Check failure" not in run.said(1 - culprit)
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     """`examples/multi_process.py` trains on two processes, which end with the same weights."""
     pytest.importorskip("orbax.checkpoint")
