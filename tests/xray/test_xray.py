@@ -90,6 +90,20 @@ def test_a_step_that_loses_gradients_asks_for_a_higher_scale():
     assert "much is lost" in str(x)
 
 
+def test_an_overflow_that_a_division_swallows_is_named():
+    """Where 1 / inf makes a finite step of an overflow, gradients are lost without a sign."""
+
+    def normed(h):
+        return h / jnp.sqrt((h * HALF(200) * h * HALF(200)).sum(-1, keepdims=True))
+
+    x = look(network(normed), PARAMS, X + 2)
+    assert x.finite
+    assert "much is lost" in str(x)
+    assert (x.causes[0].kind, x.causes[0].layer, x.causes[0].is_backward) == (
+        "overflow", "second", False)  # fmt: skip
+    assert x.remedies[0].error < 0.01
+
+
 def test_a_flushed_divisor_is_an_underflow():
     """What is 0 in float16 and not in float32 is named, and float32 helps."""
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from gainstage._core import checks
 from gainstage._core.scaled_state import loss_scaled_state
-from gainstage.diagnostics.xrays.causes import Cause, causes_of, underflows_of
+from gainstage.diagnostics.xrays.causes import LOST, Cause, causes_of, losses_of
 from gainstage.diagnostics.xrays.precision import OPAQUE
 from gainstage.diagnostics.xrays.program import Program, program_of
 from gainstage.diagnostics.xrays.progress import counted
-from gainstage.diagnostics.xrays.remedies import Remedy, remedies_for
+from gainstage.diagnostics.xrays.remedies import Remedy, remedies_for, whole_error
 from gainstage.diagnostics.xrays.walk import Changes, Ran, run
 from gainstage.diagnostics.xrays.windows import Window, together, windows_of
 from gainstage.rules.base import as_power
@@ -118,7 +118,7 @@ class Xray:
         self._ran = ran = run(program, Changes(scale=scale), True, tick)
         self.finite = ran.is_finite
         self.loss = float(np.asarray(jax.device_get(ran.loss)))
-        self.causes = underflows_of(ran) if self.finite else causes_of(ran)
+        self.causes = losses_of(ran) if self.finite else causes_of(ran)
         self.gradient_errors = _errors(program, ran)
         self.unseen = sorted({r.op for r in ran.results} & OPAQUE)
         self.remedies: list[Remedy] = []
@@ -155,7 +155,10 @@ class Xray:
         if self.finite:
             worst = next(iter(errors.items()), None)
             off = f"; the gradient of {worst[0]} is off by {worst[1]:.2%}" if worst else ""
-            lost = "Finite, but much is lost" if self.causes else "Finite"
+            off_all = whole_error(
+                self._ran.gradients, self.scale, self._ran.references[1:], self.scale
+            )
+            lost = "Finite, but much is lost" if self.causes or off_all > LOST else "Finite"
             return f"{lost} {at}: loss {self.loss:.4g}{off}."
         bad = sum(map(math.isnan, errors.values()))
         gradients = f"{bad} of {len(errors)} gradients"
@@ -163,14 +166,25 @@ class Xray:
             return f"NOT finite {at}: {gradients}. The loss is {self.loss:.4g}."
         return f"NOT finite {at}: the loss, and {gradients}."
 
+    @property
+    def comparison(self) -> str:
+        """Where the compiled step differs, in words; empty if it does not."""
+        if self.compiled_finite in (None, self.finite):
+            return ""
+        if self.compiled_finite:
+            return "The compiled step is finite: where XLA fuses operations it keeps more digits."
+        return "The compiled step is not finite: it rounds differently."
+
+    @property
+    def conclusion(self) -> str:
+        """That neither a scale nor a precision can help; empty if one may."""
+        hopeless = any(cause.kind in ("argument", "constant", "invalid") for cause in self.causes)
+        helps_not = "No scale and no precision helps: mend the data, or the formula."
+        return helps_not if hopeless else ""
+
     def __str__(self) -> str:
         lines = [self.verdict]
-        if self.compiled_finite not in (None, self.finite):
-            lines.append(
-                "The compiled step is finite: where it fuses operations it keeps more digits."
-                if self.compiled_finite
-                else "The compiled step is not: it rounds otherwise. Nothing was found here."
-            )
+        lines += [self.comparison] if self.comparison else []
         lines += [f"cause: {cause}" for cause in self.causes[:SHOWN]]
         if len(self.causes) > SHOWN:
             lines.append(f"and {len(self.causes) - SHOWN} more causes")
@@ -178,8 +192,7 @@ class Xray:
         if math.isfinite(window.low) and math.isfinite(window.high):
             lines.append(_described(window))
         lines += [f"tried: {remedy}" for remedy in self.remedies]
-        if any(cause.kind in ("argument", "constant", "invalid") for cause in self.causes):
-            lines.append("No scale and no precision helps: mend the data, or the formula.")
+        lines += [self.conclusion] if self.conclusion else []
         if self.unseen:
             lines.append(f"It does not look inside of {', '.join(self.unseen)}.")
         return "\n".join(lines)

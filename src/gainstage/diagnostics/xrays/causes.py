@@ -1,6 +1,7 @@
 """Why a step is not finite, or wrong: the first results that no operand explains."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -143,9 +144,31 @@ def _born(ran: Ran, result: Result) -> Cause:
     return _cause("invalid", result, n.bad, message)
 
 
-def underflows_of(ran: Ran) -> list[Cause]:
-    """Where a finite step has lost more than a twentieth of a gradient, the largest loss first."""
+def losses_of(ran: Ran) -> list[Cause]:
+    """Where a finite step has lost more than a twentieth of a gradient: overflows that a later
+    operation turns into finite numbers, such as 1 / inf, and what is flushed, the worst first."""
     weights = importance(ran)
+    return _swallowed(ran, weights) or _flushed(ran, weights)
+
+
+def _swallowed(ran: Ran, weights: dict[int, float]) -> list[Cause]:
+    readers: dict[int, list[Result]] = defaultdict(list)
+    for result in ran.results:
+        for i in result.operands:
+            readers[i].append(result)
+
+    def matters(result: Result) -> bool:
+        each = readers[result.id]
+        finite = (r for r in each if not r.numbers.bad)
+        if any(r.error > LOST and weights.get(r.id, 0.0) > LOST for r in finite):
+            return True
+        return any(matters(r) for r in each if r.numbers.bad)
+
+    born = (r for r in ran.results if r.is_born and r.is_half and not r.ref.bad)
+    return _once(_born(ran, result) for result in born if matters(result))
+
+
+def _flushed(ran: Ran, weights: dict[int, float]) -> list[Cause]:
     lost = {r.id: lost_share(r) * weights.get(r.id, 0.0) for r in ran.results if r.is_half}
     worst: dict[str, Result] = {}
     for i, share in lost.items():

@@ -69,14 +69,8 @@ def _words(words: str) -> str:
 
 def _verdict(x: "Xray") -> str:
     kind = "bad" if not x.finite else "lost" if x.causes else "good"
-    sentences = [x.verdict]
-    if x.compiled_finite not in (None, x.finite):
-        sentences.append(
-            "The compiled step is finite: where XLA fuses operations it keeps more digits."
-            if x.compiled_finite
-            else "The compiled step is not finite: it rounds differently."
-        )
-    return f'<div class="verdict {kind}">{_words(" ".join(sentences))}</div>'
+    sentences = [x.verdict, x.comparison]
+    return f'<div class="verdict {kind}">{_words(" ".join(filter(None, sentences)))}</div>'
 
 
 def _headline(x: "Xray") -> str:
@@ -123,8 +117,7 @@ def _tried(x: "Xray") -> str:
         for remedy in x.remedies
     ]
     notes = ["Error: of all gradients together, relative to float32."] * bool(rows)
-    if any(cause.kind in ("argument", "constant", "invalid") for cause in x.causes):
-        notes.append("No scale and no precision helps: mend the data, or the formula.")
+    notes += [x.conclusion] * bool(x.conclusion)
     return table(Rows("Tried", ("Change", "Finite", "Loss", "Error"), rows, "\n".join(notes)))
 
 
