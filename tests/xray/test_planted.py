@@ -1,4 +1,4 @@
-"""Faults planted in models: a slice of `benchmarks/xray_names_the_operation.py`, and its results."""
+"""Faults planted in models: a slice of the benchmark of the X-ray, and its results."""
 
 import json
 from pathlib import Path
