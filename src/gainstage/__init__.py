@@ -16,6 +16,7 @@ from gainstage._train_step import train_step
 from gainstage._transformation import (
     LossScaledState,
     apply_updates,
+    keep_if_applied,
     loss_scale,
     loss_scaled,
     scale_loss,
@@ -71,6 +72,7 @@ __all__ = [
     "functional",
     "get",
     "jit",
+    "keep_if_applied",
     "locally_scaled",
     "loss_scale",
     "loss_scaled",

@@ -21,9 +21,9 @@ from gainstage._core.stats import (
     TOP,
     Observed,
     StepInfo,
-    at_first,
 )
 from gainstage._core.variable import Variable
+from gainstage._transformation import told_by
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.base import as_power
@@ -341,19 +341,8 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 
 def _observed(opt_or_state: Any) -> Observed:
     """What telemetry has put into the state, as arrays."""
-    if isinstance(opt_or_state, LossScaleOptimizer):
-        told = opt_or_state._guard.state.observed
-        if told is None and opt_or_state.telemetry:  # not built yet
-            told = at_first(opt_or_state.loss_scale, 0, None)
-    elif isinstance(opt_or_state, Optimizer):
-        raise TypeError(
-            f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt_or_state!r}."
-        )
-    else:
-        told = loss_scaled_state(opt_or_state).observed
-    if told is None:
-        raise ValueError(
-            "Expected telemetry=True for the LossScaleOptimizer, or for loss_scaled; got one "
-            "without."
-        )
+    if isinstance(opt_or_state, Optimizer):
+        told = told_by(opt_or_state)
+    elif (told := loss_scaled_state(opt_or_state).observed) is None:
+        raise ValueError("Expected telemetry=True for loss_scaled; got one without.")
     return jax.tree.map(lambda x: x.value() if isinstance(x, Variable) else x, told)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding
@@ -13,7 +12,7 @@ from jax.sharding import NamedSharding
 from gainstage._core import checks, gradients
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
 from gainstage._core.stats import leaves_and_none
-from gainstage._transformation import apply_updates, scaled_value_and_grad, step_was_applied
+from gainstage._transformation import apply_updates, keep_if_applied, scaled_value_and_grad
 
 
 def train_step(
@@ -126,8 +125,7 @@ class TrainStep:
         if after != model:
             raise ValueError("Expected a loss_fn that does not change the structure of the model.")
         # Also what the loss has changed itself, such as averages of batch normalisation.
-        applied = step_was_applied(opt_state)
-        arrays = [jnp.where(applied, n, o) for n, o in zip(new, arrays, strict=True)]
+        arrays = keep_if_applied(new, arrays, opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else [])
 
 

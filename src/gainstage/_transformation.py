@@ -15,8 +15,10 @@ from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
 from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
-from gainstage._core.stats import at_first, check_telemetry, leaves_and_none
+from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
+from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.base import DynamicLossScale, LossScale, as_rule, start
 
 
@@ -278,18 +280,87 @@ def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
     return gradients.scaled(loss, loss_scale(opt_state))
 
 
-def step_was_applied(opt_state: Any) -> jax.Array:
+def step_was_applied(opt_or_state: Any) -> jax.Array:
     """Whether the last step was applied, and not skipped: a bool scalar, True before the first.
 
-    A schedule of your own, or a moving average of the parameters, moves with it.
+    For a schedule or a counter of your own; `keep_if_applied` selects whole pytrees by it.
 
     Args:
-        opt_state: as for `value_and_grad`, as `update` returned it.
+        opt_or_state: a pytree with exactly one state of `loss_scaled` anywhere inside, as `update`
+            returned it; or a `LossScaleOptimizer(..., telemetry=True)` after its `apply`.
 
     Raises:
-        ValueError: no loss-scale state, or several, in `opt_state`.
+        TypeError: an optimizer that scales no loss.
+        ValueError: an optimizer without `telemetry=True`; no loss-scale state, or several.
     """
-    return loss_scaled_state(opt_state).applied
+    if not isinstance(opt_or_state, Optimizer):
+        return loss_scaled_state(opt_or_state).applied
+    applied = told_by(opt_or_state).info.applied
+    return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
+
+
+def told_by(opt: Optimizer) -> Observed:
+    """What telemetry has put into the state of an optimizer, in its variables."""
+    if not isinstance(opt, LossScaleOptimizer):
+        raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
+    if not opt.telemetry:
+        raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
+    told = opt._guard.state.observed
+    return at_first(opt.loss_scale, 0, None) if told is None else told  # not built yet
+
+
+def keep_if_applied(new: Any, old: Any, opt_or_state: Any) -> Any:
+    """`new` if the last step was applied, and `old` if it was skipped, bit for bit.
+
+    For what a training step changes besides parameters and optimizer state: running means of
+    batch normalisation, moving averages, random states. `gainstage.train_step` and
+    `Optimizer.minimize` do this by themselves.
+
+    Args:
+        new: a pytree of arrays, as the step has changed it.
+        old: the same pytree before the step.
+        opt_or_state: as for `step_was_applied`, after the step.
+
+    Returns:
+        A pytree in the structure of `new`, in the dtypes of `old`.
+
+    Raises:
+        TypeError: an optimizer that scales no loss.
+        ValueError: `new` and `old` differ in structure, or hold the same variables; an optimizer
+            without `telemetry=True`; no loss-scale state, or several.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = gs.loss_scaled(optax.sgd(0.5))
+        >>> params, mean = jnp.float32(1.0), jnp.float32(0.0)
+        >>> opt_state = tx.init(params)
+        >>> for x in (2.0, jnp.nan):
+        ...     loss, grads = gs.value_and_grad(lambda w: w * x, opt_state)(params)
+        ...     updates, opt_state = tx.update(grads, opt_state, params)
+        ...     params = gs.apply_updates(params, updates, opt_state)
+        ...     mean = gs.keep_if_applied(0.9 * mean + 0.1 * x, mean, opt_state)
+        >>> print(params, mean)
+        0.0 0.2
+    """
+    applied = step_was_applied(opt_or_state)
+    boxes = [jax.tree.leaves(tree, is_leaf=_is_box) for tree in (new, old)]
+    if any(n is o and _is_box(n) for n, o in zip(*boxes, strict=False)):
+        raise ValueError(
+            "Expected old to be a copy, made before the step; got the same variables as in new. "
+            "In NNX: old = jax.tree.map(jnp.copy, nnx.state(model, ...))."
+        )
+
+    def select(n: Any, o: Any) -> jax.Array:
+        n, o = (x.value() if isinstance(x, Variable) else jnp.asarray(x) for x in (n, o))
+        return jnp.where(applied, n if n.dtype == o.dtype else n.astype(o.dtype), o)
+
+    return jax.tree.map(select, new, old)
+
+
+def _is_box(x: Any) -> bool:
+    """Whether a node is a variable, ours or of Flax NNX, which a step changes in place."""
+    return isinstance(x, Variable) or hasattr(x, "get_value")
 
 
 def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:

@@ -9,7 +9,12 @@ import gainstage as gs
 
 keras = pytest.importorskip("keras")
 
-from gainstage.interop.keras import KerasOptimizer, LogLossScale, LossScaleOptimizer
+from gainstage.interop.keras import (
+    KerasOptimizer,
+    LogLossScale,
+    LossScaleOptimizer,
+    keep_if_applied,
+)
 
 # Keras itself, where it saves a model or sets a rate with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -601,3 +606,37 @@ def test_a_window_that_keras_cannot_count_is_refused():
     for optimizer in (inner, KerasOptimizer(inner)):
         with pytest.raises(ValueError, match="got 'drop_window'"):
             LossScaleOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "ours", "accumulating", "original", "without"])
+def test_a_skipped_step_keeps_the_state_of_layers(kind):
+    """With `keep_if_applied` a skipped step leaves the moving mean and variance of
+    BatchNormalization and the seed of Dropout bit for bit; without it they are no longer finite."""
+    inner = OURS["sgd"] if kind == "ours" else INNER.get(kind, INNER["sgd"])
+    wrap = ORIGINAL if kind == "original" else LossScaleOptimizer
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    layers = [norm, keras.layers.Dropout(0.1), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    if kind != "without":
+        assert keep_if_applied(model) is model
+    model.compile(wrap(inner(), 2.0**10), "mse")
+    x, y = data(poisoned=(1,), batches=3)
+    states = []
+    for batch in range(3):
+        rows = slice(16 * batch, 16 * batch + 16)
+        model.fit(x[rows], y[rows], 16, verbose=0)
+        states.append([np.asarray(v.value) for v in model.non_trainable_variables])
+    finite = [all(np.isfinite(v).all() for v in state) for state in states]
+    if kind == "without":
+        assert finite == [True, False, False]
+        return
+    assert finite == [True] * 3
+    for first, skipped, applied in zip(*states, strict=True):
+        np.testing.assert_array_equal(first, skipped)
+        assert (skipped != applied).any()
+
+
+def test_only_a_model_keeps_its_state():
+    """`keep_if_applied` of interop.keras takes a model, and says so."""
+    with pytest.raises(TypeError, match="Expected a Keras model; got"):
+        keep_if_applied(keras.layers.Dense(1))

@@ -18,7 +18,7 @@ from jax import lax
 
 from gainstage._core._jax import Literal, Tracer
 from gainstage._core.signals import deferred_signals
-from gainstage._core.variable import Variable, is_inside
+from gainstage._core.variable import Variable, is_inside, recording
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,6 +55,10 @@ def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = F
         values: arrays that fit, or those that the variables hold already.
         shared: whether somebody else may hold them.
     """
+    if getattr(recording, "now", None):
+        for variable, value in zip(variables, values, strict=True):
+            if value is not variable._value:
+                variable._record()
     if any(issubclass(kind, Tracer) for kind in set(map(type, values))):
         for variable, value in zip(variables, values, strict=True):
             if value is not variable._value:

@@ -1,30 +1,48 @@
 """How a step is run: checked, differentiated, compiled, or inside of somebody else's trace."""
 
+import contextlib
 import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gainstage._core._jax import Tracer, used_arguments
-from gainstage._core.bridge import functional, jit, read, run
+from gainstage._core.bridge import assign, functional, jit, read, run
 from gainstage._core.gradients import upcast
 from gainstage._core.saving import wrong_count
-from gainstage._core.variable import Variable, is_inside, strong
+from gainstage._core.variable import Variable, is_inside, recorded, strong
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 
 
 class WithLoss(list[Any]):
-    """Gradients, or (gradient, variable) pairs, that know the true loss they are of."""
+    """Gradients, or (gradient, variable) pairs, that know the true loss they are of.
 
-    def __init__(self, elements: Iterable[Any], loss: Any):
+    Args:
+        elements: the gradients or pairs.
+        loss: the true loss.
+        aux: what the loss returned beside it.
+        assigned: the variables that the loss assigned, with their new values.
+    """
+
+    def __init__(
+        self,
+        elements: Iterable[Any],
+        loss: Any,
+        aux: Any = None,
+        assigned: Mapping[Variable, jax.Array] | None = None,
+    ):
         super().__init__(elements)
-        self.loss = loss
+        self.loss, self.aux, self.assigned = loss, aux, assigned or {}
+
+    def of(self, elements: Iterable[Any]) -> "WithLoss":
+        """Other elements of the same loss."""
+        return WithLoss(elements, self.loss, self.aux, self.assigned)
 
 
 def loss_of(elements: Any) -> Any:
@@ -39,6 +57,16 @@ class Runner:
         self.program: jit | None = None
         self._version: Any = None  # of the constants of the program
         self._kind: Any = None  # of the last gradients, if a step took them as they came
+        self._decisions: list[Any] | None = None  # whether steps were applied, if anybody asks
+
+    @contextlib.contextmanager
+    def decisions(self) -> Iterator[list[Any]]:
+        """The list of whether each step that is taken meanwhile was applied, None for always."""
+        self._decisions = decisions = []
+        try:
+            yield decisions
+        finally:
+            self._decisions = None
 
     def checked(
         self,
@@ -65,7 +93,7 @@ class Runner:
 
     def __call__(
         self,
-        apply: Callable[..., None],
+        apply: Callable[..., Any],
         variables: list[Variable],
         weights: list[Variable],
         args: tuple[Any, ...],
@@ -76,7 +104,7 @@ class Runner:
 
         Args:
             apply: a method, `(grads, rate, loss, apply_if)`, that changes `variables` and
-                `weights`.
+                `weights`, and returns whether the step was applied.
             variables: the optimizer's.
             weights: those that it was built with.
             args: gradients, loss and `apply_if`.
@@ -86,16 +114,16 @@ class Runner:
         grads, *more = args
         if any([variable._traces for variable in variables]):
             self._kind = None  # nothing was asked about where arrays lie
-            apply(grads, None, *more)  # already inside of a traced function
-            return
-        state = (variables, weights)
-        if version is None:
-            run(apply, state, grads, rate(), *more)
-            return
-        if self.program is None or self._version != (version, len(variables)):
-            self.program = jit(_weakly(apply), state, donate=True)
-            self._version = (version, len(variables))
-        self.program(grads, rate(), *more)
+            applied = apply(grads, None, *more)  # already inside of a traced function
+        elif version is None:
+            applied = run(apply, (variables, weights), grads, rate(), *more)
+        else:
+            if self.program is None or self._version != (version, len(variables)):
+                self.program = jit(_weakly(apply), (variables, weights), donate=True)
+                self._version = (version, len(variables))
+            applied = self.program(grads, rate(), *more)
+        if self._decisions is not None:
+            self._decisions.append(applied)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,25 +150,44 @@ def _signature(grads: list[Any], variables: Any) -> Any:
 
 
 def differentiate(
-    loss: Callable[[], Any], variables: list[Variable], scale_loss: Callable[[Any], Any]
+    loss: Callable[[], Any],
+    variables: list[Variable],
+    scale_loss: Callable[[Any], Any],
+    has_aux: bool = False,
+    may_assign: bool = False,
 ) -> WithLoss:
-    """The (gradient, variable) pairs of the scaled loss: None for what it does not depend on."""
+    """The (gradient, variable) pairs of the scaled loss: None for what it does not depend on.
+
+    Args:
+        loss: a function of no argument that returns the loss.
+        variables: what to differentiate by.
+        scale_loss: what multiplies the loss by the scale.
+        has_aux: whether `loss` returns (loss, aux).
+        may_assign: whether the loss may assign other variables, which stay as they are.
+    """
     if not callable(loss):
         raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
+    assigned: list[Variable] = []
 
-    def scaled_and_true_loss() -> tuple[jax.Array, jax.Array]:
-        value = jnp.asarray(loss())
+    def scaled_and_true_loss() -> tuple[jax.Array, Any]:
+        before = read(variables)
+        with recorded() if may_assign else contextlib.nullcontext([]) as also:
+            value, aux = _with_aux(loss()) if has_aux else (loss(), None)
+            assigned[:], values = also, read(also)
+        if changed := [v.name for v, b in zip(variables, before, strict=True) if v._value is not b]:
+            raise ValueError(f"Expected a loss that does not assign what it trains; got {changed}.")
+        value = jnp.asarray(value)
         if value.shape:
             raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"Expected loss() to be floating; got dtype {value.dtype}.")
         value = upcast(value)
-        return scale_loss(value), value
+        return scale_loss(value), (value, aux, values)
 
     check_floating(variables)
     pure, values = functional(scaled_and_true_loss, variables), read(variables)
     try:
-        scaled, linear, value = jax.linearize(lambda v: pure(v)[0], values, has_aux=True)
+        scaled, linear, more = jax.linearize(lambda v: pure(v)[0], values, has_aux=True)
     except jax.errors.UnexpectedTracerError as error:
         error.add_note(
             "Expected a loss without jax.jit, jax.checkpoint or lax.scan over a named function "
@@ -150,17 +197,51 @@ def differentiate(
     # A gradient is None where nothing flows back to: known from the program, not from zeros.
     depends = used_arguments(jax.make_jaxpr(linear)(values))
     (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
-    if not is_inside():  # a gradient may be the very array of a weight, which a step reuses
-        memory = set(itertools.chain(*map(_buffers, (*grads, value))))
+    if not is_inside():  # a result may be the very array of a weight, which a step reuses
+        memory = set(itertools.chain(*map(_buffers, jax.tree.leaves((grads, more)))))
         for variable, array in zip(variables, values, strict=True):
             if not memory.isdisjoint(_buffers(array)):
                 variable.value()  # which marks it as held
     grads = [g if used else None for g, used in zip(grads, depends, strict=True)]
-    return WithLoss(zip(grads, variables, strict=True), value)
+    value, aux, new = more
+    return WithLoss(
+        zip(grads, variables, strict=True), value, aux, dict(zip(assigned, new, strict=True))
+    )
 
 
-def _buffers(array: jax.Array) -> list[int]:
+def _with_aux(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"Expected (loss, aux) from loss() with has_aux=True; got {jax.tree.structure(result)}."
+        )
+    return result
+
+
+def assign_if_applied(new: Mapping[Variable, jax.Array], decisions: Sequence[Any]) -> None:
+    """Assigns what a loss has assigned, if its step was applied.
+
+    Args:
+        new: the variables with their values.
+        decisions: as `Runner.decisions` lists them; empty if no step was taken.
+    """
+    if not decisions or not new:
+        return
+    variables, values = list(new), list(new.values())
+    if conditions := [applied for applied in decisions if applied is not None]:
+        values = _selected(conditions, values, read(variables))
+    assign(variables, values)
+
+
+@jax.jit
+def _selected(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax.Array]:
+    applied = jnp.stack(conditions).all()
+    return [jnp.where(applied, n, o) for n, o in zip(new, old, strict=True)]
+
+
+def _buffers(array: Any) -> list[int]:
     """Where the parts of an array that are in this process lie in memory."""
+    if not isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return []
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 

@@ -1,5 +1,6 @@
 """A mutable box for one array, a leaf of every pytree."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -134,6 +135,8 @@ class Variable:
             ValueError: another shape, or a traced value that would outlive its trace.
         """
         value = self._assignable(value)
+        if getattr(recording, "now", None):
+            self._record()
         self._check_that_it_stays(value)
         self._shared = True  # the caller may hold the same array
         self._value = value
@@ -214,6 +217,16 @@ class Variable:
                 f"the `state` of `gainstage.jit` or `gainstage.functional`, and do not assign in a "
                 f"loss or loop inside of it, but after."
             )
+
+    def _record(self) -> None:
+        """Binds it to its own value, for code inside of `recorded` that is about to assign it."""
+        if self._may_hold_tracers():
+            return
+        trace, variables, own = recording.now
+        if trace == get_opaque_trace_state():
+            own += Variable._held([self])
+            variables.append(self)
+            Variable._bind([self], [self._value], [self._sharding])
 
     def _place(self, sharding: jax.sharding.Sharding) -> None:
         """Moves the value to this sharding, for good; on devices that are only for compiling it
@@ -353,6 +366,25 @@ class Variable:
     def __getstate__(self) -> dict[str, Any]:
         self._shared = True  # with a shallow copy, which holds the same array
         return {**vars(self), "_traces": []}
+
+
+# `now`, in this thread: the trace that is recorded, the variables assigned in it, what they held.
+recording = threading.local()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Variable]]:
+    """Undoes on exit what is assigned meanwhile in this trace; yields the list of the variables.
+
+    Until then each holds what it was assigned, which may be traced.
+    """
+    before, variables, own = getattr(recording, "now", None), [], []
+    recording.now = get_opaque_trace_state(), variables, own
+    try:
+        yield variables
+    finally:
+        recording.now = before
+        Variable._unbind(variables, own)
 
 
 def is_tracing() -> bool:

@@ -194,10 +194,10 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     def _unscaled(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())
 
-    def _loss_and_gradients(self, loss: Any, var_list: Any) -> WithLoss:
-        pairs = super()._loss_and_gradients(loss, var_list)
+    def _loss_and_gradients(self, loss: Any, var_list: Any, **how: bool) -> WithLoss:
+        pairs = super()._loss_and_gradients(loss, var_list, **how)
         grads = self._unscaled(gradient for gradient, _ in pairs)
-        return WithLoss([(g, v) for g, (_, v) in zip(grads, pairs, strict=True)], pairs.loss)
+        return pairs.of((g, v) for g, (_, v) in zip(grads, pairs, strict=True))
 
     def _divisor(self, loss_scale: jax.Array) -> jax.Array:
         return jnp.float32(1)

@@ -158,17 +158,19 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self._forgotten.discard("get_unscaled_gradients")
         return self._unscaled(grads)
 
-    def minimize(self, loss: Callable[[], Any], var_list: Any, tape: Any = None) -> jax.Array:
+    def minimize(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, loss: Callable[[], Any], var_list: Any, tape: Any = None
+    ) -> jax.Array:
         """Scales, differentiates, unscales and applies; returns the true loss. A loss that is no
         scalar is summed."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().minimize(loss, var_list)
 
-    def _loss_and_gradients(self, loss: Callable[[], Any], var_list: Any) -> Any:
+    def _loss_and_gradients(self, loss: Callable[[], Any], var_list: Any, **how: bool) -> Any:
         self._forgotten.clear()  # it scales and unscales by itself
         summed = (lambda: jnp.sum(jnp.asarray(loss()))) if callable(loss) else loss
-        return super()._loss_and_gradients(summed, var_list)
+        return super()._loss_and_gradients(summed, var_list, **how)
 
     def apply_gradients(
         self,
@@ -199,12 +201,12 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def _step(
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
-    ) -> Any:
-        new = super()._step(state, grads, rate, loss, apply_if)
+    ) -> tuple[Any, Any]:
+        new, applied = super()._step(state, grads, rate, loss, apply_if)
         if self._store.window:  # which needs to know its microbatches
-            return new
+            return new, applied
         count = state.inner.iterations + 1  # a skipped step counts
-        return new._replace(inner=new.inner._replace(iterations=count))
+        return new._replace(inner=new.inner._replace(iterations=count)), applied
 
     def get_config(self) -> dict[str, Any]:
         """The constructor's arguments."""

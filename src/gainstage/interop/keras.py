@@ -23,7 +23,56 @@ from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.optimizers.base import Optimizer
 from gainstage.rules.base import DynamicLossScale, LossScale, as_rule, start
 
-__all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer"]
+__all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
+
+
+def keep_if_applied(model: Any) -> Any:
+    """Makes `fit` keep all state of a model on a skipped step, not only what it trains.
+
+    Keras's trainer stores what the forward pass has assigned, whatever the optimizer decides: one
+    batch with a NaN or inf leaves it in the moving mean and variance of a `BatchNormalization`.
+    With this they, and the seeds of `Dropout`, change only if the step was applied. Metrics, the
+    loss among them, are still those of all steps.
+
+    Args:
+        model: a Keras model, compiled or not. It is changed: its `train_step` is replaced. A model
+            that is saved and loaded has to be given to this function again.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import LossScaleOptimizer, keep_if_applied
+        >>> norm = keras.layers.BatchNormalization(momentum=0.5)
+        >>> model = keep_if_applied(keras.Sequential([norm, keras.layers.Dense(1)]))
+        >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        >>> x = np.ones((2, 1))
+        >>> history = model.fit(x, x, verbose=0)
+        >>> history = model.fit(x * np.nan, x, verbose=0)
+        >>> print(norm.moving_mean.value)
+        [0.5]
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a Keras model; got {model!r}.")
+    train_step = model.train_step
+
+    def step(state: Any, data: Any) -> Any:
+        _, fixed, optimizer_variables, _ = state
+        logs, (trainable, new, after, metrics) = train_step(state, data)
+        optimizer = model.optimizer
+        count = getattr(optimizer, "inner_optimizer", optimizer)._iterations
+        place = next(i for i, v in enumerate(optimizer.variables) if v is count)
+        applied = after[place] != optimizer_variables[place]  # a skipped step is not counted
+        new = [jnp.where(applied, n, o) for n, o in zip(new, fixed, strict=True)]
+        return logs, (trainable, new, after, metrics)
+
+    model.train_step = step
+    model.train_function = None  # that of an earlier `fit` is compiled with the other
+    return model
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")

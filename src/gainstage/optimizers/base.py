@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from gainstage._core.run import (
     Runner,
     VarList,
     WithLoss,
+    assign_if_applied,
     by_place,
     check_bound,
     check_floating,
@@ -441,22 +442,54 @@ class Optimizer(Configurable):
         scale = self._loss_scale()
         return loss if scale is None else gradients.scaled(loss, scale)
 
-    def minimize(self, loss: Callable[[], Any], var_list: VarList) -> jax.Array:
+    @overload
+    def minimize(
+        self, loss: Callable[[], Any], var_list: VarList, *, has_aux: Literal[False] = False
+    ) -> jax.Array: ...
+
+    @overload
+    def minimize(
+        self, loss: Callable[[], Any], var_list: VarList, *, has_aux: Literal[True]
+    ) -> tuple[jax.Array, Any]: ...
+
+    def minimize(self, loss: Callable[[], Any], var_list: VarList, *, has_aux: bool = False) -> Any:
         """Differentiates `loss` and takes a step.
+
+        The loss may assign other variables than those it trains, such as the running mean of a
+        normalisation. They get their new values only if the step was applied: a skipped step
+        changes nothing but the loss scale.
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
             var_list: the variables to change, or a callable that returns them.
+            has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
 
         Returns:
-            The loss before the step, not scaled, in float32 or wider.
+            The loss before the step, not scaled, in float32 or wider; (loss, aux) with `has_aux`.
 
         Raises:
             TypeError, ValueError: as `compute_gradients` and `apply`.
+
+        Examples:
+            >>> import gainstage as gs
+            >>> w, mean = gs.Variable(2.0), gs.Variable(0.0)
+            >>> def loss(x):
+            ...     mean.assign(0.5 * mean + 0.5 * x)
+            ...     return w * x, {"x": x}
+            >>> opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+            >>> value, aux = opt.minimize(lambda: loss(4.0), [w], has_aux=True)
+            >>> print(value, aux, mean.value(), w.value())
+            8.0 {'x': 4.0} 2.0 1.0
+            >>> value, aux = opt.minimize(lambda: loss(float("nan")), [w], has_aux=True)
+            >>> print(value, mean.value(), w.value())
+            nan 2.0 1.0
         """
-        pairs = self._loss_and_gradients(loss, var_list)
-        self.apply_gradients(pairs)
-        return pairs.loss
+        has_aux = checks.flag("has_aux", has_aux)
+        pairs = self._loss_and_gradients(loss, var_list, has_aux=has_aux, may_assign=True)
+        with self._runner.decisions() as decisions:
+            self.apply_gradients(pairs)
+        assign_if_applied(pairs.assigned, decisions)
+        return (pairs.loss, pairs.aux) if has_aux else pairs.loss
 
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList
@@ -477,9 +510,9 @@ class Optimizer(Configurable):
         """
         return self._loss_and_gradients(loss, var_list)
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList) -> WithLoss:
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
         variables = variables_in(var_list() if callable(var_list) else var_list)
-        return differentiate(loss, variables, self.scale_loss)
+        return differentiate(loss, variables, self.scale_loss, **how)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Any:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
@@ -543,11 +576,12 @@ class Optimizer(Configurable):
         args, version = (grads, loss, apply_if), store.version if self.jit_compile else None
         self._runner(self._apply, variables, weights, args, store.rate.now, version)
 
-    def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> None:
-        """One step on the variables, as they are."""
+    def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> Any:
+        """One step on the variables, as they are; returns whether it was applied."""
         state = self._step_state
-        new = self._step(read(state), grads, rate, loss, apply_if)
+        new, applied = self._step(read(state), grads, rate, loss, apply_if)
         write(jax.tree.leaves(state), jax.tree.leaves(new))
+        return applied
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients as a step takes them: an array or None for each variable, in order."""
@@ -647,18 +681,21 @@ class Optimizer(Configurable):
 
     def _step(
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
-    ) -> Any:
-        """One step as a pure function: the values of `_step_state` after it."""
+    ) -> tuple[Any, Any]:
+        """One step as a pure function: the values of `_step_state` after it, and whether it was
+        applied, None for always."""
         scale, step = self._loss_scale(), self._make_step(loss)
         if scale is not None:
             args = (GuardState(None), state, grads, scale, rate, loss, apply_if)
-            return self._guarded(None, *args).inner
+            done = self._guarded(None, *args)
+            return done.inner, done.applied
         read = norms(grads, step.options.limits_of_steps, step.shardings)
 
         def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
             return None, step(state, gradients.divided(grads), read, rate)
 
-        return update(state)[1] if apply_if is None else run_if(apply_if, update, state)
+        new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
+        return new, apply_if
 
     def _guarded(
         self,

@@ -230,13 +230,13 @@ class LossScaleOptimizer(Optimizer):
 
     def _step(
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         guard, inner = state
         scale = scaled_by(guard.scale.scale, self._store.in_force.loss_scale_factor)
         args = (guard, inner, grads, self._divisor(scale), rate, loss, apply_if)
         more = {"loss_scale": scale, "every": self._guard.every}
         done = self._inner._guarded(self._rule, *args, **more)
-        return ScaledState(done.state, done.inner)
+        return ScaledState(done.state, done.inner), done.applied
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
