@@ -26,6 +26,7 @@ from gainstage._transformation import (
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.optimizers.multi import MultiOptimizer
 from gainstage.rules import (
     AdaptiveLossScale,
     DynamicLossScale,
@@ -57,6 +58,7 @@ __all__ = [
     "LossScale",
     "LossScaleOptimizer",
     "LossScaledState",
+    "MultiOptimizer",
     "Optax",
     "Optimizer",
     "Policy",

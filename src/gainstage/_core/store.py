@@ -56,8 +56,13 @@ class Guard:
     def __init__(self, owner: str, over: Mapping[str, Any] | None = None):
         self.owner, self.over = owner, dict(over or {})
 
+    is_part = False  # whether the owner takes the steps of several optimizers
+
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Makes what depends on the weights; called before the store counts as built."""
+
+    def changed(self) -> None:
+        """Called when compiled steps have to be compiled again."""
 
 
 # How the documents call what a rule counts.
@@ -161,6 +166,8 @@ class Store:
         """Says that compiled steps have to be compiled again."""
         if not self.iterations._is_bound:  # else it is the step itself, while it is compiled
             self.version += 1
+            if self.guard is not None:
+                self.guard.changed()
 
     def set_options(self, options: StepOptions) -> None:
         """Sets the options, but for those that the guard was given."""

@@ -585,6 +585,12 @@ class Optimizer(Configurable):
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients as a step takes them: an array or None for each variable, in order."""
+        guard = self._store.guard
+        if guard is not None and guard.is_part:
+            raise ValueError(
+                f"{self.name!r} is one of the optimizers of {guard.owner!r}, which takes their "
+                f"steps together; call its `apply`, or that of its LossScaleOptimizer."
+            )
         if trainable_variables is None:
             variables = self._built_variables("apply without trainable_variables")
         else:

@@ -1,0 +1,184 @@
+"""Several optimizers as one: each for variables of its own, all in one step."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+
+from gainstage._core.bridge import variables_in
+from gainstage._core.gradients import Gradients
+from gainstage._core.options import WrapperOptions
+from gainstage._core.run import check_verbs
+from gainstage._core.scaled_state import states_in
+from gainstage._core.step import StepOptions
+from gainstage._core.store import Guard, Store
+from gainstage._core.variable import Variable
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.optimizers.optax import Optax
+
+USUAL = vars(StepOptions())
+
+
+class _Part(Guard):
+    """What the store of an optimizer knows of the one that it is a part of."""
+
+    is_part = True
+
+    def __init__(self, owner: str, whole: Store):
+        super().__init__(owner, {n: v for n, v in USUAL.items() if n != "weight_decay"})
+        self._whole = whole
+
+    def changed(self) -> None:
+        self._whole.changed()
+
+
+class MultiOptimizer(Optimizer):
+    """Several optimizers as one, for the gradients of one loss: each trains its own variables.
+
+    Inside of a `LossScaleOptimizer` they share one loss scale and one skip decision: if any
+    gradient overflows, none of them takes the step. Two `LossScaleOptimizer`s cannot do that for
+    *one* loss. Their scales drift apart after the first overflow, and the steps of one of them
+    become too large or too small.
+
+    Each keeps its learning rate, schedule, weight decay, slots and `iterations`. All other options,
+    such as clipping, averaging and accumulation, are given to this class or its wrapper, and act on
+    all variables together.
+
+    Args:
+        optimizers_and_variables: pairs of an optimizer, not built, and the variables that it
+            trains. Each variable is in one pair. `Optax` may be one of the optimizers.
+        name: the prefix of the names of the optimizer's own variables.
+        learning_rate: what the learning rate of each is multiplied by: a number, schedule or
+            callable.
+        master_weights: whether half-precision variables have a float32 copy in the state.
+        **options: those of every `Optimizer`, but `weight_decay`, `group_small` and
+            `shard_state_over`.
+
+    Raises:
+        TypeError: no optimizer, one with a loss scale, or one that overrides `apply` or the like.
+        ValueError: an optimizer that is built, wrapped, or has options other than `weight_decay`;
+            a variable in two pairs; from `build`, other variables than those of the pairs.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> body, head = gs.Variable(1.0), gs.Variable(1.0)
+        >>> pairs = [(gs.SGD(0.25, momentum=0.9), [body]), (gs.SGD(0.5), [head])]
+        >>> opt = gs.LossScaleOptimizer(gs.MultiOptimizer(pairs))
+        >>> loss = opt.minimize(lambda: body * head, [body, head])
+        >>> print(loss, body.value(), head.value(), opt.loss_scale)
+        1.0 0.75 0.5 32768.0
+        >>> opt.apply([1.0, float("inf")])
+        >>> print(body.value(), head.value(), opt.loss_scale)
+        0.75 0.5 16384.0
+
+    Source: `optax.multi_transform`; `tfa.optimizers.MultiOptimizer`; parameter groups of torch.
+    """
+
+    def __init__(
+        self,
+        optimizers_and_variables: Sequence[tuple[Optimizer, Sequence[Variable]]],
+        name: str | None = None,
+        learning_rate: Any = 1.0,
+        *,
+        master_weights: bool = False,
+        **options: Unpack[WrapperOptions],
+    ):
+        if unknown := options.keys() - WrapperOptions.__annotations__.keys():
+            raise TypeError(f"Expected no {sorted(unknown)[0]} for MultiOptimizer; got {options}.")
+        super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
+        pairs = [(optimizer, variables_in(v)) for optimizer, v in optimizers_and_variables]
+        if not pairs:
+            raise ValueError("Expected at least one pair of an optimizer and its variables.")
+        for optimizer, _ in pairs:
+            _check_part(optimizer)
+        if len({id(optimizer) for optimizer, _ in pairs}) < len(pairs):
+            raise ValueError("Expected a new optimizer for each pair; got one of them twice.")
+        self._known = variables_in([v for _, variables in pairs for v in variables])
+        self.optimizers_and_variables = pairs
+        self._parts = [_Part(self.name, self._store) for _ in pairs]
+        self._attach()
+
+    def _attach(self) -> None:
+        for (optimizer, _), part in zip(self.optimizers_and_variables, self._parts, strict=True):
+            if optimizer._store.guard is None:  # of a shallow copy it is the original's
+                optimizer._store.set_guard(part)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._attach()
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        if set(variables_in(var_list)) != set(self._known):
+            raise ValueError(
+                f"Expected the variables of all optimizers of {self.name!r}, "
+                f"{[v.name for v in self._known]}; got {[v.name for v in var_list]}."
+            )
+        built = self.built
+        super().build(var_list)
+        for optimizer, variables in self.optimizers_and_variables:
+            optimizer.build(variables)
+            if isinstance(optimizer, Optax) and states_in(optimizer._state):
+                raise ValueError(
+                    f"Expected the transformation of {optimizer.name!r} without "
+                    f"gainstage.loss_scaled in it: one loss has one scale. Put a "
+                    f"LossScaleOptimizer around {self.name!r}."
+                )
+            if not built:
+                self._slots.all.extend(optimizer._store.variables)
+
+    def _wants_loss(self) -> bool:
+        return any(optimizer._wants_loss() for optimizer, _ in self.optimizers_and_variables)
+
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
+        if self._store.in_force.weight_decay is not None:
+            raise ValueError(
+                f"Expected weight_decay on an optimizer of {self.name!r}, whose learning rate it "
+                f"is multiplied by; got {self._store.in_force.weight_decay} for all of them."
+            )
+        gradient_of = dict(zip(self._store.index, grads, strict=True))
+        for optimizer, variables in self.optimizers_and_variables:
+            store = optimizer._store
+            own = [gradient_of[variable] for variable in variables]
+            own_rate = rate * store.rate.at(store.iterations.value())
+            decay = store.in_force.weight_decay
+            for variable, gradient in zip(variables, own, strict=True):
+                if decay is not None and gradient is not None and optimizer._decays(variable):
+                    weight = variable.value()
+                    self.assign(variable, weight - weight * decay * own_rate)
+            optimizer._update_all(own, own_rate, loss)
+            self.assign_add(store.iterations, 1)
+
+
+def _check_part(optimizer: Any) -> None:
+    wraps = isinstance(optimizer, (LossScaleOptimizer, MultiOptimizer))
+    if wraps or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Expected an optimizer of gainstage without a loss scale in each pair; got "
+            f"{optimizer!r}."
+        )
+    check_verbs(optimizer, "MultiOptimizer")
+    store = optimizer._store
+    if store.guard is not None:
+        raise ValueError(
+            f"{optimizer.name!r} is already wrapped by {store.guard.owner!r}. Put one "
+            f"LossScaleOptimizer around the MultiOptimizer, and none around its optimizers."
+        )
+    if optimizer.built:
+        raise ValueError(f"Expected {optimizer.name!r} not to be built before MultiOptimizer.")
+    given = {name for name, value in vars(store.options).items() if value != USUAL[name]}
+    given |= {
+        n
+        for n in ("group_small", "master_weights", "shard_state_over", "mesh")
+        if getattr(optimizer, n)
+    }
+    if given := sorted(given - {"weight_decay"}):
+        raise ValueError(
+            f"Expected {', '.join(given)} on the MultiOptimizer, for all variables; got it on "
+            f"{optimizer.name!r}."
+        )
+    if store.rate.is_called:
+        raise ValueError(
+            f"The learning rate of {optimizer.name!r} is a callable of no argument, which is not "
+            f"called inside of a compiled step. Use a schedule or callable of the step."
+        )
