@@ -3,6 +3,7 @@
 from gainstage.diagnostics.alarms import Alarm, Alarms, alarms_in
 from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.capsule import BadStep, Capsule, read_capsule
+from gainstage.diagnostics.log_probabilities import Mismatch, mismatch
 from gainstage.diagnostics.runs import Run, read_run
 from gainstage.diagnostics.writers import JsonLines, Writer, described
 from gainstage.diagnostics.xrays import Cause, Remedy, Window, Xray, xray
@@ -14,6 +15,7 @@ __all__ = [
     "Capsule",
     "Cause",
     "JsonLines",
+    "Mismatch",
     "Remedy",
     "Run",
     "Window",
@@ -22,6 +24,7 @@ __all__ = [
     "alarms_in",
     "described",
     "largest_scale",
+    "mismatch",
     "read_capsule",
     "read_run",
     "xray",
