@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gainstage._core._jax import Literal, Tracer
+from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
 from gainstage._core.signals import deferred_signals
 from gainstage._core.variable import Variable, is_inside, recording
 
@@ -92,6 +92,21 @@ def bound(
         Variable._bind(variables, values, shardings)
         yield
     finally:
+        Variable._unbind(variables, own)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Variable]]:
+    """Undoes on exit what is assigned meanwhile in this trace; yields the list of the variables.
+
+    Until then each holds what it was assigned, which may be traced.
+    """
+    before, variables, own = getattr(recording, "now", None), [], []
+    recording.now = get_opaque_trace_state(), variables, own
+    try:
+        yield variables
+    finally:
+        recording.now = before
         Variable._unbind(variables, own)
 
 

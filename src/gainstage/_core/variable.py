@@ -1,6 +1,5 @@
 """A mutable box for one array, a leaf of every pytree."""
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -370,21 +369,6 @@ class Variable:
 
 # `now`, in this thread: the trace that is recorded, the variables assigned in it, what they held.
 recording = threading.local()
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Variable]]:
-    """Undoes on exit what is assigned meanwhile in this trace; yields the list of the variables.
-
-    Until then each holds what it was assigned, which may be traced.
-    """
-    before, variables, own = getattr(recording, "now", None), [], []
-    recording.now = get_opaque_trace_state(), variables, own
-    try:
-        yield variables
-    finally:
-        recording.now = before
-        Variable._unbind(variables, own)
 
 
 def is_tracing() -> bool:
