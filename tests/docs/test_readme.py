@@ -43,7 +43,7 @@ def test_python_blocks_run(capsys):
         exec(block, scope)
     said = capsys.readouterr().out.splitlines()
     assert said[:2] == ["0.25 32768.0 1", "0 of 1 steps were skipped."]
-    assert said[2].startswith("At step 0 and scale 2^15, ")
+    assert said[2] == "At step 0 and scale 2^15 (2^22 suggested):"
 
 
 def test_two_lines_change():
