@@ -19,18 +19,17 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 # `Literal`: an operand of an equation that is a number. `get_opaque_trace_state`: the trace that a
 # variable is bound in.
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, get_opaque_trace_state
+from jax.extend.core import Literal, get_opaque_trace_state
 from jax.interpreters.partial_eval import dce_jaxpr
 
 __all__ = [
-    "ClosedJaxpr",
-    "Jaxpr",
     "Layout",
     "Literal",
     "Tracer",
     "bind",
     "get_opaque_trace_state",
     "holds_arrays",
+    "is_jaxpr",
     "multihost_utils",
     "open_jaxpr",
     "scan_counts",
@@ -50,6 +49,11 @@ def holds_arrays(sharding: Any) -> bool:
 def used_arguments(program: Any) -> list[bool]:
     """Which arguments the only result of a jaxpr depends on."""
     return dce_jaxpr(open_jaxpr(program), [True])[1]
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a value is a jaxpr, with its constants or without."""
+    return hasattr(value, "eqns")
 
 
 def open_jaxpr(program: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core._jax import ClosedJaxpr, Jaxpr, Literal, bind, open_jaxpr, scan_counts
+from gainstage._core._jax import Literal, bind, is_jaxpr, open_jaxpr, scan_counts
 from gainstage.diagnostics.xrays.numbers import (
     HALF,
     Numbers,
@@ -360,7 +360,7 @@ def _last_uses(jaxpr: Any) -> dict[Any, int]:
 
 def _jaxprs(eqn: Any) -> list[Any]:
     each = [p if isinstance(p, (tuple, list)) else (p,) for p in eqn.params.values()]
-    return [p for ps in each for p in ps if isinstance(p, (ClosedJaxpr, Jaxpr))]
+    return [p for ps in each for p in ps if is_jaxpr(p)]
 
 
 def _inner(eqn: Any) -> Any:
