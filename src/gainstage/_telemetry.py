@@ -232,7 +232,7 @@ class Report:
             dict(zip(self.names, errors.tolist(), strict=True))
             for errors in (u.error, u.unscaled_error)
         )
-        lines += verdict(
+        lines += underflow_summary(
             error, unscaled if u.scale != 1 else {}, bool((u.flushed + u.subnormal).any())
         )
         for name, error, zero, flushed, subnormal, bits in rows[:SHOWN]:
@@ -243,7 +243,7 @@ class Report:
         return lines
 
 
-def verdict(
+def underflow_summary(
     error: Mapping[str, float], unscaled: Mapping[str, float], underflows: bool
 ) -> list[str]:
     """Whether what float16 loses matters, with the scale and without, in a sentence each.

@@ -498,7 +498,7 @@ def test_a_page_says_that_nothing_underflows():
                "error": 2e-4, "unscaled_error": 0.3}  # fmt: skip
     run = gapped(20, [])._replace(tensors={"w": KNOWN | healthy})
     found = findings(run)
-    assert found.verdict == [
+    assert found.underflow_summary == [
         "Nothing underflows: float16 is at most 0.02% off.",
         "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
         "you need it.",
@@ -507,7 +507,7 @@ def test_a_page_says_that_nothing_underflows():
     assert "<h2>Underflow</h2><p>Nothing underflows" in text
     assert text.count("you need it.") == 1  # the run cannot be replayed
     old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
-    assert old.verdict == []  # recorded before rounding errors were
+    assert old.underflow_summary == []  # recorded before rounding errors were
 
 
 def test_report_says_what_is_wrong(tmp_path, capsys):

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gainstage._telemetry import verdict
+from gainstage._telemetry import underflow_summary
 from gainstage.diagnostics.alarms import alarms_in
 from gainstage.diagnostics.replay import Outcome, advice, replay
 from gainstage.diagnostics.runs import Run, measures, why_skipped
@@ -42,7 +42,7 @@ class Findings(NamedTuple):
     advice: list[str]
     overflows: Rows
     underflow: list[Flushed]
-    verdict: list[str]  # on underflow
+    underflow_summary: list[str]  # on underflow
     replay: Rows
 
 
@@ -51,7 +51,7 @@ def findings(run: Run) -> Findings:
     outcomes, told = _replay(run)
     told = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + told
     lost = underflow(run)
-    return Findings(headline(run), told, overflows(run), lost, _verdict(run), outcomes)
+    return Findings(headline(run), told, overflows(run), lost, _underflow_summary(run), outcomes)
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -137,7 +137,7 @@ def underflow(run: Run) -> list[Flushed]:
     return [share for share in worst if share.flushed > 0 or share.subnormal > 0]
 
 
-def _verdict(run: Run) -> list[str]:
+def _underflow_summary(run: Run) -> list[str]:
     """Whether what float16 loses matters, if the run says how much that is."""
     known = {printable(name): k for name, k in run.tensors.items() if k.get("error", math.nan) >= 0}
     if not known:
@@ -148,7 +148,7 @@ def _verdict(run: Run) -> list[str]:
         for which in ("error", "unscaled_error")
     )
     never_scaled = (run.get("loss_scale") == 1).all()
-    return verdict(error, {} if never_scaled else unscaled, underflows)
+    return underflow_summary(error, {} if never_scaled else unscaled, underflows)
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:
@@ -177,7 +177,7 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         "is known to be finite, on average.",
         "Presumed: the share of steps of which the recording does not show what would happen.",
     ]
-    if "FixedLossScale(1.0)" in replayed.outcomes and len(lost := _verdict(run)) > 1:
+    if "FixedLossScale(1.0)" in replayed.outcomes and len(lost := _underflow_summary(run)) > 1:
         notes.append(f"FixedLossScale(1.0) does not scale. {lost[1]}")
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
     return Rows(title, columns, rows, "\n".join(notes)), advice(replayed, run.made.get("rule", ""))

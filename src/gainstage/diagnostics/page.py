@@ -24,7 +24,7 @@ def page(run: Run, found: Findings, title: str) -> str:
     """
     parts = [numbers(found.headline), _advice(found.advice)]
     parts += [_curve(run, name, heading) for name, heading in CURVES.items()]
-    lost = _underflow(found.underflow, found.verdict)
+    lost = _underflow(found.underflow, found.underflow_summary)
     parts += [table(found.overflows), lost, table(found.replay)]
     return document(title, parts)
 
@@ -47,10 +47,10 @@ UNDERFLOW = (
 )
 
 
-def _underflow(shares: list[Flushed], verdict: list[str]) -> str:
-    if not shares and not verdict:
+def _underflow(shares: list[Flushed], summary: list[str]) -> str:
+    if not shares and not summary:
         return ""
-    kinds = {"error": "off", "unscaled_error": "unscaled"} if verdict else {}
+    kinds = {"error": "off", "unscaled_error": "unscaled"} if summary else {}
     kinds |= {"flushed": "flushed", "subnormal": "subnormal", "zero": "zero"}
     rows = ""
     for tensor in shares[:SHOWN]:
@@ -59,8 +59,8 @@ def _underflow(shares: list[Flushed], verdict: list[str]) -> str:
     head = "".join(f"<th>{words}</th>" for words in ("Tensor", *kinds.values()))
     whole = f'<table class="bars"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
     notes = [f"and {len(shares) - SHOWN} more"] * (len(shares) > SHOWN)
-    notes += UNDERFLOW[not verdict :] if shares else ()
-    said = "".join(f"<p>{text(sentence)}</p>" for sentence in verdict)
+    notes += UNDERFLOW[not summary :] if shares else ()
+    said = "".join(f"<p>{text(sentence)}</p>" for sentence in summary)
     more = f'<p class="note">{text(chr(10).join(notes))}</p>' if notes else ""
     return f"<h2>Underflow</h2>{said}{whole if shares else ''}{more}"
 

@@ -63,13 +63,13 @@ def _print(found: Findings, title: str) -> None:
     console.print(numbers)
     if found.overflows.rows:
         _print_rows(console, found.overflows)
-    if found.underflow or found.verdict:
-        known = 1 if found.verdict else 3  # an older recording has no rounding errors
+    if found.underflow or found.underflow_summary:
+        known = 1 if found.underflow_summary else 3  # an older recording has no rounding errors
         worst = []
         for name, *shares in found.underflow[:SHOWN]:
             worst.append((name, *(_percent(float(share)) for share in shares[known - 1 :])))
         more = len(found.underflow) - SHOWN
-        notes = [f"and {more} more"] * (more > 0) + found.verdict
+        notes = [f"and {more} more"] * (more > 0) + found.underflow_summary
         columns = ("Tensor", *("Off", "Unscaled", "Flushed", "Subnormal", "Zero")[known - 1 :])
         _print_rows(console, Rows("Underflow", columns, worst, "\n".join(notes)))
     _print_rows(console, found.replay)
