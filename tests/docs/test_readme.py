@@ -1,84 +1,120 @@
-"""Every code block of the README runs, and the optax diff does what the README says."""
+"""Every code block of the README runs and prints what the README says."""
 
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = {
-    language: re.findall(rf"```{language}\n(.*?)```", README, re.S)
-    for language in ("python", "diff", "bash")
-}
-(DIFF,) = BLOCKS["diff"]
-BEFORE = "".join(f"{line[1:]}\n" for line in DIFF.splitlines() if line[:1] in ("", " ", "-"))
-AFTER = "".join(f"{line[1:]}\n" for line in DIFF.splitlines() if line[:1] in ("", " ", "+"))
+import gainstage as gs
 
-
-def run(code, batches):
-    """Runs the loop of the README; returns its losses and its last parameters."""
-    losses, params = [], {"w": jnp.zeros(3), "b": jnp.zeros(())}
-
-    def recorded():
-        for batch in batches:
-            yield batch
-            losses.append(float(scope["loss"]))
-
-    scope = {"params": params, "batches": recorded()}
-    exec(code, scope)
-    return losses, {name: np.asarray(value) for name, value in scope["params"].items()}
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
 
 
-def make_batches(n):
-    x = np.random.default_rng(0).normal(size=(n, 16, 3)).astype(np.float32)
-    return [(jnp.asarray(a), jnp.asarray(a @ np.float32([1, -2, 3]))) for a in x]
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """What the blocks define, the output of each, and the output that the README shows."""
+    for library in ("flax", "keras"):
+        pytest.importorskip(library)
+    scope, printed = {}, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("readme"))
+        for code, expected in re.findall(BLOCK, README, re.DOTALL):
+            said = []
+            scope["print"] = lambda *values, said=said: said.append(" ".join(map(str, values)))
+            exec(code, scope)
+            printed.append(("\n".join(said), expected.strip()))
+            if len(printed) == 1:
+                first = scope["loss_fn"]
+    return first, printed
 
 
 # Asked for in jmp#47 (examples fail).
-def test_python_blocks_run(capsys):
-    """The document-style blocks run one after the other and print what they say."""
-    scope = {}
-    for block in BLOCKS["python"]:
-        exec(block, scope)
-    said = capsys.readouterr().out.splitlines()
-    assert said[:2] == ["0.25 32768.0 1", "0 of 1 steps were skipped."]
-    assert said[2] == "At step 0 and scale 2^15 (2^22 suggested):"
+def test_python_blocks_run(blocks):
+    """The blocks run one after the other, and those with an output print exactly that."""
+    _, printed = blocks
+    shown = [(said, expected) for said, expected in printed if expected]
+    assert shown
+    assert all(said == expected for said, expected in shown)
+    (eager,) = re.findall(r"# (16.5 .*)", README)
+    assert eager in [said for said, _ in printed]
 
 
-def test_two_lines_change():
-    """The diff is one import and two changed lines."""
-    lines = re.findall(r"^[+-].*", DIFF, re.M)
-    assert [line[0] for line in lines] == ["+", "-", "+", "-", "+"]
-    assert lines[0] == "+import gainstage as gs"
+def test_the_xray_finds_the_cause(blocks):
+    """The X-ray of the README's step names the operation and a scale that fits."""
+    said = "\n".join(said for said, _ in blocks[1])
+    assert "dot_general" in said
+    assert "scales that fit" in said
+
+
+def make_batches(n):
+    x = np.random.default_rng(0).normal(size=(n, 64, 16)).astype(np.float32)
+    true_w = np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)
+    return [(jnp.asarray(a), jnp.asarray(a @ true_w)) for a in x]
+
+
+def train(loss_fn, tx, batches):
+    """The losses and the last weights of the README's loop."""
+    w, losses = jnp.zeros((16, 16)), []
+    opt_state = tx.init(w)
+    step = gs.train_step(loss_fn, tx)
+    for x, y in batches:
+        w, opt_state, loss = step(w, opt_state, x, y)
+        losses.append(float(loss))
+    return losses, np.asarray(w)
 
 
 def test_the_losses_are_the_same_in_float32():
-    """Before and after the two lines the loop gives the same losses and parameters."""
-    batches = make_batches(30)
-    before, after = run(BEFORE, batches), run(AFTER, batches)
-    np.testing.assert_allclose(after[0], before[0], rtol=1e-6)
-    for name in before[1]:
-        np.testing.assert_allclose(after[1][name], before[1][name], rtol=1e-6)
-    assert before[0][-1] < before[0][0]
+    """In float32 the README's loop has the losses and weights of plain optax."""
+
+    def loss_fn(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    @jax.jit
+    def plain(w, opt_state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(w, x, y)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, loss
+
+    batches, tx = make_batches(30), optax.adam(0.1)
+    w, losses = jnp.zeros((16, 16)), []
+    opt_state = tx.init(w)
+    for x, y in batches:
+        w, opt_state, loss = plain(w, opt_state, x, y)
+        losses.append(float(loss))
+    after = train(loss_fn, gs.loss_scaled(tx), batches)
+    np.testing.assert_allclose(after[0], losses, rtol=1e-6)
+    np.testing.assert_allclose(after[1], w, rtol=1e-6)
+    assert losses[-1] < losses[0]
 
 
-def test_an_overflow_is_as_if_the_batch_had_not_been_there():
+def test_an_overflow_is_as_if_the_batch_had_not_been_there(blocks):
     """After a batch that overflows the loop goes on, bit for bit, as if it had been left out."""
+    loss_fn, _ = blocks
     batches = make_batches(20)
     x, y = batches[0]
     overflowing = (x * np.finfo(np.float32).max, y)
-    with_it = run(AFTER, [*batches[:10], overflowing, *batches[10:]])
-    without = run(AFTER, batches)
+    tx = gs.loss_scaled(optax.adam(0.1))
+    with_it = train(loss_fn, tx, [*batches[:10], overflowing, *batches[10:]])
+    without = train(loss_fn, tx, batches)
     assert not np.isfinite(with_it[0][10])
     assert with_it[0][:10] + with_it[0][11:] == without[0]
-    for name in without[1]:
-        assert with_it[1][name].tobytes() == without[1][name].tobytes()
+    assert with_it[1].tobytes() == without[1].tobytes()
 
 
 def test_both_commands_stand_in_the_readme():
     """The commands to try and to test are the README's two shell blocks."""
-    assert [block.strip() for block in BLOCKS["bash"]] == [
+    assert [block.strip() for block in re.findall(r"```bash\n(.*?)```", README, re.S)] == [
         'pip install ".[demo]" && gainstage demo',
         'pip install -e ".[test]" && pytest',
     ]
+
+
+def test_it_is_short():
+    """The README has at most 200 lines."""
+    assert len(README.splitlines()) <= 200
