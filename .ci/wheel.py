@@ -3,6 +3,7 @@
     python .ci/wheel.py                 the wheel alone: tests of what is missing skip
     python .ci/wheel.py keras           with an extra, or several
     python .ci/wheel.py --jax 0.10.0    with this jax
+    python .ci/wheel.py --wheel dist    the wheel in this folder, which is built already
 
 What follows `--` goes to pytest.
 """
@@ -23,14 +24,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("extras", nargs="*", metavar="EXTRA")
     parser.add_argument("--jax", metavar="VERSION")
+    parser.add_argument("--wheel", metavar="FOLDER", type=Path)
     own, rest = sys.argv[1:], []
     if "--" in own:
         own, rest = own[: own.index("--")], own[own.index("--") + 1 :]
     words = parser.parse_args(own)
     with tempfile.TemporaryDirectory() as folder:
-        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder]
-        subprocess.run([*build, str(ROOT)], check=True)
-        (wheel,) = Path(folder).glob("gainstage-*.whl")
+        built = words.wheel or Path(folder)
+        if not words.wheel:
+            build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder]
+            subprocess.run([*build, str(ROOT)], check=True)
+        (wheel,) = built.resolve().glob("gainstage-*.whl")
         venv.create(Path(folder, "env"), with_pip=True)
         python = str(Path(folder, "env", "bin", "python"))
         extras = f"[{','.join(words.extras)}]" if words.extras else ""

@@ -1,0 +1,54 @@
+"""A release is what its tag, its version and its changelog say."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+spec = importlib.util.spec_from_file_location("release", ROOT / ".ci/release.py")
+release = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(release)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A project of version 1.2.3, whose changelog has this heading."""
+
+    def make(heading):
+        (tmp_path / "src/gainstage").mkdir(parents=True)
+        (tmp_path / "src/gainstage/__init__.py").write_text('__version__ = "1.2.3"\n')
+        (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n\n## 1.2.2\n")
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "message"),
+    [
+        ("v1.2.3", "1.2.3 (2026-01-31)", ""),
+        ("v1.2.4", "1.2.4 (2026-01-31)", "Expected the tag v1.2.3"),
+        ("1.2.3", "1.2.3 (2026-01-31)", "Expected the tag v1.2.3"),
+        ("v1.2.3", "1.2.3 (unreleased)", "Expected CHANGELOG.md to begin"),
+        ("v1.2.3", "1.2.4 (2026-01-31)", "Expected CHANGELOG.md to begin"),
+    ],
+)
+def test_only_what_agrees_is_released(project, tag, heading, message):
+    """The tag, the version and the dated section of the changelog name the same version."""
+    said = release.main(tag, project(heading))
+    assert said.startswith(message)
+    assert bool(said) == bool(message)
+
+
+def test_actions_are_pinned():
+    """Every action of every workflow is pinned by the hash of a commit, with its version."""
+    lines = [
+        line
+        for path in (ROOT / ".github/workflows").glob("*.yml")
+        for line in path.read_text().splitlines()
+        if "uses:" in line
+    ]
+    assert lines
+    assert all(re.search(r"uses: \S+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line) for line in lines)
