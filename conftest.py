@@ -8,6 +8,7 @@ import tempfile
 import jax
 import numpy as np
 import pytest
+from jax._src import compiler
 
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
@@ -25,7 +26,37 @@ def pytest_configure():
 
 def pytest_collection_modifyitems(items):
     """What waits for processes comes first: at the end one worker would wait for it alone."""
-    items.sort(key=lambda item: "processes" not in item.path.parts)
+    items.sort(key=lambda item: ("processes" not in item.path.parts, not as_users(item)))
+
+
+def as_users(node):
+    """Whether a test is about bits or programs."""
+    return node.get_closest_marker("as_users") is not None
+
+
+# On a CPU these halve the time to compile, and round otherwise. For the first there is no option
+# of JAX's, only `XLA_FLAGS`, which hold for a whole process.
+QUICK = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+usual_options = compiler.get_compile_options
+
+
+def quick_options(*args, env_options_overrides=None, **kwargs):
+    """As `usual_options`, with `QUICK` unless a test says otherwise."""
+    overrides = QUICK | (env_options_overrides or {})
+    return usual_options(*args, env_options_overrides=overrides, **kwargs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_quickly(request):
+    """Modules marked `as_users` are compiled with all optimizations, the others quickly."""
+    wanted = usual_options if as_users(request.node) else quick_options
+    if compiler.get_compile_options is not wanted:
+        compiler.get_compile_options = wanted
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import gainstage as gs
 
 from peers import fails, live
 
+pytestmark = pytest.mark.as_users
+
 
 def model(**options):
     variables = [gs.Variable(np.ones((256, 128)), name="w"), gs.Variable(np.ones(128), name="b")]

@@ -12,6 +12,8 @@ import pytest
 
 import gainstage as gs
 
+pytestmark = pytest.mark.as_users
+
 # A few of the shapes of ResNet-50, and one that no power of two divides.
 SHAPES = [(7, 7, 3, 64), (64,), (3, 3, 256, 256), (1, 1, 512, 2048), (2048,), (2048, 1000), (999,)]
 KINDS = {

@@ -12,6 +12,8 @@ from gainstage._core import gradients, readings
 
 from peers import fails, live
 
+pytestmark = pytest.mark.as_users
+
 SIZES = (1, 1024, 4096, 210_000)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 BAD = (np.nan, np.inf, -np.inf)

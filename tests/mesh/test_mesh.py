@@ -21,6 +21,8 @@ import programs
 from peers import fails, live
 from table import ELEMENTWISE
 
+pytestmark = pytest.mark.as_users
+
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
 SPECS = [("data", "model"), (), (None, "model"), (), (), (("data", "model"), None)]

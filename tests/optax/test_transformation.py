@@ -12,6 +12,8 @@ import gainstage as gs
 
 from peers import fails
 
+pytestmark = pytest.mark.as_users
+
 
 def loss_fn(params, x):
     return jnp.sum((params["w"].astype(jnp.float32) * x) ** 2)

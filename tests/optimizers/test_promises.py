@@ -9,6 +9,8 @@ import gainstage as gs
 
 from table import OPTIMIZERS
 
+pytestmark = pytest.mark.as_users
+
 SHAPES = [(4, 3), (5,), ()]
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 

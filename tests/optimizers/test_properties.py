@@ -15,6 +15,8 @@ import gainstage as gs
 
 from oracles import Oracle
 
+pytestmark = pytest.mark.as_users
+
 OPTIMIZERS = {
     "sgd": (gs.SGD, {}),
     "momentum": (gs.SGD, {"momentum": 0.9}),

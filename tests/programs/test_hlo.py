@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks import hlo
 
+pytestmark = pytest.mark.as_users
+
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
 %inner (p.0: f32[100], p.1: s32[]) -> f32[10] {

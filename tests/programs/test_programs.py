@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 from benchmarks import lowered, parameters
 from benchmarks.programs import CHECKED, OPTAX, Program
 
-pytestmark = pytest.mark.programs
+pytestmark = [pytest.mark.programs, pytest.mark.as_users]
 
 LOOP, ONE_CALL = "ours, optax loop", "ours, train_step"
 STATELESS, MINIMIZE = "ours, stateless_apply", "ours, minimize"
