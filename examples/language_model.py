@@ -1,0 +1,241 @@
+"""A language model in float16: Flax NNX, on one device or on a mesh.
+
+    pip install ".[flax,orbax,report]"
+    python examples/language_model.py --quick  # less than a minute
+    python examples/language_model.py          # about 10 minutes on one CPU core
+
+It learns to write Python, byte by byte, from the modules of Python's own standard library. Kill it
+at any moment: the same command goes on from the last checkpoint. To try a mesh on one machine, set
+XLA_FLAGS=--xla_force_host_platform_device_count=8.
+"""
+
+import argparse
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+import gainstage as gs
+from gainstage.diagnostics import Capsule, JsonLines, described
+
+HALF, FULL = jnp.float16, jnp.float32
+RULE = gs.DynamicLossScale(2.0**20, increment_period=100, min_scale=1.0)
+
+
+class Settings(NamedTuple):
+    """The sizes of the model and of the run; a step is one microbatch."""
+
+    width: int = 128
+    layers: int = 6
+    heads: int = 4
+    context: int = 128
+    batch: int = 16
+    accumulate: int = 2  # microbatches in an update
+    steps: int = 600
+    rate: float = 3e-3
+    decay: float = 0.98  # of the moving average
+    every: int = 50  # steps from one checkpoint to the next
+    sample: int = 400  # bytes of text to write at the end
+
+
+QUICK = Settings(32, 1, 2, 64, 8, steps=40, rate=1e-2, decay=0.8, every=10, sample=80)
+
+
+class Block(nnx.Module):
+    """Causal self-attention and a feed-forward network."""
+
+    def __init__(self, width, heads, rngs):
+        def linear(inputs, outputs):
+            return nnx.Linear(inputs, outputs, use_bias=False, dtype=HALF, rngs=rngs)
+
+        self.heads = heads
+        self.norms = nnx.List([nnx.RMSNorm(width, dtype=HALF, rngs=rngs) for _ in range(2)])
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.dropout(self.attend(self.norms[0](x)))
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norms[1](x)))))
+
+    def attend(self, x):
+        q, k, v = jnp.moveaxis(self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1), 2, 0)
+        # jax.nn.dot_product_attention cannot be differentiated in float16 on a CPU (jax 0.10.2).
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=FULL)
+        scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores * q.shape[-1] ** -0.5, -1e9)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(HALF), v)
+        return self.out(mixed.reshape(x.shape))
+
+
+class LanguageModel(nnx.Module):
+    """Bytes to the logits of the next byte: float32 weights, float16 arithmetic."""
+
+    def __init__(self, settings, rngs):
+        width, heads = settings.width, settings.heads
+        self.embed = nnx.Embed(128, width, dtype=HALF, rngs=rngs)
+        self.place = nnx.Embed(settings.context, width, dtype=HALF, rngs=rngs)
+        self.blocks = nnx.List([Block(width, heads, rngs) for _ in range(settings.layers)])
+        self.norm = nnx.RMSNorm(width, dtype=HALF, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.place(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x)).astype(FULL)
+
+
+def make_model(settings=Settings()):  # noqa: B008 - a NamedTuple does not change
+    """A new model; `gainstage autopsy --like language_model:make_model` calls it too."""
+    return LanguageModel(settings, nnx.Rngs(0))
+
+
+def loss_fn(model, tokens):
+    """The mean cross-entropy of each next byte, in nats."""
+    logits = model(tokens[:, :-1])
+    return optax.losses.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+class Average(NamedTuple):
+    """The state of `keep_average`."""
+
+    average: Any
+
+
+def keep_average(decay):
+    """Keeps a moving average of the weights; inside `loss_scaled` a skipped step skips it too."""
+
+    def update(updates, state, params):
+        new = optax.apply_updates(params, updates)
+        return updates, Average(optax.incremental_update(new, state.average, 1 - decay))
+
+    return optax.GradientTransformation(lambda p: Average(jax.tree.map(jnp.copy, p)), update)
+
+
+def make_optimizer(settings):
+    """Checks every microbatch; clips, updates and averages at the end of a window of them."""
+    updates = settings.steps // settings.accumulate
+    rate = optax.warmup_cosine_decay_schedule(0, settings.rate, updates // 10, updates)
+    adamw = optax.adamw(rate, weight_decay=0.1)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), adamw, keep_average(settings.decay))
+    window = optax.MultiSteps(chain, settings.accumulate).gradient_transformation()
+    return gs.loss_scaled(window, RULE, telemetry=True)
+
+
+def read_texts():
+    """ASCII bytes of the standard library's modules: those to learn, and every 20th held out."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
+    learned = [text for n, text in enumerate(texts) if n % 20]
+    return [(joined := np.concatenate(part))[joined < 128] for part in (learned, texts[::20])]
+
+
+def draw(text, settings, step):
+    """The microbatch of a step. The step is the seed, and so the position in the data."""
+    starts = np.random.default_rng(step).integers(len(text) - settings.context, size=settings.batch)
+    return text[starts[:, None] + np.arange(settings.context + 1)].astype(np.int32)
+
+
+def averaged(model, opt_state):
+    """The model with the averages of its weights, and without dropout."""
+    model = nnx.clone(model)
+    nnx.update(model, optax.tree_utils.tree_get(opt_state, "average"))
+    model.eval()
+    return model
+
+
+def write_text(model, prompt, length):
+    """What the model writes after the prompt, which is as long as its context."""
+    text, rng = list(prompt), np.random.default_rng(0)
+    next_logits = jax.jit(lambda model, window: model(window[None])[0, -1])
+    for _ in range(length):
+        logits = next_logits(model, np.array(text[-len(prompt) :], np.int32))
+        text.append(int(np.argmax(logits / 0.7 + rng.gumbel(size=logits.shape))))
+    return bytes(text[len(prompt) :]).decode()
+
+
+def named(state):
+    """All arrays of the run by name: weights, dropout keys and counts, slots, averages, scale."""
+    pairs, _ = jax.tree.flatten_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in pairs}
+
+
+def restored(checkpoints, state):
+    """The state of the last checkpoint; every array lies where it does in `state`."""
+    saved = checkpoints.restore(None, args=ocp.args.StandardRestore(named(state)))
+    return jax.tree.unflatten(jax.tree.structure(state), [saved[name] for name in named(state)])
+
+
+def checksum(state):
+    """Digits that are equal if all bits of two states are; dropout keys never change."""
+    leaves = jax.tree.leaves(state)
+    arrays = [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in arrays)).hexdigest()[:12]
+
+
+def train(settings, folder, devices):
+    """Trains to the end, from the last checkpoint if there is one; returns the averaged model."""
+    mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
+    everywhere, divided = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec("data"))
+    model, tx = jax.device_put(make_model(settings), everywhere), make_optimizer(settings)
+    opt_state = tx.init(nnx.state(model, nnx.Param))
+    step = gs.train_step(loss_fn, tx, using=nnx.value_and_grad)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
+    if start := checkpoints.latest_step() or 0:
+        model, opt_state = restored(checkpoints, (model, opt_state))
+        print(f"restored step {start}: state {checksum((model, opt_state))}", flush=True)
+    text, held_out = read_texts()
+    validate, began = jax.jit(loss_fn), time.perf_counter()
+    capsule = Capsule(folder / "bad.npz", keep=3)
+    with JsonLines(folder / "run.jsonl", rule=RULE, params=model) as record:
+        for n in range(start + 1, settings.steps + 1):
+            tokens = jax.device_put(draw(text, settings, n), divided)
+            model, opt_state, loss = step(model, opt_state, tokens)
+            info = jax.device_get(gs.telemetry(opt_state))  # the next step reuses its memory
+            record.write(n, info, loss=loss)
+            capsule.write(n, info, model, tokens)
+            if n % settings.every:
+                continue
+            record.flush()
+            checkpoints.save(n, args=ocp.args.StandardSave(named((model, opt_state))))
+            speed = settings.every * settings.batch * settings.context
+            speed /= time.perf_counter() - began
+            smooth = averaged(model, opt_state)
+            unseen = [validate(smooth, draw(held_out, settings, i)) for i in range(8)]
+            print(
+                f"step {n}: {described({'loss': loss, **info._asdict()})}, {speed:.0f} tokens/s, "
+                f"validation {np.mean(unseen):.3f}, state {checksum((model, opt_state))}",
+                flush=True,
+            )
+            began = time.perf_counter()
+    checkpoints.close()
+    return averaged(model, opt_state)
+
+
+def main():
+    """Reads the command line, trains, and writes some text."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, less than a minute")
+    parser.add_argument("--devices", type=int, help="how many devices to use (default: all)")
+    parser.add_argument("--folder", type=Path, help="for checkpoints, telemetry and bad steps")
+    options = parser.parse_args()
+    settings = QUICK if options.quick else Settings()
+    name = "language_model_quick" if options.quick else "language_model"
+    folder = options.folder or Path("runs", name)
+    model = train(settings, folder.absolute(), jax.devices()[: options.devices])
+    prompt = bytes(read_texts()[1][: settings.context])
+    print(f"{prompt.decode()}|{write_text(model, prompt, settings.sample)}")
+
+
+if __name__ == "__main__":
+    main()

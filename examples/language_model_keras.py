@@ -1,0 +1,126 @@
+"""A language model in float16 with Keras `fit`: a policy, and an optimizer that is wrapped.
+
+    pip install ".[keras]"
+    KERAS_BACKEND=jax python examples/language_model_keras.py --quick  # less than a minute
+    KERAS_BACKEND=jax python examples/language_model_keras.py          # about 10 minutes
+
+It learns the modules of Python's own standard library, byte by byte. Kill it at any moment: the
+same command goes on after the last epoch that has ended.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+import gainstage as gs
+from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, keep_if_applied
+
+BATCH, HEADS = 16, 4
+
+
+class Windows(keras.utils.PyDataset):
+    """Microbatches of a text. Epoch and number are the seed, and so the position in the data."""
+
+    def __init__(self, files, context, steps):
+        super().__init__()
+        text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+        self.text, self.context, self.steps, self.epoch = text[text < 128], context, steps, 0
+
+    def __len__(self):
+        return self.steps
+
+    def __getitem__(self, n):
+        starts = np.random.default_rng([self.epoch, n])
+        starts = starts.integers(len(self.text) - self.context, size=(BATCH, 1))
+        windows = self.text[starts + np.arange(self.context + 1)].astype(np.int32)
+        return windows[:, :-1], windows[:, 1:]
+
+
+class Backup(keras.callbacks.Callback):
+    """Saves all state after each epoch. Keras's own backup leaves out the seeds of dropout."""
+
+    def __init__(self, folder, text):
+        super().__init__()
+        self.folder, self.text = folder, text
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def restore(self, model):
+        """Loads the last backup, if there is one; returns the number of its epochs."""
+        model.optimizer.build(model.trainable_variables)
+        for path in sorted(self.folder.glob("[0-9]*.npz"))[-1:]:
+            for variable, value in zip(self.state(model), np.load(path).values(), strict=True):
+                variable.assign(value)
+            return int(path.stem)
+        return 0
+
+    def state(self, model):
+        """Weights, seeds of dropout, and the optimizer with slots, averages and scale."""
+        weights = model.trainable_variables + model.non_trainable_variables
+        return weights + model.optimizer.variables
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.text.epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        np.savez(self.folder / "part", *[v.numpy() for v in self.state(self.model)])
+        os.replace(self.folder / "part.npz", self.folder / f"{epoch + 1:03}.npz")  # all or nothing
+
+
+def make_model(width, blocks, context):
+    """Bytes to the logits of the next byte."""
+    tokens = keras.Input((context,), dtype="int32")
+    places = ops.cumsum(ops.ones_like(tokens), axis=1) - 1
+    x = layers.Embedding(128, width)(tokens) + layers.Embedding(context, width)(places)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        attention = layers.MultiHeadAttention(HEADS, width // HEADS, dropout=0.1)
+        x += attention(y, y, use_causal_mask=True)
+        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x += layers.Dropout(0.1)(layers.Dense(width)(y))
+    return keras.Model(tokens, layers.Dense(128, dtype="float32")(layers.LayerNormalization()(x)))
+
+
+def make_optimizer(updates):
+    """AdamW with all that a language model needs, and loss scaling around it."""
+    rate = gs.schedules.CosineDecay(0.0, updates, warmup_target=3e-3, warmup_steps=updates // 10)
+    averaging = {"use_ema": True, "ema_momentum": 0.98}  # `fit` ends with the averaged weights
+    window = {"gradient_accumulation_steps": 2, "global_clipnorm": 1.0}
+    adamw = gs.AdamW(rate, weight_decay=0.1, **window, **averaging)
+    return LossScaleOptimizer(adamw, rule=gs.DynamicLossScale(2.0**20, increment_period=100))
+
+
+def main():
+    """Reads the command line, and trains from the last backup."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a small model, less than a minute")
+    parser.add_argument("--folder", type=Path, help="for the backups")
+    options = parser.parse_args()
+    width, blocks, context, epochs, steps = (
+        (32, 1, 64, 3, 10) if options.quick else (128, 6, 128, 12, 50)
+    )
+    keras.utils.set_random_seed(0)
+    keras.mixed_precision.set_dtype_policy("mixed_float16")
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = Windows([f for n, f in enumerate(files) if n % 20], context, steps)
+    held_out = Windows(files[::20], context, 8)
+    model = keep_if_applied(make_model(width, blocks, context))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(make_optimizer(epochs * steps // 2), loss)
+    folder = options.folder or Path(f"runs/language_model_keras_{width}")
+    backup = Backup(folder, text)
+    if start := backup.restore(model):
+        print(f"restored the state after epoch {start}")
+    callbacks = [LogLossScale(), backup]
+    training = {"validation_data": held_out, "shuffle": False, "callbacks": callbacks, "verbose": 2}
+    model.fit(text, epochs=epochs, initial_epoch=start, **training)
+    print(f"averaged weights: validation {model.evaluate(held_out, verbose=0):.3f}")
+
+
+if __name__ == "__main__":
+    main()
