@@ -22,6 +22,7 @@ import gainstage as gs
 from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, keep_if_applied
 
 BATCH, HEADS = 16, 4
+FULL, QUICK = (128, 6, 128, 12, 50), (32, 1, 64, 3, 10)  # width, blocks, context, epochs, steps
 
 
 class Windows(keras.utils.PyDataset):
@@ -43,33 +44,35 @@ class Windows(keras.utils.PyDataset):
 
 
 class Backup(keras.callbacks.Callback):
-    """Saves all state after each epoch. Keras's own backup leaves out the seeds of dropout."""
+    """Saves all state after each epoch; Keras 3.15's own backup leaves out the dropout seeds."""
 
-    def __init__(self, folder, text):
+    def __init__(self, path, text):
         super().__init__()
-        self.folder, self.text = folder, text
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def restore(self, model):
-        """Loads the last backup, if there is one; returns the number of its epochs."""
-        model.optimizer.build(model.trainable_variables)
-        for path in sorted(self.folder.glob("[0-9]*.npz"))[-1:]:
-            for variable, value in zip(self.state(model), np.load(path).values(), strict=True):
-                variable.assign(value)
-            return int(path.stem)
-        return 0
+        self.path, self.text = path, text
 
     def state(self, model):
-        """Weights, seeds of dropout, and the optimizer with slots, averages and scale."""
+        """Weights, seeds of dropout, and the optimizer with its slots, averages and scale."""
         weights = model.trainable_variables + model.non_trainable_variables
         return weights + model.optimizer.variables
+
+    def restore(self, model):
+        """Loads the backup, if there is one; returns how many epochs have ended."""
+        model.optimizer.build(model.trainable_variables)
+        if not self.path.exists():
+            return 0
+        with np.load(self.path) as saved:
+            epoch, *values = saved.values()
+        for variable, value in zip(self.state(model), values, strict=True):
+            variable.assign(value)
+        return int(epoch)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.text.epoch = epoch
 
     def on_epoch_end(self, epoch, logs=None):
-        np.savez(self.folder / "part", *[v.numpy() for v in self.state(self.model)])
-        os.replace(self.folder / "part.npz", self.folder / f"{epoch + 1:03}.npz")  # all or nothing
+        part = self.path.with_name("part.npz")
+        np.savez(part, epoch + 1, *[v.numpy() for v in self.state(self.model)])
+        part.replace(self.path)  # all or nothing, also if the process is killed
 
 
 def make_model(width, blocks, context):
@@ -89,9 +92,9 @@ def make_model(width, blocks, context):
 def make_optimizer(updates):
     """AdamW with all that a language model needs, and loss scaling around it."""
     rate = gs.schedules.CosineDecay(0.0, updates, warmup_target=3e-3, warmup_steps=updates // 10)
-    averaging = {"use_ema": True, "ema_momentum": 0.98}  # `fit` ends with the averaged weights
     window = {"gradient_accumulation_steps": 2, "global_clipnorm": 1.0}
-    adamw = gs.AdamW(rate, weight_decay=0.1, **window, **averaging)
+    average = {"use_ema": True, "ema_momentum": 0.5 ** (10 / updates)}  # `fit` ends with averages
+    adamw = gs.AdamW(rate, weight_decay=0.1, **window, **average)
     return LossScaleOptimizer(adamw, rule=gs.DynamicLossScale(2.0**20, increment_period=100))
 
 
@@ -99,11 +102,9 @@ def main():
     """Reads the command line, and trains from the last backup."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small model, less than a minute")
-    parser.add_argument("--folder", type=Path, help="for the backups")
+    parser.add_argument("--folder", type=Path, help="for the backup")
     options = parser.parse_args()
-    width, blocks, context, epochs, steps = (
-        (32, 1, 64, 3, 10) if options.quick else (128, 6, 128, 12, 50)
-    )
+    width, blocks, context, epochs, steps = QUICK if options.quick else FULL
     keras.utils.set_random_seed(0)
     keras.mixed_precision.set_dtype_policy("mixed_float16")
     files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -113,7 +114,8 @@ def main():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(make_optimizer(epochs * steps // 2), loss)
     folder = options.folder or Path(f"runs/language_model_keras_{width}")
-    backup = Backup(folder, text)
+    folder.mkdir(parents=True, exist_ok=True)
+    backup = Backup(folder / "backup.npz", text)
     if start := backup.restore(model):
         print(f"restored the state after epoch {start}")
     callbacks = [LogLossScale(), backup]
