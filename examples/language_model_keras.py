@@ -2,7 +2,7 @@
 
     pip install ".[keras]"
     KERAS_BACKEND=jax python examples/language_model_keras.py --quick  # less than a minute
-    KERAS_BACKEND=jax python examples/language_model_keras.py          # about 10 minutes
+    KERAS_BACKEND=jax python examples/language_model_keras.py          # about 6 minutes
 
 It learns the modules of Python's own standard library, byte by byte. Kill it at any moment: the
 same command goes on after the last epoch that has ended.
@@ -22,7 +22,7 @@ import gainstage as gs
 from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, keep_if_applied
 
 BATCH, HEADS = 16, 4
-FULL, QUICK = (128, 6, 128, 12, 50), (32, 1, 64, 3, 10)  # width, blocks, context, epochs, steps
+FULL, QUICK = (128, 6, 128, 6, 50), (32, 1, 64, 3, 10)  # width, blocks, context, epochs, steps
 
 
 class Windows(keras.utils.PyDataset):
