@@ -89,11 +89,12 @@ def make_model(width, blocks, context):
     return keras.Model(tokens, layers.Dense(128, dtype="float32")(layers.LayerNormalization()(x)))
 
 
-def make_optimizer(updates):
+def make_optimizer(steps):
     """AdamW with all that a language model needs, and loss scaling around it."""
-    rate = gs.schedules.CosineDecay(0.0, updates, warmup_target=3e-3, warmup_steps=updates // 10)
+    warmup = steps // 10  # the schedule counts microbatches
+    rate = gs.schedules.CosineDecay(0.0, steps - warmup, warmup_target=3e-3, warmup_steps=warmup)
     window = {"gradient_accumulation_steps": 2, "global_clipnorm": 1.0}
-    average = {"use_ema": True, "ema_momentum": 0.5 ** (10 / updates)}  # `fit` ends with averages
+    average = {"use_ema": True, "ema_momentum": 0.5 ** (20 / steps)}  # `fit` ends with averages
     adamw = gs.AdamW(rate, weight_decay=0.1, **window, **average)
     return LossScaleOptimizer(adamw, rule=gs.DynamicLossScale(2.0**20, increment_period=100))
 
@@ -112,7 +113,7 @@ def main():
     held_out = Windows(files[::20], context, 8)
     model = keep_if_applied(make_model(width, blocks, context))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(make_optimizer(epochs * steps // 2), loss)
+    model.compile(make_optimizer(epochs * steps), loss)
     folder = options.folder or Path(f"runs/language_model_keras_{width}")
     folder.mkdir(parents=True, exist_ok=True)
     backup = Backup(folder / "backup.npz", text)
