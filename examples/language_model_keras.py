@@ -2,7 +2,7 @@
 
     pip install ".[keras]"
     KERAS_BACKEND=jax python examples/language_model_keras.py --quick  # less than a minute
-    KERAS_BACKEND=jax python examples/language_model_keras.py          # about 6 minutes
+    KERAS_BACKEND=jax python examples/language_model_keras.py          # about 5 minutes
 
 It learns the modules of Python's own standard library, byte by byte. Kill it at any moment: the
 same command goes on after the last epoch that has ended.
