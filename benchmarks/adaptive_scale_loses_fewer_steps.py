@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 import gainstage as gs
-from gainstage.demo import task as digits
+from gainstage.demo import digits
 
 from . import models
 from .harness import RESULTS, between_marks, file_to_write

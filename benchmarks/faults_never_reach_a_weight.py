@@ -30,7 +30,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import distributed
-from gainstage.demo.task import load_digits
+from gainstage.demo.digits import load_digits
 
 from .harness import RESULTS, between_marks, environment, file_to_write
 

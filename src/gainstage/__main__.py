@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             about = (arguments.loss, arguments.like, arguments.output)
             return autopsy.main(arguments.capsule, *about, arguments.has_aux, arguments.using)
         demo = importlib.import_module("gainstage.demo")
-        demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
+        about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
+        demo.main(arguments.output, *about)
     except ModuleNotFoundError as error:
         extra = {"autopsy": "report"}.get(words[0], words[0])
         wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
@@ -63,10 +64,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     demo = commands.add_parser(
         "demo",
-        help="train one network in float32, float16, and float16 with loss scaling",
-        description="Trains one network on handwritten digits three times, from the same seed: in "
-        "float32, in float16, and in float16 with loss scaling. Prints what suffered and draws it.",
-        epilog="examples: gainstage demo --seed 3    gainstage demo --json > numbers.json",
+        help="train one network in float32, bfloat16, float16, and float16 with loss scaling",
+        description="Trains one network from the same seed in float32, bfloat16, float16, and "
+        "float16 with loss scaling, and in float16 on smaller batches, to see where harm begins. "
+        "Prints what suffered, what did not, and why, and draws it.",
+        epilog="examples: gainstage demo --seed 3    gainstage demo --task digits    "
+        "gainstage demo --json > numbers.json",
+    )
+    demo.add_argument(
+        "--task",
+        choices=("photographs", "digits"),
+        default="photographs",
+        help="remove noise from photographs (default), or tell digits apart and draw them again",
     )
     demo.add_argument(
         "--output",
@@ -76,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the picture's file (default: ./gainstage-demo.png)",
     )
     demo.add_argument(
-        "--steps", type=_positive, default=800, metavar="N", help="steps of training (800)"
+        "--steps", type=_positive, metavar="N", help="steps of training (160; digits: 800)"
     )
     demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="random seed (0)")
     demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")

@@ -1,50 +1,63 @@
 """`gainstage demo`: float16 with and without loss scaling, on a task where it matters."""
 
 import functools
+import importlib
 import json
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from gainstage.demo.task import load_digits
-from gainstage.demo.training import MODES, Run, Trainer
+from gainstage.demo.task import Task
+from gainstage.demo.training import MODES, UNSCALED, Comparison, Run, Trainer
 
 
-def main(output: Path, steps: int, seed: int, as_json: bool) -> None:
-    """Trains in the three modes, then prints the numbers and draws the picture.
+def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -> None:
+    """Trains in the four modes, then prints the numbers and draws the picture.
 
     Args:
         output: the picture's file.
-        steps: steps of training, >= 1.
-        seed: of the weights and the order of the batches.
+        steps: steps of training, >= 1; None for as many as the task needs.
+        seed: of the weights and the batches.
         as_json: whether to print one JSON object in the place of the table.
+        name: the task, "photographs" or "digits".
     """
     from gainstage.demo import picture, report  # which need more than the task does
 
-    train, test = load_digits()
-    runs: list[Run] = []
-    with report.progress() as progress:
-        tasks = [progress.add_task(mode.name, total=steps) for mode in MODES]
-        for mode, task in zip(MODES, tasks, strict=True):
-            advance = functools.partial(progress.advance, task)
-            runs.append(Trainer(mode, steps, (train, test)).run(seed, advance))
-    picture.save(runs, test, output)
+    task: Task = importlib.import_module(f"gainstage.demo.{name}").task()
+    found = compare(task, steps or task.steps, seed)
+    picture.save(found, output)
     if as_json:
-        print(json.dumps(summary(runs, output, steps, seed)))
+        about = {"task": name, "steps": steps or task.steps, "seed": seed, "picture": str(output)}
+        print(json.dumps({**about, **summary(found)}))
     else:
-        report.show(runs, str(output))
+        report.show(found, str(output))
 
 
-def summary(runs: list[Run], output: Path, steps: int, seed: int) -> dict[str, Any]:
-    """The numbers of the table and how they came about."""
+def compare(task: Task, steps: int, seed: int) -> Comparison:
+    """Trains in each mode, and in float16 without scaling with each number of ranks."""
     from gainstage.demo import report
 
+    plan = [(mode, task.ranks) for mode in MODES]
+    plan += [(UNSCALED, ranks) for ranks in task.other_ranks]
+    trainers = {mode: Trainer(task, mode, steps) for mode in MODES}
+    runs: list[Run] = []
+    with report.progress() as progress:
+        bars = [progress.add_task(f"{mode.name}, {n} ranks", total=steps) for mode, n in plan]
+        for (mode, ranks), bar in zip(plan, bars, strict=True):
+            advance = functools.partial(progress.advance, bar)
+            runs.append(trainers[mode].run(seed, ranks, advance))
+    unscaled = [run for run in runs if run.mode == UNSCALED]
+    by_ranks = sorted(unscaled, key=lambda run: run.ranks)
+    return Comparison(task, dict(zip(MODES, runs, strict=False)), by_ranks)
+
+
+def summary(found: Comparison) -> dict[str, Any]:
+    """The numbers of the table and how they came about."""
     return {
-        "steps": steps,
-        "seed": seed,
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
-        "picture": str(output),
-        "modes": {run.mode.name: report.measures(run) for run in runs},
+        "ranks": found.task.ranks,
+        "modes": {mode.name: run.measures for mode, run in found.by_mode.items()},
+        "float16_by_ranks": {run.ranks: run.measures for run in found.by_ranks},
     }

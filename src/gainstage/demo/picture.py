@@ -1,117 +1,136 @@
-"""The demo's picture: how the three runs went, why, and what the networks draw."""
+"""The demo's picture: what the networks make of the images, how the runs went, and why."""
 
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.ticker import EngFormatter
 
-from gainstage.demo.task import Digits
-from gainstage.demo.training import FLOAT32, SCALED, UNSCALED, Run
+from gainstage.demo.training import BFLOAT16, FLOAT32, SCALED, UNSCALED, Comparison, Probe, Run
 
-COLORS = {FLOAT32: "#9aa5b8", UNSCALED: "#d1495b", SCALED: "#00798c"}
-SHOWN = 8  # digits
-
-
-def draw(runs: list[Run], data: Digits) -> Figure:
-    """Four panels: losses, scale, exponents, digits."""
-    by_mode = {run.mode: run for run in runs}
-    figure = Figure(figsize=(16, 10), dpi=100, layout="constrained")
-    figure.suptitle(
-        "One network, trained in float32, in float16, and in float16 with loss scaling",
-        fontsize=18,
-        fontweight="bold",
-    )
-    halves: Any = figure.subfigures(2, 1, height_ratios=[1.05, 1])
-    top, bottom = halves
-    losses, scale = top.subplots(1, 2)
-    left, right = bottom.subfigures(1, 2)
-    draw_losses(losses, runs)
-    draw_scale(scale, by_mode[SCALED])
-    draw_exponents(left.subplots(), by_mode[SCALED])
-    draw_digits(right, runs, data)
-    return figure
+RED, YELLOW = "#d1495b", "#edae49"
+COLORS = {FLOAT32: "#7d8799", BFLOAT16: "#7b5ea7", UNSCALED: RED, SCALED: "#00798c"}
+STYLES = {FLOAT32: ("-", 7), BFLOAT16: (":", 3), UNSCALED: ("-", 3), SCALED: ("--", 3)}
+MARKERS = {FLOAT32: ("s", 17), BFLOAT16: ("D", 10), SCALED: ("*", 10)}
+LARGE: dict[str, Any] = {"fontsize": 20, "fontweight": "bold"}
+LOOKS: dict[Any, Any] = {
+    "font.size": 15,
+    "axes.titlesize": 18,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
-def draw_losses(axes: Axes, runs: list[Run]) -> None:
-    """The reconstruction error on the batches, smoothed a little."""
-    for run, (style, width) in zip(runs, [("-", 5), ("-", 2.5), ("--", 2.5)], strict=True):
-        window = min(10, len(run.losses))
-        smooth = np.convolve(run.losses, np.ones(window) / window, mode="valid")
-        label = f"{run.mode.name} (test {float(run.test.reconstruction_error):.4f})"
+def save(found: Comparison, path: Path) -> None:
+    """Draws the images of each mode, and four panels: errors, batches, gradient, scale."""
+    plain, scaled = (found.by_mode[mode] for mode in (UNSCALED, SCALED))
+    with mpl.rc_context(LOOKS):
+        figure = Figure(figsize=(15, 14.5), dpi=100, layout="constrained")
+        figure.suptitle(
+            f"float16 ends with {found.times(plain):.2f} × the error of float32, "
+            f"with loss scaling {found.times(scaled):.2f} ×",
+            fontsize=23,
+            fontweight="bold",
+        )
+        halves: Any = figure.subfigures(2, 1, height_ratios=[1, 1.5])
+        (errors, batches), (gradient, scale) = halves[1].subplots(2, 2)
+        draw_images(halves[0], found)
+        draw_errors(errors, found)
+        draw_batches(batches, found)
+        draw_gradient(gradient, scaled.probe, plain.probe)
+        draw_scale(scale, scaled)
+        figure.savefig(path)
+
+
+def draw_images(figure: SubFigure, found: Comparison) -> None:
+    """Each mode's images, between those that no network has made, with their scores."""
+    key = found.task.score
+    shown = [(name, "black", outcome) for name, outcome in found.task.references.items()]
+    runs = found.by_mode.items()
+    shown[1:1] = [(mode.name, COLORS[mode], run.outcome) for mode, run in runs]
+    for axes, (name, color, outcome) in zip(figure.subplots(1, len(shown)), shown, strict=True):
+        axes.imshow(outcome.image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        axes.set_title(name, color=color, **LARGE)
+        if key in outcome.measures:
+            score = found.task.rows[key][1].format(outcome.measures[key])
+            axes.set_xlabel(score, color=color, **LARGE)
+        axes.spines[:].set(color=color, linewidth=4, visible=True)
+
+
+def draw_errors(axes: Axes, found: Comparison) -> None:
+    """The error on the batches, smoothed a little."""
+    for mode, run in found.by_mode.items():
+        window = min(10, len(run.errors))
+        smooth = np.convolve(run.errors, np.ones(window) / window, mode="valid")
+        style, width = STYLES[mode]
         steps = np.arange(len(smooth)) + window
-        axes.plot(steps, smooth, style, color=COLORS[run.mode], label=label, linewidth=width)
-    axes.set(title="Reconstruction error while training", xlabel="step", yscale="log")
-    tidy(axes)
+        axes.plot(steps, smooth, style, color=COLORS[mode], label=mode.name, linewidth=width)
+    axes.set(title="Squared error while training", xlabel="step", yscale="log")
+    axes.legend()
+
+
+def draw_batches(axes: Axes, found: Comparison) -> None:
+    """The error that float16 ends with, by the number of values that its loss is a mean over."""
+    color, sizes = COLORS[UNSCALED], [run.ranks * found.task.elements for run in found.by_ranks]
+    ratios = [found.times(run) for run in found.by_ranks]
+    axes.plot(sizes, ratios, "o-", color=color, linewidth=3, markersize=10, label="float16")
+    for at in zip(sizes, ratios, strict=True):
+        text = f"{at[1]:.2f} ×"
+        axes.annotate(text, at, (0, 12), textcoords="offset points", ha="center", color=color)
+    for mode, (marker, size) in MARKERS.items():
+        at = found.task.ranks * found.task.elements, found.times(found.by_mode[mode])
+        axes.plot(*at, marker, color=COLORS[mode], markersize=size, label=mode.name)
+    axes.set(
+        title="Test error by batch, as a multiple of float32's", xscale="log",
+        xlabel="values that the loss is a mean over",
+    )  # fmt: skip
+    axes.set_xticks(sizes)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
+    axes.margins(x=0.1, y=0.2)
+    axes.legend(loc="upper left")
+
+
+def draw_gradient(axes: Axes, scaled: Probe, plain: Probe) -> None:
+    """The sizes of the gradient's elements against what float16 can hold."""
+    shift, high = np.log2(scaled.scale), 20.0
+    low = max(np.floor(scaled.exponents.min()), -45.0)
+    for start, end, color in [(low, -25, RED), (-25, -14, YELLOW), (16, high, RED)]:
+        axes.axvspan(start, end, color=color, alpha=0.22, lw=0)
+    for values, mode, label in [
+        (scaled.exponents, UNSCALED, "gradient"),
+        (scaled.exponents + shift, SCALED, f"times $2^{{{shift:.0f}}}$"),
+    ]:
+        counts, *_ = axes.hist(values, np.arange(low, high + 1).tolist(), color=COLORS[mode])
+        at = np.median(values), np.max(counts)
+        axes.annotate(
+            label, at, (0, 4), textcoords="offset points", ha="center",
+            color=COLORS[mode], fontweight="bold",
+        )  # fmt: skip
+    top = axes.get_ylim()[1] * 1.32
+    for text, x in {"0": (low - 25) / 2, "loses bits": -19.5, "exact": 1, "inf": 18}.items():
+        axes.text(x, top * 0.97, text, ha="center", va="top")
+    axes.set(
+        title=f"{plain.flushed:.0%} of the gradient becomes 0, scaled {scaled.flushed:.0%}",
+        xlabel="exponent, base 2; inside of the network numbers may be smaller",
+        ylabel="elements", xlim=(low, high), ylim=(0, top), yticks=[],
+    )  # fmt: skip
 
 
 def draw_scale(axes: Axes, run: Run) -> None:
     """The scale of each step, with the skipped ones marked."""
-    steps = np.arange(1, len(run.scales) + 1)
-    axes.step(steps, run.scales, where="mid", color=COLORS[SCALED], linewidth=2.5, label="scale")
-    skipped = run.skipped
-    label = f"skipped: a gradient overflowed ({skipped.sum()} of {len(steps)} steps)"
+    steps, skipped = np.arange(1, len(run.scales) + 1), run.skipped
+    axes.step(steps, run.scales, where="mid", color=COLORS[SCALED], linewidth=3)
     axes.plot(
-        steps[skipped], run.scales[skipped], "x", color=COLORS[UNSCALED],
-        markersize=10, markeredgewidth=2.5, label=label,
+        steps[skipped], run.scales[skipped], "x", color=RED, markersize=12, markeredgewidth=3,
+        label=f"overflow, skipped ({skipped.sum()} of {len(steps)} steps)",
     )  # fmt: skip
     axes.set_yscale("log", base=2)
-    axes.set(title="Loss scale: up while all is finite, down after an overflow", xlabel="step")
-    tidy(axes, loc="lower right")
-
-
-def draw_exponents(axes: Axes, run: Run) -> None:
-    """The sizes of the gradients' elements against what float16 can hold."""
-    exponents, shift = run.probe.exponents, np.log2(run.probe.scale)
-    low, high = np.floor(exponents.min()), 20.0
-    bins = np.arange(max(low, -60), high + 1).tolist()
-    axes.axvspan(bins[0], -25, color="#d1495b", alpha=0.22, lw=0)
-    axes.axvspan(-25, -14, color="#edae49", alpha=0.22, lw=0)
-    axes.axvspan(16, high, color="#d1495b", alpha=0.22, lw=0)
-    for values, color, label in [
-        (exponents, COLORS[UNSCALED], "as they are"),
-        (exponents + shift, COLORS[SCALED], f"times the scale, $2^{{{shift:.0f}}}$"),
-    ]:
-        axes.hist(values, bins=bins, histtype="stepfilled", color=color, alpha=0.55, label=label)
-    top = axes.get_ylim()[1] * 1.32
-    axes.set_ylim(0, top)
-    zones = {"becomes 0": (bins[0] - 25) / 2, "loses bits": -19.5, "float16 holds it": 1, "inf": 18}
-    for text, x in zones.items():
-        axes.text(x, top * 0.97, text, ha="center", va="top", fontsize=12)
-    axes.set(
-        title="Gradient elements by size, a quarter of the way", xlabel="exponent, base 2",
-        xlim=(bins[0], high), yticks=[], ylabel="elements",
-    )  # fmt: skip
-    tidy(axes, loc="center left")
-
-
-def draw_digits(figure: SubFigure, runs: list[Run], data: Digits) -> None:
-    """Test images, and what each network draws of them."""
-    first = [int(np.flatnonzero(np.asarray(data.labels) == digit)[0]) for digit in range(SHOWN)]
-    rows = [("test image", "black", data.images)]
-    rows += [(run.mode.name, COLORS[run.mode], run.test.drawn) for run in runs]
-    figure.suptitle("What the networks draw of digits they have not seen", fontsize=14)
-    grid = figure.subplots(len(rows), SHOWN)
-    for axes_row, (name, color, images) in zip(grid, rows, strict=True):
-        for axes, index in zip(axes_row, first, strict=True):
-            image = np.asarray(images[index]).reshape(8, 8)
-            axes.imshow(image, cmap="gray_r", vmin=0, vmax=1)
-            axes.set(xticks=[], yticks=[])
-        axes_row[0].set_ylabel(
-            name.replace(", ", ",\n"), color=color, rotation=0, ha="right", va="center",
-            fontsize=12, fontweight="bold",
-        )  # fmt: skip
-
-
-def tidy(axes: Axes, loc: Any = "best") -> None:
-    """A light grid, no frame, a legend."""
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc=loc, frameon=True, framealpha=0.9, fontsize=11)
-    axes.title.set_fontsize(14)
-
-
-def save(runs: list[Run], data: Digits, path: Path) -> None:
-    """Writes the picture."""
-    draw(runs, data).savefig(path)
+    axes.set(title="Loss scale: doubled until a gradient overflows", xlabel="step")
+    axes.legend(loc="lower right")

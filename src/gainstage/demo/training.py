@@ -1,164 +1,143 @@
-"""One network trained three ways: in float32, in float16, and in float16 with loss scaling."""
+"""One network trained in float32, bfloat16, float16, and float16 with loss scaling."""
 
-import dataclasses
+import functools
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from gainstage._core.bridge import jit
-from gainstage._core.variable import Variable
-from gainstage.demo.task import BATCH, Digits, Outputs, forward, initial_weights, loss
-from gainstage.optimizers import Adam
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
-
-LEARNING_RATE = 2e-3
-GROWTH_STEPS = 40
-SMALLEST_NORMAL = 2.0**-14  # of float16
+from gainstage._train_step import train_step
+from gainstage._transformation import loss_scale, loss_scaled, step_was_applied
+from gainstage.demo.task import Outcome, Task, Weights, jit
+from gainstage.rules import DynamicLossScale, FixedLossScale
 
 
-@dataclasses.dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """A way to train: the dtype to compute in, and whether the loss is scaled."""
 
     name: str
     dtype: str
     scaled: bool
 
-    def optimizer(self, steps: int) -> Optimizer:
-        """Adam with a cosine decay, in a `LossScaleOptimizer` if the loss is to be scaled."""
-        adam = Adam(optax.cosine_decay_schedule(LEARNING_RATE, steps))
-        if not self.scaled:
-            return adam
-        return LossScaleOptimizer(adam, initial_scale=2.0**15, dynamic_growth_steps=GROWTH_STEPS)
-
 
 FLOAT32 = Mode("float32", "float32", scaled=False)
+BFLOAT16 = Mode("bfloat16", "bfloat16", scaled=False)
 UNSCALED = Mode("float16", "float16", scaled=False)
 SCALED = Mode("float16, scaled", "float16", scaled=True)
-MODES = (FLOAT32, UNSCALED, SCALED)
+MODES = (FLOAT32, BFLOAT16, UNSCALED, SCALED)
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """What happened to the gradients of one batch, at one moment of the training."""
 
     exponents: np.ndarray  # log2 of the elements that are not 0 in float32
     scale: float
-    flushed: float  # share of those that are 0 in the mode's dtype
-    subnormal: float  # share of those that float16 keeps with fewer bits than it has
+    error: float  # relative, against the gradients of float32
+    flushed: float  # share of the elements that are 0, but not in float32
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What one training was like, and what came of it."""
 
     mode: Mode
-    losses: np.ndarray  # the reconstruction error on the batch of each step
+    ranks: int
+    errors: np.ndarray  # the squared error on the batch of each step
     scales: np.ndarray  # the loss scale of each step; 1 without scaling
     skipped: np.ndarray  # whether the step was skipped
     seconds: float
     probe: Probe
-    train: Outputs
-    test: Outputs
+    outcome: Outcome
+
+    @property
+    def measures(self) -> dict[str, Any]:
+        """The numbers, by name."""
+        return {
+            **self.outcome.measures,
+            "gradient_error": self.probe.error,
+            "flushed_share": self.probe.flushed,
+            "skipped_steps": int(self.skipped.sum()),
+            "final_scale": float(self.scales[-1]),
+            "seconds": self.seconds,
+        }
 
 
 class Trainer:
-    """Trains in one mode; compiled once, for runs from any number of seeds."""
+    """Trains in one mode; compiled once, for runs from any seed and with any number of ranks."""
 
-    def __init__(self, mode: Mode, steps: int, data: tuple[Digits, Digits]):
-        self.mode, self.steps = mode, steps
-        self.train_data, self.test_data = data
-        # The master weights stay float32; the network casts them to the dtype it computes in.
-        self.weights = [Variable(w, name=f"w{i}") for i, w in enumerate(initial_weights(0))]
-        self.optimizer = mode.optimizer(steps)
-        self.optimizer.build(self.weights)
-        self._fresh = [variable.numpy() for variable in self.optimizer.variables]
-        state = (self.weights, self.optimizer.variables)
-        self._step = jit(self._train_step, state, donate=True)
+    def __init__(self, task: Task, mode: Mode, steps: int):
+        self.task, self.mode, self.steps = task, mode, steps
+        # Without scaling the scale is 1, and a step that is not finite is skipped all the same.
+        rule = DynamicLossScale(2.0**15, task.growth_steps) if mode.scaled else FixedLossScale(1.0)
+        self.tx = loss_scaled(task.optimizer(steps), rule)
+        self._take = train_step(self._loss, self.tx, has_aux=True, donate=False)
+        self._step = jit(self._taken, donate_argnums=(0, 1))
 
-    def _train_step(self, digits: Digits) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """One step; returns the reconstruction error, the scale, and whether it was skipped."""
-        scale, before = self._scale(), self.optimizer.iterations.value()
+    def _loss(self, weights: Weights, batch: Any, ranks: Any) -> tuple[jax.Array, jax.Array]:
+        value, error = self.task.loss(weights, batch, self.mode.dtype)
+        return value / ranks, error
 
-        def scaled_loss(weights: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-            value, error = loss(weights, digits, self.mode.dtype)
-            return self.optimizer.scale_loss(value), error
+    def _taken(self, weights: Weights, state: Any, batch: Any, ranks: Any) -> Any:
+        """One step, and what to record of it."""
+        scale = loss_scale(state)
+        weights, state, _, error = self._take(weights, state, batch, ranks)
+        return weights, state, (error, scale, ~step_was_applied(state))
 
-        grads, error = jax.grad(scaled_loss, has_aux=True)([w.value() for w in self.weights])
-        self.optimizer.apply(grads)
-        return error, scale, self.optimizer.iterations.value() == before
-
-    def _scale(self) -> jax.Array:
-        optimizer = self.optimizer
-        return getattr(optimizer, "loss_scale", jnp.float32(1))
-
-    def run(self, seed: int, advance: Callable[[], None] = lambda: None) -> Run:
-        """Trains from the weights and with the batches of a seed; `advance` is called each step."""
-        for variable, value in zip(self.weights, initial_weights(seed), strict=True):
-            variable.assign(value)
-        self.optimizer.set_weights(self._fresh)
-        batches = draw_batches(self.train_data, self.steps, seed)
-        history, probe = [], None
-        start = time.perf_counter()
+    def run(self, seed: int, ranks: int, advance: Callable[[], None] = lambda: None) -> Run:
+        """Trains with the weights and the batches of a seed; `advance` is called each step."""
+        weights: Weights = [jnp.asarray(w) for w in self.task.weights(seed)]
+        state, batches, parts = self.tx.init(weights), self.task.batches(seed), np.float32(ranks)
+        history, probe, start = [], None, time.perf_counter()
         for step in range(self.steps):
+            batch = next(batches)
             if step == self.steps // 4:
-                probe = self._probe(batches(step))
-            history.append(self._step(batches(step)))
-            if step % 50 == 0:
-                jax.block_until_ready(history[-1])  # so that the bar shows what is done
+                probe = self._probe(weights, batch, parts, float(loss_scale(state)))
+            weights, state, record = self._step(weights, state, batch, parts)
+            history.append(record)
+            if step % 20 == 0:
+                jax.block_until_ready(record)  # so that the bar shows what is done
             advance()
-        losses, scales, skipped = map(np.array, zip(*jax.device_get(history), strict=True))
+        errors, scales, skipped = map(np.array, zip(*jax.device_get(history), strict=True))
         seconds = time.perf_counter() - start
-        weights = [w.value() for w in self.weights]
-        train, test = (
-            evaluate(weights, d, self.mode.dtype) for d in (self.train_data, self.test_data)
-        )
         assert probe is not None
-        return Run(self.mode, losses, scales, skipped, seconds, probe, train, test)
+        outcome = self.task.evaluate(weights, self.mode.dtype)
+        return Run(self.mode, ranks, errors, scales, skipped, seconds, probe, outcome)
 
-    def _probe(self, digits: Digits) -> Probe:
-        """Compares the gradients of a batch with those of float32, at the same weights."""
-        weights, scale = [w.value() for w in self.weights], self._scale()
-        exact = gradient_elements(weights, digits, "float32", 1.0)
-        held = gradient_elements(weights, digits, self.mode.dtype, scale)[exact != 0]
-        exact = exact[exact != 0]
-        half = self.mode.dtype == "float16"
+    def _probe(self, weights: Weights, batch: Any, ranks: Any, scale: float) -> Probe:
+        """Compares the gradient of a batch with that of float32 at the same weights."""
+        loss = self.task.loss
+        exact = np.asarray(gradient(weights, batch, 1 / ranks, loss, "float32"))
+        held = np.asarray(gradient(weights, batch, scale / ranks, loss, self.mode.dtype))
         return Probe(
-            exponents=np.log2(np.abs(exact)),
-            scale=float(scale),
-            flushed=float(np.mean(held == 0)),
-            subnormal=float(np.mean((held != 0) & (np.abs(held) < SMALLEST_NORMAL))) * half,
+            exponents=np.log2(np.abs(exact[exact != 0])),
+            scale=scale,
+            error=float(np.linalg.norm(held / scale - exact) / np.linalg.norm(exact)),
+            flushed=float(np.mean(held[exact != 0] == 0)),
         )
 
 
-def draw_batches(data: Digits, steps: int, seed: int) -> Callable[[int], Digits]:
-    """The batch of each step: every image once, in random order, before any comes again."""
-    rng = np.random.default_rng(seed)
-    size = len(data.labels)
-    epochs = -(-steps * BATCH // (size - size % BATCH))
-    order = np.concatenate([rng.permutation(size)[: size - size % BATCH] for _ in range(epochs)])
-    chosen = order.reshape(-1, BATCH)
-    images, labels = np.asarray(data.images), np.asarray(data.labels)
-    return lambda step: Digits(images[chosen[step]], labels[chosen[step]])
+@functools.partial(jit, static_argnames=("loss", "dtype"))
+def gradient(weights: Weights, batch: Any, factor: Any, loss: Any, dtype: str) -> jax.Array:
+    """All elements of the gradient of a loss times a factor, as they come out of the network."""
+    grads = jax.grad(lambda weights: loss(weights, batch, dtype)[0] * factor)(weights)
+    return jnp.concatenate([jnp.ravel(g) for g in grads])
 
 
-def gradient_elements(
-    weights: list[jax.Array], digits: Digits, dtype: str, scale: object
-) -> np.ndarray:
-    """All elements of the gradients of the scaled loss, as they come out of the network."""
-    return np.concatenate([np.ravel(g) for g in _gradients(weights, digits, dtype, scale)])
+class Comparison(NamedTuple):
+    """The runs in each mode, and those of float16 without scaling with each number of ranks."""
 
+    task: Task
+    by_mode: dict[Mode, Run]
+    by_ranks: list[Run]
 
-@jax.jit(static_argnames="dtype")
-def _gradients(
-    weights: list[jax.Array], digits: Digits, dtype: str, scale: jax.Array
-) -> list[jax.Array]:
-    return jax.grad(lambda weights: loss(weights, digits, dtype)[0] * scale)(weights)
+    def times(self, run: Run) -> float:
+        """A run's test error, as a multiple of that of float32."""
+        exact = self.by_mode[FLOAT32].measures
+        return run.measures[self.task.error] / exact[self.task.error]
 
-
-evaluate = jax.jit(forward, static_argnames="dtype")
+    @property
+    def factor(self) -> float:
+        """What the error of a pixel is multiplied by, as the loss is differentiated."""
+        return 2 * self.task.weight / (self.task.elements * self.task.ranks)
