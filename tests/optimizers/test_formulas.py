@@ -1,0 +1,97 @@
+"""Every optimizer with every option follows its formulas."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+from grid import GRID, OPTIONS, make, oracle_for, random_gradients
+
+
+@pytest.mark.parametrize(("optimizer", "option"), GRID)
+def test_ten_steps_are_those_of_the_formulas(optimizer, option):
+    """Every optimizer with every option follows float64 numpy, through scale and skipped steps."""
+    variables, opt = make(optimizer, option, initial_scale=4.0, dynamic_growth_steps=3)
+    oracle = oracle_for(variables, optimizer, option)
+    rng = np.random.default_rng(3)
+    for i in range(12):
+        grads = random_gradients(rng)
+        scaled = [np.float32(opt.loss_scale) * g for g in grads]
+        if i in (4, 9):
+            scaled[1][2] = np.inf
+        else:
+            oracle.step(grads)
+        opt.apply(scaled, variables)
+        for variable, expected in zip(variables, oracle.w, strict=True):
+            error = np.abs(variable.numpy() - expected)
+            assert (error <= 1e-4 * np.abs(expected) + 2e-6).all()
+
+
+@pytest.mark.parametrize("option", ["plain", "all"])
+@pytest.mark.parametrize("optimizer", ["momentum", "amsgrad"])
+def test_float64_variables(optimizer, option):
+    """Float64 weights follow the formulas to float64 rounding."""
+    with jax.enable_x64(True):
+        variables, opt = make(optimizer, option, np.float64, initial_scale=8.0)
+        oracle = oracle_for(variables, optimizer, option)
+        rng = np.random.default_rng(3)
+        for _ in range(6):
+            grads = random_gradients(rng, dtype=np.float64)
+            oracle.step(grads)
+            opt.apply([8 * g for g in grads], variables)
+        for variable, expected in zip(variables, oracle.w, strict=True):
+            np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_float16_variables(optimizer, option):
+    """A float16 weight is the float64 formula's, rounded once; every slot is float32."""
+    variables, opt = make(optimizer, option, np.float16, initial_scale=64.0)
+    oracle = oracle_for(variables, optimizer, option)
+    rng = np.random.default_rng(6)
+    for i in range(6):
+        grads = random_gradients(rng, np.float32(opt.loss_scale), np.float16)
+        if i == 3:
+            grads[0][0, 0] = np.inf
+        else:
+            oracle.step([g.astype(np.float64) / float(opt.loss_scale) for g in grads])
+        opt.apply(grads, variables)
+        for variable, expected in zip(variables, oracle.w, strict=True):
+            half_a_step = np.spacing(np.abs(variable.numpy())).astype(np.float64) / 2
+            assert (np.abs(variable.numpy() - expected) <= half_a_step + 1e-6).all()
+        oracle.w = [v.numpy().astype(np.float64) for v in variables]
+    assert {v.dtype for v in variables} == {np.dtype(np.float16)}
+    assert {v.dtype for v in opt.variables if v.size > 1} == {np.dtype(np.float32)}
+
+
+TWINS = {
+    "sgd": lambda: (gs.SGD(0.1), optax.sgd(0.1)),
+    "momentum": lambda: (gs.SGD(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)),
+    "nesterov": lambda: (gs.SGD(0.1, 0.9, nesterov=True), optax.sgd(0.1, 0.9, nesterov=True)),
+    # Keras adds epsilon outside of the bias correction, optax inside: a tiny one is the same.
+    "adam": lambda: (gs.Adam(0.1, epsilon=1e-16), optax.adam(0.1, eps=1e-16)),
+    "clip": lambda: (
+        gs.SGD(0.1, global_clipnorm=0.5),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_twins_in_optax(name):
+    """Twenty steps agree with the same optimizer in optax."""
+    ours, theirs = TWINS[name]()
+    variables, _ = make("sgd", constraint=None)
+    params = [v.value() for v in variables]
+    state = theirs.init(params)
+    rng = np.random.default_rng(7)
+    for _ in range(20):
+        grads = random_gradients(rng)
+        ours.apply(grads, variables)
+        updates, state = theirs.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for a, b in zip(variables, params, strict=True):
+        np.testing.assert_allclose(a.numpy(), b, rtol=1e-4, atol=2e-6)
