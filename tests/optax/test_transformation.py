@@ -91,6 +91,20 @@ def test_argnums():
     assert (float(loss), [float(g) for g in grads]) == (10, [5, 2])
 
 
+def test_keyword_arguments_of_an_nnx_loss():
+    """`nnx.value_and_grad` gets the loss's own signature, so its arguments can have names."""
+    nnx = pytest.importorskip("flax.nnx")
+    _, _, state = make(optax.sgd(0.1))
+
+    def loss(model, x, factor):
+        return (model(x) * factor).mean()
+
+    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    value_and_grad = gs.value_and_grad(loss, state, using=nnx.value_and_grad)
+    _, grads = value_and_grad(model, factor=3.0, x=jnp.ones((1, 2)))
+    np.testing.assert_array_equal(grads.kernel[...], 3.0)
+
+
 def test_complex_gradients_are_read_in_both_parts():
     """A NaN in the imaginary part alone is a skipped step."""
     tx, params = gs.loss_scaled(optax.sgd(0.5), telemetry=True), jnp.ones(2, jnp.complex64)
