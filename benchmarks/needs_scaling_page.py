@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from .harness import between_marks
 from .tasks import Task
@@ -23,9 +24,16 @@ NAMES = {
     "adaptive": "float16, adaptive",
 }
 WORSE = 0.01  # than float32, relative: what is printed bold
+TITLE = "float16 needs loss scaling when the global batch is large"
 ALT = "Scores and gradient errors by global batch, in float32, bfloat16 and float16"
 COLORS = {"bfloat16": "#edae49", "unscaled": "#d1495b", "dynamic": "#66a182", "adaptive": "#00798c"}
-STYLES = {"bfloat16": "s-", "unscaled": "o-", "dynamic": "^-", "adaptive": "D--"}
+# A curve that hides another has the smaller marks.
+STYLES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"fmt": "s-", "ms": 13, "mfc": "none", "mew": 2},
+    "unscaled": {"fmt": "o-", "ms": 7},
+    "dynamic": {"fmt": "o-", "ms": 8, "mfc": "none", "mew": 2},
+    "adaptive": {"fmt": "D--", "ms": 4},
+}
 
 Run = dict[str, Any]
 
@@ -51,7 +59,8 @@ class Row(NamedTuple):
 
     def error(self, way: str, key: str) -> float:
         """The mean over the seeds of what was found of the gradients; NaN if nothing was."""
-        found = [run["errors"][way][key] for run in self.runs.get("adaptive", [])]
+        runs = [run["errors"] for run in self.runs.get("adaptive", [])]
+        found = [errors[way][key] for errors in runs if way in errors]
         return statistics.fmean(found) if found else math.nan
 
     @property
@@ -96,13 +105,14 @@ def markdown(rows: list[Row]) -> str:
 
 
 def scores(rows: list[Row]) -> str:
-    """The table of the scores."""
-    lines = [["task", "global batch", "score", "seeds", *NAMES.values()]]
-    lines.append(["---", "---:", "---", *["---:"] * (len(NAMES) + 1)])
+    """The table of the scores; an arrow says which ones are better."""
+    head = ["task", "global batch", "score", *NAMES.values(), "seeds"]
+    lines = [head, ["---", "---:", "---", *["---:"] * (len(NAMES) + 1)]]
     for row in rows:
-        arrow = "higher" if row.task.higher_is_better else "lower"
-        said = [row.name, batch(row), f"{row.task.measure} ({arrow} is better)"]
-        lines.append([*said, str(len(row.runs[EXACT])), *(score(row, arm) for arm in NAMES)])
+        arrow = "↑" if row.task.higher_is_better else "↓"
+        found = [score(row, arm) for arm in NAMES]
+        seeds = str(len(row.runs[EXACT]))
+        lines.append([row.name, batch(row), f"{row.task.measure} {arrow}", *found, seeds])
     return table(lines)
 
 
@@ -115,23 +125,22 @@ def score(row: Row, arm: str) -> str:
 
 def errors(rows: list[Row]) -> str:
     """The table of the gradients."""
-    head = ["task", "global batch", "unscaled", "unscaled, sum of 16", "cosine", "elements lost"]
-    head += ["scaled, sum of 16", "bfloat16, sum of 16", "lowest scale that fits"]
+    head = ["relative error of the gradient", "global batch"]
+    head += ["float16, unscaled", "float16, scaled", "bfloat16"]
+    head += ["elements lost, unscaled", "lowest scale that fits"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
-        if "adaptive" not in row.runs:
-            continue
-        cells = [
-            percent(row.error("unscaled", "one")),
-            percent(row.error("unscaled", "sum")),
-            f"{row.error('unscaled', 'cosine'):.3f}",
-            percent(row.error("unscaled", "flushed")),
-            percent(row.error("scaled", "sum")),
-            percent(row.error("bfloat16", "sum")),
-            f"`2**{math.log2(row.lowest_scale):.0f}`" if row.lowest_scale else "",
-        ]
-        lines.append([row.name, batch(row), *cells])
+        if "adaptive" in row.runs:
+            ways = [both_errors(row, way) for way in ("unscaled", "scaled", "bfloat16")]
+            lost = percent(row.error("unscaled", "flushed"))
+            lowest = f"`2**{math.log2(row.lowest_scale):.0f}`" if row.lowest_scale else ""
+            lines.append([row.name, batch(row), *ways, lost, lowest])
     return table(lines)
+
+
+def both_errors(row: Row, way: str) -> str:
+    """In one microbatch, and in the sum of several."""
+    return f"{percent(row.error(way, 'one'))} / {percent(row.error(way, 'sum'))}"
 
 
 def batch(row: Row) -> str:
@@ -157,23 +166,23 @@ def picture(rows: list[Row]) -> Figure:
     tasks = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row.name)]
     shown = [group for group in tasks if len(group) > 1] or tasks[:1]
     figure = Figure(figsize=(6.4 * len(shown), 8.4), dpi=110, layout="constrained")
-    figure.suptitle("float16 needs loss scaling when the global batch is large", weight="bold")
+    figure.suptitle(TITLE, size=15, weight="bold")
     panels = figure.subplots(2, len(shown), squeeze=False, sharex="col")
     for column, group in zip(panels.T, shown, strict=True):
         draw_scores(column[0], group)
         draw_errors(column[1], group)
+    for axes in panels[:, 0]:  # their colours are those of all panels
+        axes.legend(frameon=False, loc="upper left")
     return figure
 
 
 def draw_scores(axes: Axes, rows: list[Row]) -> None:
-    """The difference from float32 of each arm; every seed is a dot."""
+    """The difference from float32 of each arm."""
     task = rows[0].task
     for arm in [arm for arm in NAMES if arm != EXACT]:
         found = [row for row in rows if arm in row.runs]
         means = [row.score(arm) - row.score(EXACT) for row in found]
-        label = f"{NAMES[arm]}"
-        batches = [row.batch for row in found]
-        axes.plot(batches, means, STYLES[arm], color=COLORS[arm], label=label, lw=2, ms=7)
+        line(axes, [row.batch for row in found], means, arm, NAMES[arm])
     axes.axhline(0, color="#9aa5b8", lw=5, alpha=0.6, zorder=0, label=EXACT)
     better = "higher" if task.higher_is_better else "lower"
     axes.set_title(f"{rows[0].name}: {task.measure}, minus that of float32", loc="left")
@@ -182,20 +191,20 @@ def draw_scores(axes: Axes, rows: list[Row]) -> None:
 
 
 def draw_errors(axes: Axes, rows: list[Row]) -> None:
-    """The relative errors of the summed gradient, and of one microbatch of unscaled float16."""
+    """The relative errors in one microbatch and, unscaled, in the sum of several."""
     found = [row for row in rows if "adaptive" in row.runs]
     batches = [row.batch for row in found]
     for way, arm, name in (
-        ("unscaled", "unscaled", "float16, unscaled"),
         ("bfloat16", "bfloat16", "bfloat16"),
+        ("unscaled", "unscaled", "float16, unscaled"),
         ("scaled", "adaptive", "float16, scaled"),
     ):
-        style = {"color": COLORS[arm], "lw": 2, "ms": 7}
-        of_sum = [row.error(way, "sum") for row in found]
-        axes.plot(batches, of_sum, STYLES[arm], label=f"{name}, sum of 16", **style)
+        of_one = [row.error(way, "one") for row in found]
+        line(axes, batches, of_one, arm, f"{name}, one microbatch")
         if way == "unscaled":
-            of_one = [row.error(way, "one") for row in found]
-            axes.plot(batches, of_one, "o:", mfc="white", label=f"{name}, one microbatch", **style)
+            of_sum = [row.error(way, "sum") for row in found]
+            dotted = {"mfc": "white", "fmt": "o:"}
+            line(axes, batches, of_sum, arm, f"{name}, sum of 16 microbatches", **dotted)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")
     axes.set_title(f"{rows[0].name}: relative error of the gradient", loc="left")
@@ -203,11 +212,18 @@ def draw_errors(axes: Axes, rows: list[Row]) -> None:
     tidy(axes, rows)
 
 
+def line(
+    axes: Axes, batches: list[int], values: list[float], arm: str, label: str, **style: Any
+) -> None:
+    """A curve in the colour and with the marks of an arm."""
+    how = STYLES[arm] | style
+    axes.plot(batches, values, how.pop("fmt"), color=COLORS[arm], label=label, lw=2, **how)
+
+
 def tidy(axes: Axes, rows: list[Row]) -> None:
-    """The batches as ticks, a light grid, no frame, a legend."""
+    """The batches as ticks, a light grid, no frame."""
     axes.set_xscale("log", base=2)
     axes.set_xticks([row.batch for row in rows], [f"{row.batch:,}" for row in rows])
-    axes.minorticks_off()
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)

@@ -525,10 +525,10 @@ def meta_learning(steps: int = 400, rate: float = 0.05) -> Task:
 TASKS: Mapping[str, Callable[[], Task]] = {
     "language model": lambda: language_model(ranks=(1, 16, 64, 256)),
     "denoising": lambda: denoising(ranks=(1, 8, 32, 128)),
-    "16 microbatches": lambda: language_model(
+    "accumulation of 16": lambda: language_model(
         blocks=2, length=64, rows=64, steps=80, rate=4e-3, microbatches=16
     ),
-    "64 microbatches": lambda: language_model(steps=60, rate=4e-3, microbatches=64),
+    "accumulation of 64": lambda: language_model(steps=60, rate=4e-3, microbatches=64),
     "digits of the demo": demo_digits,
     "distillation": distillation,
     "VAE": autoencoder,
