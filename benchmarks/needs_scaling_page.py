@@ -18,6 +18,7 @@ PAGE, PICTURE = "why.md", "where-float16-needs-scaling.png"
 EXACT = "float32"
 NAMES = {
     EXACT: EXACT,
+    "chance": "float32, again",
     "bfloat16": "bfloat16",
     "unscaled": "float16, unscaled",
     "dynamic": "float16, dynamic",
@@ -45,6 +46,12 @@ class Row(NamedTuple):
     task: Task
     batch: int
     runs: dict[str, list[Run]]  # by arm, one a seed
+
+    def complete(self) -> "Row":
+        """Without the seeds that an arm lacks, as of a benchmark that was interrupted."""
+        seeds = set.intersection(*({run["seed"] for run in runs} for runs in self.runs.values()))
+        runs = {arm: [r for r in runs if r["seed"] in seeds] for arm, runs in self.runs.items()}
+        return self._replace(runs=runs)
 
     def score(self, arm: str) -> float:
         """The mean over the seeds; NaN if the arm was not run."""
@@ -84,7 +91,7 @@ def write(runs: Iterable[Run], tasks: Mapping[str, Task], docs: Path) -> None:
 
 
 def rows_of(runs: Iterable[Run], tasks: Mapping[str, Task]) -> list[Row]:
-    """The results in the order of the tasks, by global batch; only where float32 was run."""
+    """The results in the order of the tasks, by global batch; only seeds that every arm has."""
     rows: dict[tuple[str, int], Row] = {}
     for run in runs:
         name, batch = run["task"], run["batch"]
@@ -92,7 +99,8 @@ def rows_of(runs: Iterable[Run], tasks: Mapping[str, Task]) -> list[Row]:
             row = rows.setdefault((name, batch), Row(name, tasks[name], batch, {}))
             row.runs.setdefault(run["arm"], []).append(run)
     order = list(tasks)
-    found = [row for row in rows.values() if EXACT in row.runs]
+    found = [row.complete() for row in rows.values() if EXACT in row.runs]
+    found = [row for row in found if row.runs[EXACT]]
     return sorted(found, key=lambda row: (order.index(row.name), row.batch))
 
 
@@ -127,14 +135,19 @@ def errors(rows: list[Row]) -> str:
     """The table of the gradients."""
     head = ["relative error of the gradient", "global batch"]
     head += ["float16, unscaled", "float16, scaled", "bfloat16"]
-    head += ["elements lost, unscaled", "lowest scale that fits"]
+    head += [
+        "elements lost, unscaled",
+        "unscaled, as `gs.report` estimates",
+        "lowest scale that fits",
+    ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
         if "adaptive" in row.runs:
             ways = [both_errors(row, way) for way in ("unscaled", "scaled", "bfloat16")]
             lost = percent(row.error("unscaled", "flushed"))
             lowest = f"`2**{math.log2(row.lowest_scale):.0f}`" if row.lowest_scale else ""
-            lines.append([row.name, batch(row), *ways, lost, lowest])
+            estimate = percent(row.error("estimate", "one"))
+            lines.append([row.name, batch(row), *ways, lost, estimate, lowest])
     return table(lines)
 
 
@@ -149,7 +162,9 @@ def batch(row: Row) -> str:
 
 
 def percent(share: float) -> str:
-    """Two digits, in per cent."""
+    """Two digits, in per cent; nothing for NaN."""
+    if math.isnan(share):
+        return ""
     return f"{100 * share:.2g} %" if share < 1 else f"{100 * share:.0f} %"
 
 
@@ -179,7 +194,7 @@ def picture(rows: list[Row]) -> Figure:
 def draw_scores(axes: Axes, rows: list[Row]) -> None:
     """The difference from float32 of each arm."""
     task = rows[0].task
-    for arm in [arm for arm in NAMES if arm != EXACT]:
+    for arm in STYLES:
         found = [row for row in rows if arm in row.runs]
         means = [row.score(arm) - row.score(EXACT) for row in found]
         line(axes, [row.batch for row in found], means, arm, NAMES[arm])

@@ -8,6 +8,9 @@ in float32. XLA keeps every rounding to half precision (`xla_allow_excess_precis
 At the end of each run under the adaptive rule, the gradients of 16 microbatches are compared with
 those of float32 at the same weights. Results are written after each run; a run that is there is not
 repeated, so the command goes on where it was stopped.
+
+The arm `chance` is float32 from weights that were rounded to float16 once, at the start: what
+differs there is chance.
 """
 
 import argparse
@@ -41,10 +44,12 @@ class Arm(NamedTuple):
 
     dtype: str
     rule: gs.LossScale
+    start: str = "float32"  # the dtype that the first weights are rounded to
 
 
 ARMS = {
     "float32": Arm("float32", gs.FixedLossScale(1.0)),
+    "chance": Arm("float32", gs.FixedLossScale(1.0), start="float16"),
     "bfloat16": Arm("bfloat16", gs.FixedLossScale(1.0)),
     "unscaled": Arm("float16", gs.FixedLossScale(1.0)),
     "dynamic": Arm("float16", gs.DynamicLossScale(min_scale=1.0)),
@@ -65,7 +70,7 @@ class Trainer:
     """A task in one arm; compiled once for all seeds and numbers of ranks."""
 
     def __init__(self, task: Task, arm: Arm):
-        self.task, self.dtype = task, arm.dtype
+        self.task, self.dtype, self.start = task, arm.dtype, arm.start
         self.tx = gs.loss_scaled(task.optimizer(task.steps), arm.rule, telemetry=True)
         self.step = jax.jit(self._step, donate_argnums=(0, 1), compiler_options=KEEP_ROUNDINGS)
 
@@ -87,7 +92,9 @@ class Trainer:
     def run(self, seed: int, ranks: int) -> tuple[Any, dict[str, Any]]:
         """Trains; returns the parameters, and what the run was like."""
         task, rng, seen = self.task, np.random.default_rng(1000 + seed), []
-        params = jax.tree.map(jnp.copy, task.init(seed))
+        params = jax.tree.map(
+            lambda p: jnp.copy(p.astype(self.start)).astype(p.dtype), task.init(seed)
+        )
         state, share = self.tx.init(params), np.float32(1 / (ranks * task.microbatches))
         for _ in range(task.steps):
             batches = stacked([task.batch(rng) for _ in range(task.microbatches)])
