@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-from gainstage.demo import task as demo
+from gainstage.demo import digits as demo
 
 from . import models
 from .models import Params, cast
