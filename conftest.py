@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, and a record of how often a function was traced."""
 
 import atexit
+import functools
 import os
 import shutil
 import tempfile
@@ -37,23 +38,38 @@ def as_users(node):
 # On a CPU these halve the time to compile, and round otherwise. For the first there is no option
 # of JAX's, only `XLA_FLAGS`, which hold for a whole process.
 QUICK = {
-    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_use_fusion_emitters": False,  # jax 0.12 has no other emitters
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
 usual_options = compiler.get_compile_options
 
 
-def quick_options(*args, env_options_overrides=None, **kwargs):
+def is_known(option):
+    """Whether this XLA has an option."""
+    try:
+        jax.jit(lambda: 0, compiler_options={option: QUICK[option]})()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def quick_options():
     """As `usual_options`, with `QUICK` unless a test says otherwise."""
-    overrides = QUICK | (env_options_overrides or {})
-    return usual_options(*args, env_options_overrides=overrides, **kwargs)
+    quick = {option: QUICK[option] for option in QUICK if is_known(option)}
+
+    def options(*args, env_options_overrides=None, **kwargs):
+        overrides = quick | (env_options_overrides or {})
+        return usual_options(*args, env_options_overrides=overrides, **kwargs)
+
+    return options
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_quickly(request):
     """Modules marked `as_users` are compiled with all optimizations, the others quickly."""
-    wanted = usual_options if as_users(request.node) else quick_options
+    wanted = usual_options if as_users(request.node) else quick_options()
     if compiler.get_compile_options is not wanted:
         compiler.get_compile_options = wanted
         jax.clear_caches()
