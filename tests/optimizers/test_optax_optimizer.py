@@ -95,7 +95,7 @@ def test_what_a_transformation_cannot_get_is_named():
     """Extra arguments that `Optax` does not pass on, and masks by name, are errors that say so."""
     w = gs.Variable(4.0, name="w")
     for tx, needs in (
-        (optax.lbfgs(), "needs 'grad' and 'value_fn'; gainstage.Optax passes on the loss"),
+        (optax.lbfgs(), "needs 'grad' and 'value_fn'; gainstage.Optax passes only the loss"),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "needs grad_fn;"),
     ):
         with pytest.raises(TypeError, match=needs):

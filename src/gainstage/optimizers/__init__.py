@@ -1,4 +1,4 @@
-"""One algorithm per file; each reads like its paper."""
+"""One optimizer per file; each update rule reads like its paper."""
 
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad

@@ -23,13 +23,13 @@ class Adadelta(Optimizer):
 
     Args:
         learning_rate: a number, schedule or callable; the paper's is 1.
-        rho: how slowly the averages move, in [0, 1].
+        rho: the decay rate of the averages, in [0, 1].
         epsilon: >= 0, added to both averages.
-        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+        *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs

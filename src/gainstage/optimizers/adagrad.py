@@ -21,13 +21,13 @@ class Adagrad(Optimizer):
 
     Args:
         learning_rate: a number, schedule or callable.
-        initial_accumulator_value: what `a` starts from, >= 0.
+        initial_accumulator_value: the first value of `a`, >= 0.
         epsilon: >= 0, added to `a`.
-        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+        *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs

@@ -1,4 +1,4 @@
-"""Adam, and AdamW, which is Adam with decay by default."""
+"""Adam and AdamW (Adam with weight decay by default)."""
 
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -14,7 +14,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Adam(Optimizer):
-    """Adam, with the bias correction in the rate::
+    """Adam, with the bias correction in the learning rate::
 
         alpha = learning_rate * sqrt(1 - beta_2**t) / (1 - beta_1**t)
         m += (1 - beta_1) * (g - m)
@@ -23,14 +23,14 @@ class Adam(Optimizer):
 
     Args:
         learning_rate: a number, schedule or callable.
-        beta_1, beta_2: how slowly the two moments move, in [0, 1).
-        epsilon: >= 0, added in float32, where it cannot vanish.
+        beta_1, beta_2: the decay rates of the two moments, in [0, 1).
+        epsilon: >= 0, added in float32, where it cannot underflow.
         amsgrad: whether to divide by the largest second moment so far.
-        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+        *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs
@@ -63,7 +63,7 @@ class Adam(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
         moments = [self.add_optimizer_variables([v], ("momentum", "velocity")) for v in var_list]
-        # Interleaved, variable by variable, as Keras stores them.
+        # Momentum and velocity alternate, as Keras stores them.
         self.momentums = [m for (m,), _ in moments]
         self.velocities = [v for _, (v,) in moments]
         if self.amsgrad:
@@ -94,11 +94,11 @@ class AdamW(Adam):
         learning_rate: a number, schedule or callable.
         weight_decay: >= 0.
         beta_1, beta_2, epsilon, amsgrad: as for `Adam`.
-        *options, **named_options: those of every `Optimizer`, `clipnorm` first.
+        *options, **named_options: options of every `Optimizer`, `clipnorm` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range; no weight decay.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or `weight_decay` is None.
 
     Examples:
         >>> import gainstage as gs
@@ -128,4 +128,4 @@ class AdamW(Adam):
 
     def _argument(self, name: str) -> Any:
         value = super()._argument(name)
-        return 0.0 if name == "weight_decay" and value is None else value  # None is no argument
+        return 0.0 if name == "weight_decay" and value is None else value  # None would be refused

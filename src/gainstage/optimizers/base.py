@@ -1,4 +1,4 @@
-"""The optimizer: what its user sees of a store, a step and a runner, and the rule to be written."""
+"""The base class of all optimizers: options, state, gradients, steps, saving, configuration."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -45,7 +45,7 @@ from gainstage.schedules import LearningRateSchedule
 
 
 class Option:
-    """An attribute that is one of the options of a step."""
+    """An attribute that holds one of the options of a step."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -58,7 +58,7 @@ class Option:
 
 
 class Fixed:
-    """An attribute that is given to the constructor alone."""
+    """An attribute that only the constructor sets."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -76,54 +76,53 @@ class Fixed:
 
 
 class Optimizer(Configurable):
-    """The base of every optimizer; subclass it and say the rule for one variable.
+    """The base class of all optimizers. Subclass it to implement an update rule.
 
-    A subclass writes `update_step`, and `build` if it needs state. The code is imperative, and
-    every step runs it inside one compiled program. The order of a step is always: finite check
-    (with a loss scale), unscale, accumulate, clip, decoupled weight decay, `update_step`, moving
-    average, constraints, `iterations` + 1. Arithmetic is in float32 (float64 for float64
-    variables), with one cast to the variable's dtype at the end.
+    A subclass implements `update_step`, and `build` if the rule needs state. The code is
+    imperative; each step runs it inside one compiled program. A step has a fixed order: finite
+    check (with a loss scale), unscale, accumulate, clip, decoupled weight decay, `update_step`,
+    moving average, constraints, `iterations` + 1. Steps compute in float32 (float64 for float64
+    variables) and cast to the variable's dtype once, at the end.
 
     Args:
-        learning_rate: a number; a schedule or another callable of the number of steps taken before
-            (those that only accumulate count too; traced into the program); or a callable of no
-            argument (called by Python once per eager step; an error in a traced function).
+        learning_rate: a number, a schedule, or a callable. A schedule, or a callable of one
+            argument, gets the number of earlier steps (accumulating ones count too) and is traced.
+            A callable of no argument runs in Python, once per eager step; a traced function raises.
         weight_decay: decoupled decay, >= 0: `w -= w * weight_decay * learning_rate`.
         clipnorm: the largest norm of each variable's gradient, > 0.
         clipvalue: the largest absolute value of a gradient's element, > 0.
         global_clipnorm: the largest norm of all gradients together, > 0. At most one of the three.
-        use_ema: whether to keep an exponential moving average of the variables, moved, as in
-            Keras, at every step, those included that only accumulate.
-        ema_momentum: its momentum, in [0, 1].
-        ema_overwrite_frequency: after so many steps the variables become their average; None to
-            leave that to `finalize_variable_values`. Counts updates.
-        loss_scale_factor: a fixed scale: `scale_loss` multiplies by it, a step divides by it, and
-            is skipped if a gradient is not finite.
-        gradient_accumulation_steps: update once per so many steps, with the average gradient;
-            >= 2, None or 0 for every step.
-        on_bad_microbatch: what a non-finite microbatch does to its window of
-            `gradient_accumulation_steps`: "extend", it does not count, and the window ends after so
-            many finite ones; "drop_window", it counts, and the window ends without an update. The
-            loss scale is then updated only between windows.
+        use_ema: whether to keep an exponential moving average of the variables. As in Keras, every
+            step updates it, also a step that only accumulates.
+        ema_momentum: the momentum of the average, in [0, 1].
+        ema_overwrite_frequency: the number of updates after which the variables are set to their
+            average; None leaves that to `finalize_variable_values`.
+        loss_scale_factor: a fixed loss scale. `scale_loss` multiplies by it, a step divides by it,
+            and a step with a non-finite gradient is skipped.
+        gradient_accumulation_steps: the number of steps, >= 2, whose average gradient makes one
+            update; None or 0 updates at every step.
+        on_bad_microbatch: what a non-finite microbatch does to its accumulation window. "extend":
+            it does not count, and the window takes one more. "drop_window": it counts, and the
+            window ends without an update; the loss scale is then updated only between windows.
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
-        mesh: the `jax.sharding.Mesh` on which scalars are replicated, by default the variables'.
+        mesh: the `jax.sharding.Mesh` that replicates scalars; by default the variables' mesh.
         group_small: whether the slots of variables of at most 4096 elements share buffers, up to
-            32 each, which makes steps on hundreds of them faster. Only for rules that are
-            `elementwise`, and variables on one device. `groups` is the table of what lies where.
-        master_weights: whether half-precision variables have a float32 copy in the state, which
-            takes the updates; the variable is what it rounds to. A variable that was assigned
-            from outside starts a new copy.
-        shard_state_over: the name, or names, of a mesh axis over which slots, averages,
-            accumulators and master weights are divided (ZeRO, stage 1); the steps are the same.
+            32 in each, which speeds up steps on hundreds of variables. It needs an `elementwise`
+            rule and variables on one device. `groups` lists the buffers.
+        master_weights: whether half-precision variables have a float32 copy in the state. Updates
+            go to the copy, and the variable is the rounded copy. Assigning a variable from outside
+            starts a new copy.
+        shard_state_over: the mesh axis or axes over which slots, averages, accumulators and master
+            weights are sharded (ZeRO stage 1); the steps are the same.
 
-    A rule that treats every element by itself, with slots of the variable's shape and nothing else,
-    may say `elementwise = True` beside its `update_step`: then it can be called for several
+    A rule may set `elementwise = True` beside its `update_step` if it treats every element by
+    itself and its only state are slots of the variable's shape. It can then be called for several
     variables at once.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range; two clip options.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or two clip options are given.
 
     Examples:
         >>> import gainstage as gs
@@ -179,7 +178,7 @@ class Optimizer(Configurable):
         self._undecayed_names: re.Pattern[str] | None = None
 
     def _set_common(self, name: str | None, jit_compile: bool, mesh: Mesh | None) -> None:
-        """Sets what does not depend on whose the store is."""
+        """Sets the attributes that do not depend on who owns the store."""
         if name is not None and (not isinstance(name, str) or not name):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         cls = type(self).__name__
@@ -240,30 +239,30 @@ class Optimizer(Configurable):
     @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        moving averages, accumulators, master weights, what `on_bad_microbatch` counts, then what
-        `build` added."""
+        moving averages, accumulators, master weights, the counts of `on_bad_microbatch`, then the
+        variables that `build` added."""
         return self._store.variables
 
     @property
     def _step_state(self) -> Any:
-        """The variables of a step, the weights among them, as `_step` takes their values."""
+        """The variables that `_step` reads and changes, the weights among them."""
         return self._store.state
 
     @property
     def built(self) -> bool:
-        """Whether the trainable variables are known, so that all state exists."""
+        """Whether `build` has created the state."""
         return bool(self._store.index)
 
     @property
     def groups(self) -> list[list[list[Any]]]:
-        """With `group_small`, for each group of small variables whose slots share buffers: the
-        name, shape and first element of each variable's part."""
+        """With `group_small`, one table per shared buffer: name, shape and first element of each
+        variable's part."""
         return [group.table for group in self._store.slots.groups]
 
     @property
     def iterations(self) -> Variable:
-        """Updates so far, an int32 variable; with gradient accumulation one that is computed from
-        the number of microbatches, and cannot be assigned."""
+        """The number of updates so far, an int32 variable. With gradient accumulation it is
+        computed from the number of microbatches and cannot be assigned."""
         count = self._store.iterations
         steps = self._store.in_force.gradient_accumulation_steps
         if not steps:
@@ -273,9 +272,9 @@ class Optimizer(Configurable):
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate, a float32 variable; with a schedule or another callable one that is
-        computed from it, and cannot be assigned. Assign a number to change a number; no step is
-        compiled again."""
+        """The current learning rate, a float32 variable. A number can be assigned without
+        recompiling a step. With a schedule or another callable the rate is computed and cannot be
+        assigned."""
         rate, count = self._store.rate, self._store.iterations
         if rate.variable is not None:
             return rate.variable
@@ -294,15 +293,15 @@ class Optimizer(Configurable):
     # ── a rule is written with these ─────────────────────────────────────────────────────────
 
     def build(self, var_list: Sequence[Variable]) -> None:
-        """Creates the state for these variables. Override it to add your own, after `super()`.
+        """Creates the state for these variables. An override calls `super().build` first.
 
         Args:
             var_list: the trainable variables; a second call must name the same ones.
 
         Raises:
-            TypeError: an element that is no variable, or not of a floating dtype.
-            ValueError: the same variable twice; other variables than at the first call; called
-                inside of a traced function.
+            TypeError: an element is not a variable, or its dtype is not floating.
+            ValueError: a variable is given twice, the variables differ from those of the first
+                call, or the call is inside a traced function.
         """
         variables = variables_in(var_list)
         if isinstance(var_list, Variable) or list(var_list) != variables:
@@ -329,12 +328,12 @@ class Optimizer(Configurable):
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
-        """Assigns the new value of one variable, and of its slots. Write this in a subclass.
+        """Assigns the new value of one variable, and of its slots. Implement this in a subclass.
 
         Args:
-            gradient: the true gradient, float32 or wider, clipped.
-            variable: the variable, which holds float32 or wider during the step. Operators work on
-                it and on slots; functions of `jax.numpy` take their `value()`.
+            gradient: the unscaled, clipped gradient, in float32 or wider.
+            variable: the variable, in float32 or wider during the step. Operators work on it and
+                on slots; pass `value()` to functions of `jax.numpy`.
             learning_rate: a float32 scalar.
         """
         raise NotImplementedError(f"{type(self).__name__} must define update_step.")
@@ -347,14 +346,14 @@ class Optimizer(Configurable):
         aggregation: str = "mean",
         name: str | None = None,
     ) -> Variable:
-        """A new variable of the optimizer's state. A second `build` gets those of the first.
+        """Adds a variable to the optimizer's state. A second `build` reuses those of the first.
 
         Args:
-            shape: its shape.
+            shape: the shape.
             initializer: "zeros", "ones" or a callable of (shape, dtype).
-            dtype: its dtype, float32 by default.
-            aggregation: accepted as documented, without effect: there is one value on a mesh.
-            name: its name, which the optimizer's is put before.
+            dtype: the dtype, float32 by default.
+            aggregation: accepted for Keras and ignored: there is one value on a mesh.
+            name: the name, prefixed with the optimizer's.
         """
         return self._slots.add(shape, initializer, dtype, name, in_build=self.built)
 
@@ -364,8 +363,8 @@ class Optimizer(Configurable):
         name: str | None = None,
         initializer: Initializer = "zeros",
     ) -> Variable:
-        """A new slot: a variable of the shape and sharding of another, of its dtype or float32 for
-        half precision. A second `build` gets those of the first."""
+        """Adds a slot: a variable with the shape, sharding and dtype of another (float32 for half
+        precision). A second `build` reuses those of the first."""
         return self._slots.add_like(reference_variable, name or "var", initializer)
 
     def add_optimizer_variables(
@@ -374,14 +373,14 @@ class Optimizer(Configurable):
         name: str | Sequence[str],
         initializer: Initializer = "zeros",
     ) -> Any:
-        """One slot per variable, as a list; for several names a tuple of such lists."""
+        """Adds one slot per variable; returns a list, or for several names a tuple of lists."""
         variables = list(trainable_variables)
         if not isinstance(name, str):
             return tuple(self.add_optimizer_variables(variables, n, initializer) for n in name)
         return [self.add_variable_from_reference(v, name, initializer) for v in variables]
 
     def assign(self, variable: Any, value: Any) -> None:
-        """Sets a variable: ours, Keras's, or anything else that has `assign`."""
+        """Sets a variable: ours, Keras's, or any other object with `assign`."""
         variable.assign(value)
 
     def assign_add(self, variable: Any, value: Any) -> None:
@@ -393,7 +392,7 @@ class Optimizer(Configurable):
         variable.assign_sub(value)
 
     def _get_variable_index(self, variable: Variable) -> int:
-        """The place of a variable among those that the optimizer was built with."""
+        """The index of a variable in the list that the optimizer was built with."""
         if variable not in self._store.index:
             names = [v.name for v in self._store.index]
             name = getattr(variable, "name", variable)
@@ -410,15 +409,15 @@ class Optimizer(Configurable):
         var_list: Iterable[Variable] | None = None,
         var_names: Iterable[str] | None = None,
     ) -> None:
-        """Names the variables that do not decay; a second call replaces the first.
+        """Excludes variables from weight decay; a second call replaces the first.
 
         Args:
             var_list: variables, by identity.
             var_names: substrings or regular expressions, searched in variables' names.
 
         Raises:
-            TypeError: a name among the variables, or one string for the names.
-            ValueError: called after `build`; a malformed expression.
+            TypeError: `var_list` has an element that is not a variable, or `var_names` is a string.
+            ValueError: the optimizer is built, or an expression is malformed.
         """
         if self.built:
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
@@ -438,7 +437,7 @@ class Optimizer(Configurable):
     # ── its verbs ────────────────────────────────────────────────────────────────────────────
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss times the loss scale, in float32 or wider: a float16 one would overflow."""
+        """Returns the loss times the loss scale, in float32 or wider; float16 could overflow."""
         scale = self._loss_scale()
         return loss if scale is None else gradients.scaled(loss, scale)
 
@@ -455,17 +454,17 @@ class Optimizer(Configurable):
     def minimize(self, loss: Callable[[], Any], var_list: VarList, *, has_aux: bool = False) -> Any:
         """Differentiates `loss` and takes a step.
 
-        The loss may assign other variables than those it trains, such as the running mean of a
-        normalisation. They get their new values only if the step was applied: a skipped step
+        The loss may assign variables that it does not train, such as the running mean of a
+        normalisation. They keep their new values only if the step was applied: a skipped step
         changes nothing but the loss scale.
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
-            var_list: the variables to change, or a callable that returns them.
+            var_list: the variables to train, or a callable that returns them.
             has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
 
         Returns:
-            The loss before the step, not scaled, in float32 or wider; (loss, aux) with `has_aux`.
+            The unscaled loss before the step, in float32 or wider; (loss, aux) with `has_aux`.
 
         Raises:
             TypeError, ValueError: as `compute_gradients` and `apply`.
@@ -494,19 +493,19 @@ class Optimizer(Configurable):
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList
     ) -> list[tuple[jax.Array | None, Variable]]:
-        """The (gradient, variable) pairs of a loss, in order, scaled as `apply` expects them.
+        """Returns the (gradient, variable) pairs of a loss, in order, scaled as `apply` expects.
 
         The gradient is None for a variable on which the loss does not depend. `loss` runs
-        uncompiled; for speed call this inside `gainstage.jit`. A `jax.jit` or `lax.scan` inside of
-        the loss must get `variable.value()` as an argument, for JAX keeps what it traced.
+        uncompiled; for speed, call this inside `gainstage.jit`. Pass `variable.value()` as an
+        argument to a `jax.jit` or `lax.scan` inside the loss, because JAX caches its trace.
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
             var_list: the variables, or a callable that returns them.
 
         Raises:
-            TypeError: `loss` is not callable, or returns no floating number.
-            ValueError: `loss` returns something else than a scalar.
+            TypeError: `loss` is not callable, or does not return a floating number.
+            ValueError: `loss` does not return a scalar.
         """
         return self._loss_and_gradients(loss, var_list)
 
@@ -529,32 +528,32 @@ class Optimizer(Configurable):
         apply_if: Any = None,
         only_if: Any = None,
     ) -> None:
-        """Takes a step: one compiled program, in which nothing is read back by Python.
+        """Takes a step: one compiled program, without a transfer to the host.
 
-        It reuses the memory of the weights; an array that `value()` has handed out is copied first.
+        The program donates the weights; an array that `value()` has returned is copied first.
 
         Args:
             grads: gradients of `scale_loss(loss)`, each of its variable's shape, of any floating
-                dtype and placement; None leaves a variable, its slots and its decay alone. An
-                empty list changes nothing.
-            trainable_variables: their variables, all or some of those that the optimizer was built
-                with, in any order; by default all. The first call builds the optimizer.
+                dtype and sharding. None leaves a variable and its slots unchanged, without decay.
+                An empty list changes nothing.
+            trainable_variables: the variables of `grads`, all or some of those that the optimizer
+                was built with, in any order; by default all. The first call builds the optimizer.
             loss: the true loss, a scalar, for loss-scale rules and optax transformations that
                 need it.
-            apply_if: a bool scalar. If False, the update is skipped, also on finite gradients. The
-                loss scale still reacts to them; a finite microbatch is none of its window. So
-                several optimizers share a skip decision::
+            apply_if: a bool scalar. If False, the update is skipped, even if all gradients are
+                finite. The loss scale still reacts to them; a finite microbatch does not count in
+                its window. Several optimizers can share a skip decision::
 
-                    fine = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
-                    opt_a.apply(grads_a, apply_if=fine)
-                    opt_b.apply(grads_b, apply_if=fine)
+                    finite = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
+                    opt_a.apply(grads_a, apply_if=finite)
+                    opt_b.apply(grads_b, apply_if=finite)
 
             only_if: the older name of `apply_if`.
 
         Raises:
-            TypeError: a gradient of an integer, boolean or complex dtype; `apply_if` is no bool.
-            ValueError: a wrong number or shape of gradients, an unknown variable, all gradients
-                None, not built and no variables given.
+            TypeError: a gradient is integer, boolean or complex, or `apply_if` is not a bool.
+            ValueError: gradients of the wrong number or shape, an unknown variable, only None
+                gradients, or no variables for an optimizer that is not built.
         """
         loss, grads = loss_of(grads) if loss is None else loss, list(grads)
         if only_if is not None:
@@ -577,14 +576,14 @@ class Optimizer(Configurable):
         self._runner(self._apply, variables, weights, args, store.rate.now, version)
 
     def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> Any:
-        """One step on the variables, as they are; returns whether it was applied."""
+        """Takes one step on the bound variables; returns whether it was applied."""
         state = self._step_state
         new, applied = self._step(read(state), grads, rate, loss, apply_if)
         write(jax.tree.leaves(state), jax.tree.leaves(new))
         return applied
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
-        """The gradients as a step takes them: an array or None for each variable, in order."""
+        """The gradients in the order of the variables, with None for each that is missing."""
         guard = self._store.guard
         if guard is not None and guard.is_part:
             raise ValueError(
@@ -604,29 +603,29 @@ class Optimizer(Configurable):
             )
         places = [self._get_variable_index(variable) for variable in variables]
         for variable in [v for v in (*self.variables, *self._store.index) if v._is_planned]:
-            variable.value()  # an error
+            variable.value()  # raises: a planned variable has no value
         return by_place(grads, places, list(self._store.index))
 
     def stateless_apply(
         self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The step as a pure function of lists of arrays, which changes no variable.
+        """Takes the step as a pure function of lists of arrays; no variable changes.
 
         Args:
-            optimizer_variables: values for `variables`, in that order.
+            optimizer_variables: the values of `variables`, in that order.
             grads: as for `apply`, one per trainable variable.
-            trainable_variables: values for the variables that the optimizer was built with.
+            trainable_variables: the values of the variables that the optimizer was built with.
 
         Returns:
             The new values `(trainable_variables, optimizer_variables)`.
 
         Raises:
             TypeError: as `apply`.
-            ValueError: as `apply`, a list of the wrong length, or a value of the wrong shape.
+            ValueError: as `apply`; or a list has the wrong length, or a value the wrong shape.
 
-        To donate old values under `jax.jit`, give the arguments in the order of the results:
-        `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`. The scale of
-        the loss is part of `variables`, so it too is read by a pure function:
+        To donate the old values under `jax.jit`, pass the arguments in the order of the results:
+        `jax.jit(lambda w, s, g: opt.stateless_apply(s, g, w), donate_argnums=(0, 1))`. The loss
+        scale is part of `variables`, so a pure function reads it too:
 
         Examples:
             >>> import jax, gainstage as gs
@@ -653,10 +652,10 @@ class Optimizer(Configurable):
         return functional(self._apply, (trainable, variables))(values, grads, rate)[1]
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives the variables their moving averages, at the end of training with `use_ema`.
+        """Sets the variables to their moving averages, at the end of training with `use_ema`.
 
         Raises:
-            ValueError: a variable that the optimizer was not built with.
+            ValueError: the optimizer was not built with one of the variables.
         """
         store = self._store
         if not store.in_force.use_ema:
@@ -677,19 +676,19 @@ class Optimizer(Configurable):
     # ── a step ───────────────────────────────────────────────────────────────────────────────
 
     def _loss_scale(self) -> jax.Array | None:
-        """What the loss is multiplied by, None for nothing."""
+        """The factor of the loss; None for no scaling."""
         factor = self._store.in_force.loss_scale_factor
         return None if factor is None else jnp.asarray(factor, jnp.float32)
 
     def _wants_loss(self) -> bool:
-        """Whether a step wants to know the true loss, if there is one."""
+        """Whether a step uses the true loss, if it is given."""
         return False
 
     def _step(
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
     ) -> tuple[Any, Any]:
-        """One step as a pure function: the values of `_step_state` after it, and whether it was
-        applied, None for always."""
+        """One step as a pure function: returns the new values of `_step_state`, and whether it was
+        applied (None: always)."""
         scale, step = self._loss_scale(), self._make_step(loss)
         if scale is not None:
             args = (GuardState(None), state, grads, scale, rate, loss, apply_if)
@@ -715,7 +714,7 @@ class Optimizer(Configurable):
         apply_if: Any,
         **more: Any,
     ) -> Outcome:
-        """A step on scaled gradients, or none, as `guarded` returns it."""
+        """Takes or skips a step on scaled gradients; returns what `guarded` returns."""
         step = self._make_step(loss)
         pairs = zip(grads, step.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
@@ -729,7 +728,7 @@ class Optimizer(Configurable):
         return guarded(rule, update, guard, state, grads, reading, policy, **more)
 
     def _make_step(self, loss: Any = None) -> Step:
-        """The step that options, rule and variables of now come to."""
+        """The step for the current options, rule and variables."""
         store, options = self._store, self._store.in_force
         decay = options.weight_decay
         return Step(
@@ -771,7 +770,7 @@ class Optimizer(Configurable):
             )
 
     def _is_elementwise(self) -> bool:
-        """Whether the class that wrote the rule says so: one that overrides it has to repeat it."""
+        """Whether the class that defines `update_step` sets `elementwise`; an override must too."""
         wrote = next(vars(cls) for cls in type(self).__mro__ if "update_step" in vars(cls))
         return wrote.get("elementwise", False)
 
@@ -782,10 +781,10 @@ class Optimizer(Configurable):
     # ── saving ───────────────────────────────────────────────────────────────────────────────
 
     def set_weights(self, weights: Sequence[Any]) -> None:
-        """Sets all of `variables`, in that order, or, if one does not fit, none.
+        """Sets all of `variables`, in that order; changes none if a value does not fit.
 
         Raises:
-            ValueError: not built, a wrong number of arrays, or an array that does not fit.
+            ValueError: not built, the wrong number of arrays, or an array that does not fit.
         """
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built before set_weights.")
@@ -793,37 +792,37 @@ class Optimizer(Configurable):
 
     @property
     def _weight_checks(self) -> saving.Checks:
-        """What must hold of some variables' values beside their shape and dtype."""
+        """Checks of single variables' values, beside shape and dtype."""
         return {}
 
     def state(self) -> dict[str, jax.Array]:
-        """All of `variables` by name: arrays for whoever saves a dictionary of them. Of variables
-        with one name the second has "#2" behind it, and so on. With `group_small` the table of what
-        lies where in the buffers stands under "groups"."""
+        """Returns all of `variables` by name, as a dictionary of arrays. The second variable of one
+        name gets the suffix "#2", and so on. With `group_small`, "groups" is the table of the
+        shared buffers."""
         return saving.as_names(self.variables, self.groups)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Sets all of `variables` from what `state` returned, or, if something is wrong, none.
+        """Sets all of `variables` from the result of `state`; changes none if an entry is wrong.
 
         Raises:
-            TypeError: no dictionary.
-            ValueError: not built, a name missing or unknown, an array that does not fit, or other
-                groups.
+            TypeError: `state` is not a dictionary.
+            ValueError: not built, a name is missing or unknown, an array does not fit, or the
+                groups differ.
         """
         self.set_weights(saving.from_names(self.variables, self.groups, state))
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Puts all of `variables` into `store`, as numpy arrays under "0", "1", ...
+        """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ...
 
-        With `group_small` the table of names and places in the buffers stands under "groups"."""
+        With `group_small`, "groups" is the table of the shared buffers."""
         saving.into_store(self.variables, self.groups, store)
 
     def load_own_variables(self, store: Any) -> None:
         """Sets all of `variables` from what `save_own_variables` stored, or none.
 
         Raises:
-            TypeError: no dictionary, or what is used like one.
-            ValueError: not built, a key missing, an array that does not fit, or other groups.
+            TypeError: `store` is not a mapping.
+            ValueError: not built, a key is missing, an array does not fit, or the groups differ.
         """
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built before load_own_variables.")
@@ -832,9 +831,9 @@ class Optimizer(Configurable):
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, JSON-serializable but for callables; the learning rate
-        is the current one. How a step runs (`jit_compile`, `mesh`) is left out."""
-        # Left out where they have their default: Keras's configurations do not know them.
+        """Returns the constructor's arguments, JSON-serializable except for callables; the learning
+        rate is the current one. `jit_compile` and `mesh` are not included."""
+        # Omit these at their defaults: Keras's configurations do not have them.
         usual = {"group_small": False, "master_weights": False, "on_bad_microbatch": "extend"}
         return {k: v for k, v in super().get_config().items() if k not in usual or v != usual[k]}
 
@@ -845,11 +844,11 @@ class Optimizer(Configurable):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
     ) -> Self:
-        """The optimizer that `get_config` (or Keras) describes; `config` is not changed.
+        """Returns the optimizer that `get_config` (or Keras) describes; does not change `config`.
 
         Args:
             config: the constructor's arguments.
-            custom_objects: schedules of your own by class name, if not found by themselves.
+            custom_objects: your own schedules by class name, if they cannot be found otherwise.
         """
         rate = config.get("learning_rate")
         if isinstance(rate, Mapping):

@@ -13,7 +13,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Lion(Optimizer):
-    """Lion, which takes the sign of an interpolated momentum::
+    """Lion: a step of the sign of an interpolated momentum::
 
         w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
         m = beta_2 * m + (1 - beta_2) * g
@@ -21,12 +21,12 @@ class Lion(Optimizer):
     Args:
         learning_rate: a number, schedule or callable; about a tenth of Adam's.
         beta_1: the share of the momentum in the step, in (0, 1].
-        beta_2: how slowly the momentum moves, in [0, 1].
-        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+        beta_2: the decay rate of the momentum, in [0, 1].
+        *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs

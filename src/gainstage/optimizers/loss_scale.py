@@ -1,4 +1,4 @@
-"""Loss scaling around any optimizer: scale the loss, skip what overflowed, adapt the scale."""
+"""Loss scaling around any optimizer: scale the loss, skip overflowed steps, adapt the scale."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,43 +27,42 @@ from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, as
 
 
 class ScaledState(NamedTuple):
-    """All that a step of a wrapper reads and changes; of arrays, or of variables."""
+    """All that a step of a wrapper reads and changes, as arrays or as variables."""
 
     guard: GuardState
     inner: StepState
 
 
 class LossScaleOptimizer(Optimizer):
-    """An optimizer for float16: it scales the loss so that small gradients survive.
+    """An optimizer for float16: it scales the loss so that small gradients do not underflow.
 
-    `minimize` multiplies the loss by the scale and divides the gradients by it again, in float32.
-    A step with a gradient that is not finite changes no weight and no slot, and lowers the scale;
-    after `dynamic_growth_steps` finite steps it is doubled. The scale is finite and positive
-    whatever happens. In a loop of your own differentiate `scale_loss(loss)` and hand the scaled
-    gradients to `apply`.
+    `minimize` multiplies the loss by the scale and divides the gradients by it, in float32. A step
+    with a non-finite gradient changes no weight and no slot, and lowers the scale. After
+    `dynamic_growth_steps` finite steps the scale is doubled. It is always finite and positive. In
+    your own loop, differentiate `scale_loss(loss)` and pass the scaled gradients to `apply`.
 
     Args:
-        inner_optimizer: the optimizer that takes the steps. It belongs to one wrapper; the
-            options given here act exactly as if they had been given there.
+        inner_optimizer: the optimizer that takes the steps. It belongs to one wrapper; options
+            given here act exactly as if they had been given to it.
         initial_scale: the first scale, > 0 and at most `2**126`.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
-        dynamic: False for a fixed scale, which `initial_scale` must then give.
-        rule: a `LossScale` in the place of the three arguments before.
+        dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
+        rule: a `LossScale` instead of the three arguments before.
         name: the prefix of the names of the wrapper's own variables.
-        telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
-            `gainstage.report` which tensors overflowed; adds seven scalars to the state, and four
-            integers for each variable.
-        underflow_every: after so many steps `telemetry` also counts how large the elements of each
-            gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
-            the state; None for never.
-        **options: those of every `Optimizer` that say how a step is taken, not where its state
-            lies. `loss_scale_factor` multiplies the scale.
+        telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
+            that overflowed for `gainstage.report`. Adds seven scalars to the state, and four
+            integers per variable.
+        underflow_every: the number of steps between histograms of each gradient's magnitudes, from
+            which `gainstage.report` computes what float16 loses. Adds 82 numbers per variable to
+            the state; None for no histograms.
+        **options: options of every `Optimizer`, except those that place its state.
+            `loss_scale_factor` multiplies the scale.
 
     Raises:
-        TypeError: `inner_optimizer` is no optimizer, or is a `LossScaleOptimizer`, or its class
+        TypeError: `inner_optimizer` is not an optimizer, is a `LossScaleOptimizer`, or its class
             overrides `apply` or another method that takes a step, which would not be called.
-        ValueError: an inner optimizer that another wrapper has; an option given to both; `rule`
-            together with another scale argument; an argument out of range.
+        ValueError: another wrapper has the inner optimizer, an option is given to both, `rule` is
+            combined with another scale argument, or an argument is out of range.
 
     Examples:
         >>> import gainstage as gs
@@ -111,7 +110,7 @@ class LossScaleOptimizer(Optimizer):
         about = (rule, self.mesh, self.telemetry, self.underflow_every)
         self._guard = self._guard_type(self.name, over, *about)
         self._initial_scale = checks.shortest(self._guard.state.scale.scale.numpy())
-        self._has_scaled = False  # whether anybody has asked for the scale, to multiply a loss by
+        self._has_scaled = False  # whether the scale was read, to multiply a loss by it
         if store.index:
             _check_one_scale(inner_optimizer, list(store.index))
             self._guard.build(store, list(store.index))
@@ -121,7 +120,7 @@ class LossScaleOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._store.guard is None:  # of a shallow copy it is the original's
+        if self._store.guard is None:  # a shallow copy shares the original's guard
             self._store.set_guard(self._guard)
 
     def _chosen_rule(
@@ -154,7 +153,7 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def rule(self) -> LossScale:
-        """The rule that moves the scale."""
+        """The rule that updates the scale."""
         return self._rule
 
     @property
@@ -170,15 +169,15 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def step_counter(self) -> Variable | None:
-        """Finite steps in a row since the scale moved (`AdaptiveLossScale`: its ceiling), an int32
-        variable; None if not counted."""
+        """Finite steps in a row since the scale was updated (`AdaptiveLossScale`: its ceiling), an
+        int32 variable; None if the rule does not count them."""
         return getattr(self._guard.state.scale, "good_steps", None)
 
     dynamic_counter = step_counter
 
     @property
     def loss_scale(self) -> jax.Array:
-        """What the loss is multiplied by: the rule's scale times `loss_scale_factor`."""
+        """The factor of the loss: the rule's scale times `loss_scale_factor`."""
         self._has_scaled = True
         return self._loss_scale()
 
@@ -197,8 +196,8 @@ class LossScaleOptimizer(Optimizer):
         return getattr(self.rule, "increment_period", None)
 
     def check_finite(self, grads: Any) -> jax.Array:
-        """Whether all gradients, any pytree or iterable of arrays, are finite: a bool scalar. None
-        counts as finite."""
+        """Returns whether all gradients, a pytree or iterable of arrays, are finite: a bool scalar.
+        None counts as finite."""
         alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
         return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
 
@@ -207,12 +206,12 @@ class LossScaleOptimizer(Optimizer):
         return scaled_by(self._guard.state.scale.scale.value(), factor)
 
     def _divisor(self, loss_scale: jax.Array) -> jax.Array:
-        """What the gradients that `apply` gets were multiplied by."""
+        """The factor by which the gradients given to `apply` are scaled."""
         return loss_scale
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         if self._unscales and not self._has_scaled and self._initial_scale != 1:
-            self._has_scaled = True  # said once
+            self._has_scaled = True  # warn once
             warnings.warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
                 f"multiplied by it: use `minimize`, or differentiate "
@@ -242,8 +241,8 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def variables(self) -> list[Variable]:
-        """All state: step counter, scale (and what else the rule keeps, and telemetry), then the
-        inner's."""
+        """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
+        inner optimizer."""
         scale = self._guard.state.scale.scale
         first = [v for v in (self.step_counter, scale) if v is not None]
         rest = [v for v in jax.tree.leaves(self._guard.state) if v not in first]
@@ -276,7 +275,7 @@ class LossScaleOptimizer(Optimizer):
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
-        """The inner optimizer's rule for one variable, on a true gradient."""
+        """Applies the inner optimizer's rule to one variable, with an unscaled gradient."""
         self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(
@@ -284,7 +283,7 @@ class LossScaleOptimizer(Optimizer):
         var_list: Iterable[Variable] | None = None,
         var_names: Iterable[str] | None = None,
     ) -> None:
-        """Names the variables that the inner optimizer does not decay."""
+        """Excludes variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def __repr__(self) -> str:
@@ -299,11 +298,11 @@ class LossScaleOptimizer(Optimizer):
         return {self._guard.state.scale.scale: checks.loss_scale}
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; an option is reported once, by the object that got it."""
+        """Returns the constructor's arguments; each option is with the object that received it."""
         options = dict(self._guard.over)
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
-        if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's usual is
+        if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
             options["weight_decay"] = 0.0
         config = {"name": self.name, "inner_optimizer": inner, **options}
         told = {"telemetry": self.telemetry, "underflow_every": self.underflow_every}
@@ -320,7 +319,7 @@ class LossScaleOptimizer(Optimizer):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
     ) -> Self:
-        """The optimizer that `get_config` (or Keras) describes; `config` is not changed.
+        """Returns the optimizer that `get_config` (or Keras) describes; does not change `config`.
 
         Args:
             config: the constructor's arguments.

@@ -1,4 +1,4 @@
-"""Several optimizers as one: each for variables of its own, all in one step."""
+"""Several optimizers as one: each trains its own variables, all in one step."""
 
 from collections.abc import Sequence
 from typing import Any, Unpack
@@ -21,7 +21,7 @@ USUAL = vars(StepOptions())
 
 
 class _Part(Guard):
-    """What the store of an optimizer knows of the one that it is a part of."""
+    """The guard of an optimizer that is part of a `MultiOptimizer`."""
 
     is_part = True
 
@@ -36,29 +36,29 @@ class _Part(Guard):
 class MultiOptimizer(Optimizer):
     """Several optimizers as one, for the gradients of one loss: each trains its own variables.
 
-    Inside of a `LossScaleOptimizer` they share one loss scale and one skip decision: if any
-    gradient overflows, none of them takes the step. Two `LossScaleOptimizer`s cannot do that for
-    *one* loss. Their scales drift apart after the first overflow, and the steps of one of them
-    become too large or too small.
+    Inside a `LossScaleOptimizer` they share one loss scale and one skip decision: if any gradient
+    overflows, none of them takes the step. Two `LossScaleOptimizer`s cannot do that for *one*
+    loss: their scales drift apart after the first overflow, and the steps of one of them become
+    too large or too small.
 
-    Each keeps its learning rate, schedule, weight decay, slots and `iterations`. All other options,
-    such as clipping, averaging and accumulation, are given to this class or its wrapper, and act on
-    all variables together.
+    Each optimizer keeps its learning rate, schedule, weight decay, slots and `iterations`. Give all
+    other options (clipping, averaging, accumulation) to this class or its wrapper; they act on all
+    variables together.
 
     Args:
-        optimizers_and_variables: pairs of an optimizer, not built, and the variables that it
+        optimizers_and_variables: pairs of an optimizer that is not built, and the variables that it
             trains. Each variable is in one pair. `Optax` may be one of the optimizers.
         name: the prefix of the names of the optimizer's own variables.
-        learning_rate: what the learning rate of each is multiplied by: a number, schedule or
-            callable.
+        learning_rate: a factor of each optimizer's learning rate: a number, schedule or callable.
         master_weights: whether half-precision variables have a float32 copy in the state.
-        **options: those of every `Optimizer`, but `weight_decay`, `group_small` and
+        **options: options of every `Optimizer`, except `weight_decay`, `group_small` and
             `shard_state_over`.
 
     Raises:
-        TypeError: no optimizer, one with a loss scale, or one that overrides `apply` or the like.
-        ValueError: an optimizer that is built, wrapped, or has options other than `weight_decay`;
-            a variable in two pairs; from `build`, other variables than those of the pairs.
+        TypeError: an element is not an optimizer, has a loss scale, or overrides `apply` or
+            another method that takes a step.
+        ValueError: an optimizer is built, wrapped, or has options other than `weight_decay`; a
+            variable is in two pairs; `build` gets other variables than those of the pairs.
 
     Examples:
         >>> import gainstage as gs
@@ -101,7 +101,7 @@ class MultiOptimizer(Optimizer):
 
     def _attach(self) -> None:
         for (optimizer, _), part in zip(self.optimizers_and_variables, self._parts, strict=True):
-            if optimizer._store.guard is None:  # of a shallow copy it is the original's
+            if optimizer._store.guard is None:  # a shallow copy shares the original's guard
                 optimizer._store.set_guard(part)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -18,28 +18,30 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Optax(Optimizer):
-    """An optax transformation as an optimizer: loss scaling, averaging, accumulation, clipping and
-    all else that an `Optimizer` can do then apply to it too.
+    """An optax transformation as an optimizer, with all that an `Optimizer` adds: loss scaling,
+    averaging, accumulation, clipping.
 
-    The transformation sees all variables at once, in float32 or wider, as a list. For a variable
-    without a gradient it sees zeros; the variable and its part of the state, an element of a list
-    as long as that of the variables, stay as they are. Typed random keys in the state are kept as
-    their integers, so that they can be saved. `minimize`, and `apply(..., loss=loss)`, pass the
-    true loss on as `value`, for transformations such as `optax.polyak_sgd`; with accumulation that
-    of the last microbatch. One that needs more, such as `optax.lbfgs` with its line search, needs
-    `loss_scaled`. Masks and labels are lists in the order of the variables, or functions of one.
+    The transformation gets all variables at once, as a list, in float32 or wider. A missing
+    gradient is passed as zeros; its variable does not change, nor does its part of the state (an
+    element of a list as long as that of the variables). Typed random keys in the state are stored
+    as integers, so that they can be saved. Masks and labels are lists in the order of the
+    variables, or functions of such a list.
+
+    `minimize`, and `apply(..., loss=loss)`, pass the true loss as `value`, for transformations such
+    as `optax.polyak_sgd`; with accumulation, the loss of the last microbatch. A transformation that
+    needs other arguments, such as `optax.lbfgs` with its line search, needs `loss_scaled`.
 
     Args:
-        tx: the transformation, which usually has a learning rate of its own.
+        tx: the transformation, usually with its own learning rate.
         name: the prefix of the names of the optimizer's variables.
-        learning_rate: what its updates are multiplied by: a number, schedule or callable.
+        learning_rate: a factor of the updates: a number, schedule or callable.
         master_weights: whether half-precision variables have a float32 copy in the state.
-        **options: those of every `Optimizer`, but `group_small` and `shard_state_over`: the state
-            of `tx` lies as `tx` makes it.
+        **options: options of every `Optimizer`, except `group_small` and `shard_state_over`: `tx`
+            decides the sharding of its state.
 
     Raises:
-        TypeError: `tx` is no transformation, an argument of the wrong kind, or another option.
-        ValueError: an argument out of range.
+        TypeError: `tx` is not a transformation, an argument has the wrong type or is unknown.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs, optax
@@ -68,7 +70,7 @@ class Optax(Optimizer):
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
         self.tx = tx
         self._state: Any = None
-        self._key_kinds: list[Any] = []  # of each leaf: the kind of random key, or None
+        self._key_kinds: list[Any] = []  # for each leaf: the implementation of its key, or None
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
@@ -97,7 +99,7 @@ class Optax(Optimizer):
         replicate(self.name, self.mesh, [slot for slot in slots if slot.ndim == 0], variables)
 
     def _planned(self, values: Any) -> Any:
-        """The state without values: what belongs to a variable has its sharding."""
+        """The state as shapes and dtypes; a slot of a variable has its sharding."""
         state = jax.eval_shape(self._init, values)
         alone = jax.tree.map(lambda slot: slot.update(sharding=None), state)
         if all(value.sharding is None for value in values):
@@ -129,7 +131,7 @@ class Optax(Optimizer):
         return isinstance(self.tx, optax.GradientTransformationExtraArgs)
 
     def _updated(self, grads: Any, state: Any, values: Any, loss: Any) -> Any:
-        """What `tx.update` returns, or an error that says what this class passes to it."""
+        """Returns `tx.update(...)`, or raises an error that names the missing argument."""
         update: Any = functools.partial(self.tx.update, grads, state, values)
         try:
             if loss is None:
@@ -146,7 +148,7 @@ class Optax(Optimizer):
             raise explained from error
 
     def _explained(self, error: Exception) -> TypeError | None:
-        """An error in words of our own, where an extra argument is missing."""
+        """The error in our own words, if an extra argument is missing."""
         missing = r"required keyword-only arguments?: (.+)|(\w+) must be provided"
         needs = re.search(missing, str(error))
         if needs is None:
@@ -157,9 +159,8 @@ class Optax(Optimizer):
                 f"apply(..., loss=loss)."
             )
         return TypeError(
-            f"The tx of {self.name!r} needs {needs[1] or needs[2]}; gainstage.Optax passes on the "
-            f"loss, as 'value', and no other extra argument. The update of "
-            f"gainstage.loss_scaled(tx) passes on all of them."
+            f"The tx of {self.name!r} needs {needs[1] or needs[2]}; gainstage.Optax passes only "
+            f"the loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
         )
 
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:

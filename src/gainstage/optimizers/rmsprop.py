@@ -24,15 +24,15 @@ class RMSprop(Optimizer):
 
     Args:
         learning_rate: a number, schedule or callable.
-        rho: how slowly the averages move, in [0, 1].
+        rho: the decay rate of the averages, in [0, 1].
         momentum: in [0, 1].
         epsilon: >= 0, added to the variance.
-        centered: whether to divide by the variance in the place of the mean square.
-        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+        centered: whether to divide by the variance instead of the mean square.
+        *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs
@@ -81,7 +81,7 @@ class RMSprop(Optimizer):
         if self.centered:
             a = self.averages[i]
             self.assign(a, rho * a + (1 - rho) * gradient)
-            variance = jnp.maximum(variance - jnp.square(a.value()), 0)  # rounding may go below
+            variance = jnp.maximum(variance - jnp.square(a.value()), 0)  # rounding can go below 0
         step = learning_rate * gradient / jnp.sqrt(variance + self.epsilon)
         if self.momentum:
             m = self.momentums[i]

@@ -23,12 +23,12 @@ class SGD(Optimizer):
     Args:
         learning_rate: a number, schedule or callable.
         momentum: in [0, 1].
-        nesterov: whether to look ahead.
-        *options, **named_options: those of every `Optimizer`, `weight_decay` first.
+        nesterov: whether to use Nesterov momentum.
+        *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import gainstage as gs
@@ -67,7 +67,7 @@ class SGD(Optimizer):
         if self.momentum:
             m = self.momentums[self._get_variable_index(variable)]
             self.assign(m, self.momentum * m + step)
-            # Times a 1 that XLA does not know: on CPU it adds in place faster where it multiplies.
+            # Multiply by a 1 that XLA cannot fold: its CPU in-place add is then faster.
             one = jnp.where(learning_rate == learning_rate, 1.0, jnp.nan)
             step = self.momentum * m + step if self.nesterov else m * one
         self.assign_add(variable, step)
