@@ -1,4 +1,4 @@
-"""A rule that measures: it finds the scale in a step or two, and is not misled by bad data."""
+"""A rule that measures gradients: it finds the scale in one or two steps, despite bad data."""
 
 import dataclasses
 import math
@@ -11,43 +11,45 @@ from gainstage._core import checks
 from gainstage._core.checks import LARGEST
 from gainstage.rules.base import LossScale, one_more, set_field, set_scales
 
-PROBED = -12  # bits: how far down an overflow sends a scale of which nothing is known
+PROBED = -12  # bits: how far an overflow lowers the scale before any gradient is known
 PROBE = 2.0**PROBED
-CLIMB = 16.0  # how far up a step without any gradient sends it, where it is below its start
-PATIENCE = 3  # bad steps in a row after which a NaN is put down to the data
-HALVINGS = 12  # the same, after which anything is
-RETRY = 64  # steps after which a scale is lowered all the same, should that have been wrong
+CLIMB = 16.0  # the factor after a step with all gradients 0, if the scale is below its start
+PATIENCE = 3  # bad steps in a row before a NaN is attributed to the data
+HALVINGS = 12  # bad steps in a row before any other failure is
+RETRY = 64  # bad steps after which a lower scale is tried again, in case that was wrong
 
 
 class AdaptiveState(NamedTuple):
     """The state of `AdaptiveLossScale`."""
 
-    scale: jax.Array  # float32: what the next loss is multiplied by
-    good_steps: jax.Array  # int32: finite steps since the ceiling last moved
-    bad_steps: jax.Array  # int32: steps in a row that were not finite, though the loss was
-    ceiling: jax.Array  # float32: what overflows have taught, half of the last that was one
-    before: jax.Array  # float32: the ceiling when the last row of bad steps began
-    first: jax.Array  # float32: the scale then
-    largest: jax.Array  # float32: the largest true gradient of late, 0 if none is known
+    scale: jax.Array  # float32: the factor of the next loss
+    good_steps: jax.Array  # int32: finite steps since the ceiling was updated
+    bad_steps: jax.Array  # int32: non-finite steps in a row whose loss was not known to be so
+    ceiling: jax.Array  # float32: half of the last scale that overflowed
+    before: jax.Array  # float32: the ceiling when the last run of bad steps began
+    first: jax.Array  # float32: the scale at that time
+    largest: jax.Array  # float32: the largest recent true gradient, 0 if none is known
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveLossScale(LossScale):
-    """Puts the largest gradient just below the largest number of float16.
+    """Keeps the largest gradient just below the largest float16 number.
 
-    The scale follows the largest gradient of late, `margin` bits below the limit, from the first
-    finite step on. So it need not be guessed, and comes back in one step after it has been too low.
-    What the gradients of the weights do not show (inside of the network there may be larger ones)
-    is learned from overflows: each sets a ceiling at half the scale, which is doubled again after
-    `increment_period` finite steps. A first overflow, before anything is known, divides the scale
-    by `2**12`, so that the second step can be measured.
+    From the first finite step on, the scale follows the largest recent gradient, `margin` bits
+    below the limit. The first scale need not be guessed, and a scale that is too low recovers in
+    one step. Larger gradients inside the network are not measured; overflows reveal them. Each
+    overflow sets a ceiling at half the scale, and `increment_period` finite steps double it.
 
-    A step is not held against the scale if the true loss was not finite, for then no scale would
-    have helped. Nor is a row of bad steps, if after twelve something is still not finite, or after
-    three a gradient still NaN of which the loss is not known, or anything if no step has been
-    finite yet: then the scale goes back to where it was, or to where the first probe went, and
-    only every 64th step tries a lower one. The loss is known to `minimize`, to `apply` where it is
-    given as `loss=`, and to `loss_scaled` where it is passed as `value=`.
+    A bad step, one with a non-finite gradient, lowers the scale only if that can help:
+
+    - The true loss is not finite: the scale does not change.
+    - Otherwise the scale is halved; before the first finite step it is divided by `2**12`.
+    - Lower scales did not help for twelve bad steps: the scale returns to its value before them,
+      and only every 64th bad step tries a lower one. If no step was finite yet, or gradients are
+      NaN and the loss is not known, this happens after three. If no step was finite yet, the scale
+      returns to the first value that was tried.
+
+    `minimize` knows the loss; pass it to `apply` as `loss=`, to `loss_scaled` as `value=`.
 
     Args:
         initial_loss_scale: the scale of the first step, > 0.
@@ -55,10 +57,10 @@ class AdaptiveLossScale(LossScale):
         margin: bits between the largest gradient and `largest_number`, >= 0.
         memory: the half-life, in steps, of the largest gradient, an integer >= 1.
         min_scale, max_scale: the bounds, within `2**-126` and `2**126`.
-        largest_number: the largest number of the dtype of the backward pass, > 0.
+        largest_number: the largest number of the backward pass's dtype, > 0.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -74,8 +76,8 @@ class AdaptiveLossScale(LossScale):
         2048.0
         4096.0
 
-    Source: the ceiling is that of Micikevicius et al., 2018, arXiv:1710.03740; the measured scale
-    that of the delayed scaling in Micikevicius et al., 2022, arXiv:2209.05433.
+    Source: the ceiling is from Micikevicius et al., 2018, arXiv:1710.03740; the measured scale is
+    the delayed scaling of Micikevicius et al., 2022, arXiv:2209.05433.
     """
 
     measures: ClassVar[tuple[str, ...]] = ("max_abs", "any_nan", "loss")
@@ -116,9 +118,9 @@ class AdaptiveLossScale(LossScale):
                 f"AdaptiveLossScale.update needs {', '.join(self.measures)} beside state and "
                 f"finite; got no {', '.join(missing)}. Pass `loss=jnp.nan` if there is no loss."
             )
-        hopeless = jnp.isinf(measured["loss"])  # true, and not finite
+        hopeless = jnp.isinf(measured["loss"])  # the true loss is known and not finite
         unexplained = measured["any_nan"] & jnp.isnan(measured["loss"])
-        far = unexplained | (state.largest == 0)  # each probe goes far
+        far = unexplained | (state.largest == 0)  # each decrease is a large one
         in_vain = state.bad_steps >= jnp.where(far, PATIENCE, HALVINGS)
         retries = (state.bad_steps > 0) & (state.bad_steps % RETRY == 0)
         good = self._after_good(state, measured["max_abs"])
@@ -131,13 +133,13 @@ class AdaptiveLossScale(LossScale):
         good_steps = one_more(state.good_steps, self.increment_period)
         due = good_steps >= self.increment_period
         ceiling = jnp.minimum(jnp.where(due, state.ceiling * 2, state.ceiling), self.max_scale)
-        # The power of two below the quotient, which itself might overflow; `exp2` would round.
+        # The power of two below the quotient, which could overflow; `exp2` would round.
         limit, bits = math.frexp(self.largest_number * 2.0**-self.margin)
         part, exponent = jnp.frexp(largest)
         bits = bits - exponent - jnp.int32(part > jnp.float32(limit))
         power = jnp.ldexp(jnp.float32(1), jnp.clip(bits, -126, 126))
         climbed = state.scale * jnp.where(state.scale < self.initial_loss_scale, CLIMB, 2.0)
-        wanted = jnp.where(largest > 0, power, climbed)  # all 0: flushed, for all we know
+        wanted = jnp.where(largest > 0, power, climbed)  # all gradients 0: perhaps flushed
         return state._replace(
             scale=jnp.maximum(jnp.minimum(wanted, ceiling), self.min_scale),
             good_steps=jnp.where(due, 0, good_steps),
@@ -149,28 +151,28 @@ class AdaptiveLossScale(LossScale):
     def _after_bad(
         self, state: AdaptiveState, retries: jax.Array, hopeless: jax.Array, in_vain: jax.Array
     ) -> AdaptiveState:
-        """The state after a bad step, by what holds first:
+        """The state after a bad step. The first condition that holds decides:
 
-        - `retries`, and not `hopeless`: scale and ceiling go where no step has been yet.
-        - `in_vain`: both go back to where they were at the first bad step of the row; the scale,
-          while no gradient is known, to where the first probe went.
-        - `hopeless`: they stay.
-        - none: the scale is halved or, while no gradient is known, divided by `2**12`; its ceiling
-          goes to half of what overflowed.
+        - `retries`, and not `hopeless`: scale and ceiling go lower than any step so far.
+        - `in_vain`: both return to their values at the first bad step of the run. While no
+          gradient is known, the scale returns to the first probe instead.
+        - `hopeless`: both stay.
+        - Otherwise the scale is halved, or divided by `2**12` while no gradient is known. The
+          ceiling becomes half of the scale that overflowed.
 
-        What is hopeless is not counted.
+        A hopeless step is not counted.
         """
         lowers = (retries | ~in_vain) & ~hopeless
         known, began = state.largest > 0, state.bad_steps == 0
-        # What was tried in vain is taken back, but for the first probe.
+        # Undo decreases that did not help, except the first probe.
         first = jnp.where(began, state.scale, state.first)
         back = first * jnp.where(known, 1.0, PROBE)
-        # What was not tried yet: three probes have been, where nothing was known.
+        # The next scale that was not tried; without a known gradient, three probes were.
         deeper = jnp.minimum(state.bad_steps // RETRY, 10) + jnp.where(known, 0, 2)
         tried = jnp.ldexp(back, PROBED * deeper)
         lower = jnp.where(retries, tried, state.scale * jnp.where(known, 0.5, PROBE))
         held = jnp.where(in_vain, jnp.maximum(back, self.min_scale), state.scale)
-        # A probe goes far below the limit, and a retry too: it is somewhere in between.
+        # A probe or retry goes far below the limit, so the ceiling is set in between.
         ceiling = jnp.where(retries, tried * 2.0**6, jnp.where(known, state.scale, first) / 2)
         return state._replace(
             scale=jnp.where(lowers, jnp.maximum(lower, self.min_scale), held),
@@ -178,8 +180,8 @@ class AdaptiveLossScale(LossScale):
             bad_steps=jnp.where(hopeless, state.bad_steps, jnp.minimum(state.bad_steps, 2**30) + 1),
             ceiling=jnp.where(
                 lowers,
-                jnp.maximum(ceiling, self.min_scale),  # 0 would never grow again
-                jnp.where(in_vain, state.before, state.ceiling),  # it was not the scale
+                jnp.maximum(ceiling, self.min_scale),  # a ceiling of 0 could not grow again
+                jnp.where(in_vain, state.before, state.ceiling),  # the scale was not the cause
             ),
             before=jnp.where(began, state.ceiling, state.before),
             first=first,

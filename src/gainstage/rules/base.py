@@ -1,7 +1,7 @@
-"""Loss-scale rules: immutable configurations that move a tiny state of device scalars.
+"""Loss-scale rules: immutable configurations that update a small state of device scalars.
 
-A rule never sees the gradients, only whether they were finite (and what it asks to be measured),
-so it is a pure function of a few scalars, the same on every device.
+A rule gets no gradients, only whether they were finite, and the `measures` that it requests. So it
+is a pure function of a few scalars, the same on every device.
 """
 
 import abc
@@ -22,15 +22,15 @@ from gainstage._core.variable import strong
 
 
 class ScaleState(NamedTuple):
-    """The state of a rule. What a rule does not count is None, and takes no space in a pytree."""
+    """The state of a rule. A count that a rule does not keep is None, without a pytree leaf."""
 
-    scale: jax.Array  # float32: what the next loss is multiplied by
-    good_steps: jax.Array | None = None  # int32: finite steps in a row since the scale last moved
-    bad_steps: jax.Array | None = None  # int32: non-finite steps in a row, where it counts them
+    scale: jax.Array  # float32: the factor of the next loss
+    good_steps: jax.Array | None = None  # int32: finite steps in a row since the last update
+    bad_steps: jax.Array | None = None  # int32: non-finite steps in a row, if they are counted
 
 
 def _explained(update: Callable[..., Any]) -> Callable[..., Any]:
-    """`update`, which says so if it is called with gradients, as the live objects' is."""
+    """`update`, with an error that helps if it is called with gradients, as in TensorFlow."""
 
     @functools.wraps(update)
     def checked(self: "LossScale", *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +48,11 @@ def _explained(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class LossScale(Fields, abc.ABC):
-    """The interface of a rule; subclass it, as a frozen dataclass, to write your own.
+    """The interface of a rule. Subclass it, as a frozen dataclass, to write your own.
 
-    `measures` names what `update` wants to know of a step beside its finiteness: any of `max_abs`
-    (of the finite unscaled gradients), `any_nan`, `any_inf` and `loss` (the true loss, inf
-    where that is nan; nan where the caller did not pass it). What is not named costs nothing.
+    `measures` names the scalars that `update` needs beside `finite`. What it does not name costs
+    nothing. They are `max_abs` (of the finite unscaled gradients), `any_nan`, `any_inf`, and `loss`
+    (the true loss; inf if it is NaN, NaN if the caller passed none).
 
     Examples:
         >>> import dataclasses, gainstage as gs
@@ -80,29 +80,29 @@ class LossScale(Fields, abc.ABC):
 
     @abc.abstractmethod
     def init(self) -> Any:
-        """The state before the first step: a NamedTuple of device scalars with at least `scale`."""
+        """Returns the first state: a NamedTuple of device scalars with at least `scale`."""
 
     @abc.abstractmethod
     def update(self, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
-            state: what `init` or the last `update` returned.
-            finite: bool scalar, whether every gradient of the step was finite.
+            state: the result of `init` or of the last `update`.
+            finite: a bool scalar, whether every gradient of the step was finite.
             measured: the scalars named in `measures`.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
-    """The same scale for ever; a non-finite step is still skipped.
+    """A constant scale; a non-finite step is still skipped.
 
     Args:
         loss_scale_value: the scale, a number from `2**-126` to `2**126`.
 
     Raises:
-        TypeError: no number, or a bool.
-        ValueError: out of range.
+        TypeError: the scale is not a number, or is a bool.
+        ValueError: the scale is out of range.
 
     Examples:
         >>> import gainstage as gs
@@ -126,7 +126,7 @@ class FixedLossScale(LossScale):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """Raises the scale after a run of finite steps, lowers it after a non-finite one.
+    """Raises the scale after a run of finite steps, and lowers it after a non-finite step.
 
     The rule, as code (`multiplier` >= 1)::
 
@@ -141,19 +141,19 @@ class DynamicLossScale(LossScale):
                 scale, bad_steps = max(scale * backoff_factor, min_scale), 0
 
     Args:
-        initial_loss_scale: the first scale, > 0 and at most `max_scale`. Below `min_scale` it
-            stays until the first decrease, which lifts it to the floor.
+        initial_loss_scale: the first scale, > 0 and at most `max_scale`. A scale below `min_scale`
+            stays until the first decrease, which raises it to `min_scale`.
         increment_period: finite steps in a row before the scale is raised, an integer >= 1.
-        multiplier: what the scale is then multiplied by, > 0. Below 1, growth lowers the scale
-            and overflow raises it.
-        backoff_factor: what it is multiplied by to be lowered, between 0 and 1; None for
-            1 / `multiplier`, so that a `multiplier` of 1 keeps the scale for ever.
+        multiplier: the factor of an increase, > 0. Below 1, growth lowers the scale and overflow
+            raises it.
+        backoff_factor: the factor of a decrease, between 0 and 1. None means 1 / `multiplier`, so
+            a `multiplier` of 1 keeps the scale constant.
         min_scale, max_scale: the bounds, within `2**-126` and `2**126`.
-        hysteresis: the scale is lowered on this many non-finite steps in a row, an integer >= 1;
+        hysteresis: the number of non-finite steps in a row that lowers the scale, an integer >= 1;
             a finite step or a decrease resets the count.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -213,22 +213,22 @@ class DynamicLossScale(LossScale):
         )
 
     def _moved(self, scale: jax.Array, factor: float) -> jax.Array:
-        """The scale times `factor`, held at the bound it moves towards."""
+        """The scale times `factor`, clipped to the bound in that direction."""
         if factor < 1:
             return jnp.maximum(scale * factor, self.min_scale)
         return jnp.minimum(scale * factor, self.max_scale)
 
 
 def one_more(count: Any, limit: int) -> jax.Array:
-    """A count and one, at most `limit`: a stored count may be anything, and must not overflow."""
+    """The count plus one, at most `limit`: a loaded count may be any int32."""
     return jnp.clip(jnp.asarray(count), 0, limit - 1) + 1
 
 
 def start(rule: LossScale) -> Any:
-    """The state before the first step: arrays, the scale in float32.
+    """Returns the first state of a rule as arrays, with a float32 scale.
 
     Raises:
-        TypeError: the rule's state is no NamedTuple with `scale`.
+        TypeError: the rule's state is not a NamedTuple with `scale`.
     """
     state = rule.init()
     if not hasattr(state, "_fields") or not hasattr(state, "scale"):
@@ -238,9 +238,9 @@ def start(rule: LossScale) -> Any:
 
 
 def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
-    """The state after a step, its scale finite and positive whatever the rule returns."""
+    """Returns the state after a step, with a finite and positive scale whatever the rule returns"""
     new = rule.update(state, finite, **measured)
-    # No nan, no 0, nothing below; in a stored state there may be such, too.
+    # Replace NaN, 0 and negative scales, which a loaded state may contain too.
     before = jnp.where(state.scale > 0, state.scale, rule.init().scale)
     scale = jnp.where(new.scale > 0, new.scale, before)
     new = new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
@@ -248,10 +248,10 @@ def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Arra
 
 
 def as_rule(name: str, value: Any) -> LossScale:
-    """`value` as a rule: itself, or that of a documents' live object (`gainstage.compat`).
+    """Returns `value` as a rule: itself, or the rule of a live object of `gainstage.compat`.
 
     Raises:
-        TypeError: neither.
+        TypeError: `value` is neither.
     """
     value = getattr(value, "rule", value)
     if not isinstance(value, LossScale):
@@ -263,19 +263,19 @@ def as_rule(name: str, value: Any) -> LossScale:
 
 
 def as_power(scale: float) -> str:
-    """A scale as a power of two, where it is one."""
+    """Formats a scale as a power of two, if it is one."""
     if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
         return f"2^{int(math.log2(scale))}"
     return f"{scale:g}"
 
 
 def set_scales(rule: Any) -> None:
-    """Checks the bounds of a rule that is being made, and its first scale against them."""
+    """Checks the bounds of a rule under construction, and its first scale against them."""
     set_field(rule, "max_scale", checks.loss_scale)
     set_field(rule, "min_scale", checks.loss_scale, high=rule.max_scale)
     set_field(rule, "initial_loss_scale", checks.loss_scale, high=rule.max_scale)
 
 
 def set_field(rule: LossScale, name: str, check: Any, **bounds: float) -> None:
-    """Checks a field of a rule that is being made, and keeps it as what the check returns."""
+    """Checks a field of a rule under construction, and stores what the check returns."""
     object.__setattr__(rule, name, check(name, getattr(rule, name), **bounds))
