@@ -1,4 +1,4 @@
-"""`gainstage doctor`: what this machine computes in half precision, and whether scaling works."""
+"""`gainstage doctor`: how this machine computes half precision, and whether scaling works."""
 
 import platform
 import re
@@ -19,7 +19,7 @@ DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
 def main() -> int:
-    """Prints what it finds; returns 0, or 1 if something does not work as it should."""
+    """Prints the results of the checks; returns 1 if one failed, else 0."""
     print("versions")
     print(f"  python {platform.python_version()} on {platform.system()} {platform.machine()}")
     print(f"  gainstage {gs.__version__}")
@@ -42,7 +42,7 @@ def main() -> int:
         try:
             check()
             result = "yes"
-        except Exception as error:  # whatever it is, the user is told
+        except Exception as error:  # report any failure to the user
             reason = f"{error}".strip().partition("\n")[0]
             result, failed = f"NO: {type(error).__name__}: {reason}", 1
         print(f"  {check.__doc__} {result}")
@@ -59,11 +59,11 @@ def _version(package: str) -> str:
 
 
 def product(dtype: str) -> str:
-    """How a matrix product of a dtype is computed, read off the compiled program."""
+    """How a matrix product of a dtype is computed, according to the compiled program."""
     x = jax.ShapeDtypeStruct((64, 64), dtype)
     try:
         text = jax.jit(jnp.matmul).lower(x, x).compile().as_text() or ""
-    except Exception:  # each backend says no in its own way
+    except Exception:  # each backend refuses with an error of its own
         return "is not supported"
     names = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
     short = names.get(dtype, dtype.replace("float8_", "f8"))
@@ -75,7 +75,7 @@ def product(dtype: str) -> str:
     return f"is computed in {wider}" if wider else "is computed as such"
 
 
-# ── the checks: each raises an error if what it says does not hold ───────────────────────────
+# ── the checks: each raises if the promise in its docstring does not hold ────────────────────
 
 
 def _small_gradients_survive() -> None:

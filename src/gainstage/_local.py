@@ -1,4 +1,4 @@
-"""A scale of its own for a part of a network."""
+"""A separate loss scale for one part of a network."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,25 +11,24 @@ from gainstage._core.gradients import float32_or_wider
 
 
 def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
-    """`fun`, whose backward pass is multiplied by one more scale, and divided by it behind.
+    """Multiplies the cotangents of `fun` by `scale` and divides them again at its inputs.
 
-    The gradients are the same, but for what underflows or overflows on the way: a part of a network
-    whose gradients are smaller or larger than those of all others gets a scale that suits it, while
-    the loss scale suits the others. What comes in from behind should not have been lost before: let
-    `fun` return float32 if it is that small. What goes out in front, in float16, has the loss scale
-    alone again; the float32 gradient of a parameter that is cast inside of `fun` has lost nothing.
+    The gradients are the same, except for underflow and overflow on the way. If the gradients of
+    one part of a network are much smaller or larger than the others, give that part a scale of its
+    own; the loss scale then suits the others. The cotangent of the result must not have underflowed
+    already: if it is that small, let `fun` return float32. The cotangents of float16 inputs have
+    the loss scale alone again. A float32 parameter that `fun` casts loses nothing.
 
     Args:
-        fun: a function of arrays, or pytrees of them.
-        scale: a number > 0 and at most `2**126`, or such a scalar array; a power of two changes no
-            digit.
+        fun: a function of arrays, or of pytrees of them.
+        scale: a number or scalar array, > 0 and at most `2**126`. A power of two causes no
+            rounding.
 
     Returns:
-        A function of the arguments of `fun`, by position.
+        A function of the positional arguments of `fun`.
 
     Raises:
-        TypeError, ValueError: `scale` is no such number.
-
+        TypeError, ValueError: `scale` is not such a number.
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import gainstage as gs
@@ -50,7 +49,7 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
 
     def scaled(*args: Any) -> Any:
         factor = jnp.asarray(scale, jnp.float32)
-        # What `fun` closes over, a variable's value say, is an argument like the others.
+        # What `fun` closes over, such as a variable's value, is an argument like the others.
         leaves, structure = jax.tree.flatten(args)
         arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
@@ -67,7 +66,7 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
 
 
 def _times(tree: Any, factor: jax.Array) -> Any:
-    """The same arrays, whose gradients are multiplied by a factor."""
+    """The same arrays; their cotangents are multiplied by a factor."""
 
     def one(x: Any) -> Any:
         inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)

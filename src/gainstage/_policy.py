@@ -1,4 +1,4 @@
-"""Which dtypes to compute in and to keep variables in, by name."""
+"""Compute and variable dtypes, by policy name."""
 
 import dataclasses
 from typing import Any
@@ -14,15 +14,15 @@ _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Fields):
-    """The dtypes of a model, by the names that Keras gives them.
+    """The dtypes of a model, by their Keras names.
 
     Args:
-        name: "mixed_float16" or "mixed_bfloat16" (compute in half, keep variables in float32), or
-            a floating dtype for both, such as "float32" or "float16".
+        name: "mixed_float16" or "mixed_bfloat16" (compute in half precision, keep variables in
+            float32), or one floating dtype for both, such as "float32" or "float16".
 
     Raises:
-        TypeError: no string.
-        ValueError: no such policy.
+        TypeError: `name` is not a string.
+        ValueError: there is no such policy.
 
     Examples:
         >>> import gainstage as gs
@@ -62,11 +62,11 @@ class Policy(Fields):
         return "float32" if self.name in _MIXED else self.name
 
     def cast_to_compute(self, tree: Any) -> Any:
-        """The floating arrays (and variables' values) of a pytree in the dtype to compute in."""
+        """Casts the floating arrays (and variables' values) of a pytree to `compute_dtype`."""
         return self._cast(tree, self.compute_dtype)
 
     def cast_to_variable(self, tree: Any) -> Any:
-        """The floating arrays (and variables' values) of a pytree in the dtype to keep."""
+        """Casts the floating arrays (and variables' values) of a pytree to `variable_dtype`."""
         return self._cast(tree, self.variable_dtype)
 
     def _cast(self, tree: Any, dtype: str) -> Any:

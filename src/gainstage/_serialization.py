@@ -1,4 +1,4 @@
-"""Optimizers as configurations, and back: the three functions of `keras.optimizers`."""
+"""Optimizers from configurations and back: the functions of `keras.optimizers`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +12,13 @@ _BUILT_IN = {name.lower(): name for name in [*optimizers.__all__, LossScaleOptim
 
 
 def serialize(optimizer: Optimizer) -> dict[str, Any]:
-    """The configuration of an optimizer, with the name of its class.
+    """Returns the configuration of an optimizer, with the name of its class.
 
-    It has no state (`save_own_variables` and `state` have that), and is JSON-serializable unless
-    the learning rate is a function.
+    It contains no state (see `save_own_variables` and `state`). It is JSON-serializable unless the
+    learning rate is a function.
 
     Raises:
-        TypeError: no optimizer.
+        TypeError: `optimizer` is not an optimizer.
 
     Examples:
         >>> import gainstage as gs
@@ -36,17 +36,18 @@ def serialize(optimizer: Optimizer) -> dict[str, Any]:
 def deserialize(
     config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
 ) -> Optimizer:
-    """The optimizer that a configuration describes, not built.
+    """Returns the optimizer that a configuration describes, not built.
 
     Args:
-        config: what `serialize`, or Keras for an optimizer of the same name, returned. It is not
+        config: the result of `serialize`, or of Keras for an optimizer of the same name. It is not
             changed. Names of our own classes may be in lower case.
         custom_objects: your own classes by name: optimizers, schedules, rules. Subclasses of
             `Optimizer` that have been imported are found without it.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: no configuration, an unknown class, or an argument out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: `config` is not a configuration, its class is unknown, or an argument is out of
+            range.
 
     Source: `keras.optimizers.deserialize`.
     """
@@ -57,15 +58,15 @@ def deserialize(
 
 
 def get(identifier: str | Mapping[str, Any] | Optimizer | None) -> Optimizer | None:
-    """The optimizer that an argument stands for.
+    """Returns the optimizer for a name, a configuration or an optimizer.
 
     Args:
         identifier: a name such as "adam", for an optimizer with default arguments; a configuration;
-            an optimizer, which is returned as it is; or None, for None.
+            an optimizer, which is returned unchanged; or None, which returns None.
 
     Raises:
-        TypeError: anything else, or an optimizer that has no default arguments.
-        ValueError: an unknown name, or no configuration.
+        TypeError: `identifier` is anything else, or its class has no default arguments.
+        ValueError: the name is unknown, or the configuration is malformed.
 
     Examples:
         >>> import gainstage as gs

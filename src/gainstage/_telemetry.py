@@ -1,4 +1,4 @@
-"""What can be asked of a run while it goes on, of an optimizer or of an optax state alike."""
+"""Telemetry of a running training, from an optimizer or an optax state."""
 
 import dataclasses
 import functools
@@ -23,32 +23,32 @@ from gainstage._core.stats import (
     StepInfo,
 )
 from gainstage._core.variable import Variable
-from gainstage._transformation import told_by
+from gainstage._transformation import observed_in
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.base import as_power
 
 SHOWN = 5  # tensors that are printed
-OFF = 0.01  # a rounding error that matters, as a share of the root mean square
+OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:
-    """What the last step was like: whether its gradients were `finite` and it was `applied`, its
-    `loss_scale`, the `skipped_steps` and `applied_steps` so far, and `grad_norm` and `max_abs` of
-    the true gradients.
+    """Returns the telemetry of the last step: whether its gradients were `finite` and the update
+    was `applied`, its `loss_scale`, the `skipped_steps` and `applied_steps` so far, and `grad_norm`
+    and `max_abs` of the true gradients.
 
-    Return it from a compiled step beside the loss: nothing waits for it until somebody reads it.
-    The largest element is looked for in every 17th applied step, in skipped ones and the first
-    after, and stays as it was in between, unless the rule measures it in every step. The writers
-    of `gainstage.diagnostics` and `gainstage.interop.tensorboard` take all of it as it is.
+    Return it from a compiled step beside the loss: it stays on the device until you read it.
+    `max_abs` is measured every 17th applied step, in skipped steps and in the first step after
+    one; in between it keeps its value. If the rule measures it, it is measured every step. The
+    writers of `gainstage.diagnostics` and `gainstage.interop.tensorboard` take it unchanged.
 
     Args:
-        opt_or_state: a `LossScaleOptimizer(..., telemetry=True)`, or a pytree with exactly one
-            state of `loss_scaled(..., telemetry=True)` anywhere inside.
+        opt_or_state: a `LossScaleOptimizer(..., telemetry=True)`, or a pytree that contains exactly
+            one state of `loss_scaled(..., telemetry=True)`.
 
     Raises:
-        TypeError: an optimizer that scales no loss.
-        ValueError: made without `telemetry=True`; no loss-scale state, or several.
+        TypeError: the optimizer has no loss scale.
+        ValueError: there is no `telemetry=True`, or not exactly one loss-scale state.
 
     Examples:
         >>> import gainstage as gs
@@ -68,22 +68,22 @@ def telemetry(opt_or_state: Any) -> StepInfo:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Underflow:
-    """What of each gradient float16 lost in one step, or would have: part of a `Report`.
+    """What float16 lost, or would have lost, of each gradient in one step; part of a `Report`.
 
     Args:
-        step: which step it was.
+        step: the index of the step.
         scale: its loss scale.
-        counts: float array, one row a tensor: how many elements of the scaled gradient were 0, then
-            how many had each exponent from -40 (and below) to 40 (and above).
+        counts: a float array with one row per tensor: the number of elements of the scaled gradient
+            that were 0, then the number with each exponent from -40 (and below) to 40 (and above).
         overflowed: the lowest scale of a skipped step, inf if there was none. A later step that was
             finite at that scale or above resets it.
 
-    In float16 a number below `2**-25` becomes 0, and one below `2**-14` is *subnormal*: it loses
-    digits. The share of such elements says little: they may be too small to matter. `error` says
-    what matters, the rounding error as a share of the whole gradient.
+    float16 flushes numbers below `2**-25` to 0. Numbers below `2**-14` are *subnormal*: they have
+    fewer digits. The share of such elements says little, because they may be too small to matter.
+    `error` says what matters: the rounding error as a share of the whole gradient.
 
-    Gradients that have been float16 before contain no numbers below `2**-24` any more, but zeros
-    in their place. `error` counts all zeros as exact.
+    Gradients that were float16 before contain zeros instead of numbers below `2**-24`. `error`
+    counts all zeros as exact.
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, figure 3.
     """
@@ -94,7 +94,7 @@ class Underflow:
     overflowed: float = math.inf
 
     def _share(self, low: int, high: int) -> np.ndarray:
-        """Of the elements, those with an exponent of at least `low` and below `high`."""
+        """The share of elements with an exponent >= `low` and < `high`."""
         return self._shares[:, 1:][:, max(low - LOWEST, 0) : high - LOWEST].sum(axis=1)
 
     @functools.cached_property
@@ -108,12 +108,12 @@ class Underflow:
 
     @property
     def flushed(self) -> np.ndarray:
-        """The share that float16 makes 0."""
+        """The share of each tensor's elements that float16 flushes to 0."""
         return self._share(LOWEST, FLUSHED)
 
     @property
     def subnormal(self) -> np.ndarray:
-        """The share that float16 holds with fewer digits."""
+        """The share of each tensor's elements that are subnormal in float16."""
         return self._share(FLUSHED, SUBNORMAL)
 
     @property
@@ -123,25 +123,25 @@ class Underflow:
 
     @property
     def unscaled_error(self) -> np.ndarray:
-        """What `error` would be without loss scaling, as with `FixedLossScale(1)`."""
+        """The `error` without loss scaling, as with `FixedLossScale(1)`."""
         return self.error_at(1.0)
 
     def error_at(self, scale: float) -> np.ndarray:
-        """What `error` would be at another scale: estimated from the exponents.
+        """Returns the `error` at another scale, estimated from the exponents.
 
-        Numbers below `2**-14` are rounded to multiples of `2**-24`, which is off by
-        `2**-24 / sqrt(12)` in the mean; numbers below `2**-25` are lost.
+        Numbers below `2**-14` are rounded to multiples of `2**-24`, a mean error of
+        `2**-24 / sqrt(12)`; numbers below `2**-25` are lost.
 
         Args:
-            scale: the loss scale, > 0; one that is no power of two counts as the nearest.
+            scale: the loss scale, > 0, rounded to the nearest power of two.
 
         Returns:
-            A float array with one element a tensor: 0 if all its elements are 0, inf if some of
+            A float array with one element per tensor: 0 if all its elements are 0, inf if some of
             them would overflow.
         """
         shift = round(math.log2(scale / self.scale))
         exponents = np.arange(LOWEST, HIGHEST + 1, dtype=float) + shift
-        squares = 2 * 4.0**exponents  # of a number in the middle of those with this exponent
+        squares = 2 * 4.0**exponents  # of a number in the middle of this exponent's range
         spacing = 2.0 ** (np.maximum(exponents, SUBNORMAL) - DIGITS)
         lost = np.where(exponents < FLUSHED, squares, spacing**2 / 12)
         counts = self.counts[:, 1:].astype(float)
@@ -150,16 +150,16 @@ class Underflow:
 
     @property
     def headroom(self) -> np.ndarray:
-        """How often each tensor's scale could be doubled before it overflows, below 0 if it does
-        already, which float32 gradients may; inf if all are 0."""
+        """How often each tensor's scale can be doubled before it overflows. It is negative for
+        float32 gradients that already exceed float16, and inf if all elements are 0."""
         there = self.counts[:, 1:] > 0
         largest = there.shape[1] - 1 - there[:, ::-1].argmax(axis=1) + LOWEST
         return np.where(there.any(axis=1), TOP - largest, np.inf)
 
     @property
     def suggested_scale(self) -> float:
-        """The scale that puts the largest element of all one bit below the limit, but below every
-        scale that is known to overflow, as one inside of the network may."""
+        """The scale that puts the largest element one bit below the limit, and that is below every
+        scale known to overflow: the network may have larger values inside."""
         bits = self.headroom.min(initial=np.inf)
         fits = self.scale if np.isinf(bits) else float(self.scale * 2.0 ** (bits - 1))
         return min(fits, self.overflowed / 2)
@@ -167,18 +167,18 @@ class Underflow:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Report:
-    """Which tensors made steps be skipped, and what underflows: as `report` returns it; `print`
-    shows it in words, with the five worst tensors of each kind.
+    """The tensors that caused skipped steps, and what underflows, as `report` returns it. `print`
+    shows it as text, with the five worst tensors of each kind.
 
     Args:
-        steps: how many there were, the skipped ones too.
-        skipped: how many of them were skipped.
-        names: of the tensors, all of them; of equal ones the second has "#2" behind it.
-        counts: an integer array with one row a tensor: steps in which it held an inf, steps in
-            which it held a NaN, the first of them and the last, -1 if there was none.
-        underflow: an `Underflow`, None without `underflow_every`, or before it was first due.
+        steps: the number of steps, skipped ones included.
+        skipped: the number of skipped steps.
+        names: the names of all tensors; the second of one name gets the suffix "#2".
+        counts: an integer array with one row per tensor: the number of steps with an inf, the
+            number with a NaN, the first and the last of these steps (-1 if there is none).
+        underflow: an `Underflow`; None without `underflow_every`, or before its first step.
 
-    Source: NVIDIA apex issue 192, which asks for it.
+    Source: NVIDIA apex issue 192, which requests it.
     """
 
     steps: int
@@ -188,8 +188,8 @@ class Report:
     underflow: Underflow | None = None
 
     def tensors(self) -> dict[str, dict[str, float]]:
-        """The numbers of each tensor by its name, for JSON: `inf`, `nan`, `first`, `last`, and
-        with `underflow` the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, and the
+        """Returns the numbers of each tensor by name, for JSON: `inf`, `nan`, `first`, `last`. With
+        `underflow` also the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, and the
         rounding errors `error` and `unscaled_error`."""
         names = ("inf", "nan", "first", "last")
         rows: list[dict[str, float]] = [
@@ -217,7 +217,7 @@ class Report:
         return "\n".join([*lines, *self._lost()])
 
     def _lost(self) -> list[str]:
-        """What float16 loses, the most first."""
+        """The lines about underflow, the worst tensor first."""
         if self.underflow is None or not self.names:
             return []
         u = self.underflow
@@ -246,7 +246,7 @@ class Report:
 def underflow_summary(
     error: Mapping[str, float], unscaled: Mapping[str, float], underflows: bool
 ) -> list[str]:
-    """Whether what float16 loses matters, with the scale and without, in a sentence each.
+    """Returns sentences: whether float16 loses what matters, with scaling and without.
 
     Args:
         error: the rounding error of each tensor, by name, as a share of its root mean square.
@@ -273,7 +273,7 @@ def _most(error: Mapping[str, float]) -> float:
 
 
 def _worst(error: Mapping[str, float]) -> str:
-    """How far off the worst tensor is, and how many are by more than 1 %."""
+    """The error of the worst tensor, and the number of tensors with more than 1 %."""
     name = max(error, key=lambda name: error[name])
     count = sum(each > OFF for each in error.values())
     if not count:
@@ -283,7 +283,7 @@ def _worst(error: Mapping[str, float]) -> str:
 
 
 def off(error: float) -> str:
-    """A rounding error in words."""
+    """Formats a rounding error."""
     if math.isinf(error):
         return "overflows"
     return f"{error:.0%} off" if error >= 0.095 else f"{100 * error:.2g}% off"
@@ -294,15 +294,15 @@ def _steps(row: tuple[str, list[int]]) -> int:
 
 
 def report(opt_or_state: Any, params: Any = None) -> Report:
-    """Which tensors overflowed or were NaN, how often and when, and how much of each float16 loses:
-    read back from the device.
+    """Returns which tensors overflowed or were NaN, how often and when, and what float16 loses of
+    each. Reads from the device.
 
     Args:
         opt_or_state: as for `telemetry`.
-        params: for a state, the parameters, whose paths are the names.
+        params: for a state, the parameters; their paths are the names.
 
     Raises:
-        TypeError, ValueError: as `telemetry`; parameters of another number of leaves.
+        TypeError, ValueError: as `telemetry`; or `params` has another number of leaves.
 
     Examples:
         >>> import gainstage as gs
@@ -340,9 +340,9 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 
 
 def _observed(opt_or_state: Any) -> Observed:
-    """What telemetry has put into the state, as arrays."""
+    """The telemetry in the state, as arrays."""
     if isinstance(opt_or_state, Optimizer):
-        told = told_by(opt_or_state)
-    elif (told := loss_scaled_state(opt_or_state).observed) is None:
-        raise ValueError("Expected telemetry=True for loss_scaled; got one without.")
-    return jax.tree.map(lambda x: x.value() if isinstance(x, Variable) else x, told)
+        observed = observed_in(opt_or_state)
+    elif (observed := loss_scaled_state(opt_or_state).observed) is None:
+        raise ValueError("`loss_scaled` records no telemetry. Create it with telemetry=True.")
+    return jax.tree.map(lambda x: x.value() if isinstance(x, Variable) else x, observed)

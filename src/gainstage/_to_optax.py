@@ -1,4 +1,4 @@
-"""Any optimizer of ours as an optax transformation: the same rule, whose state is a dictionary."""
+"""Our optimizers as optax transformations: the same rule, with a dictionary as its state."""
 
 import copy
 from typing import Any
@@ -19,23 +19,23 @@ from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
 
 def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
-    """An optimizer as an optax transformation, with its options.
+    """Converts an optimizer, with its options, to an optax transformation.
 
-    A `LossScaleOptimizer` becomes a `loss_scaled` one, with the same rule: take the gradients from
-    `value_and_grad`. The other way round, `Optax` makes an optimizer of a transformation.
+    A `LossScaleOptimizer` becomes `loss_scaled`, with the same rule: compute its gradients with
+    `value_and_grad`. `Optax` does the reverse: it makes a transformation an optimizer.
 
     Args:
-        opt: an optimizer, not built; it is not changed, and may be used again.
+        opt: an optimizer that is not built. It is not changed and can be used again.
 
     Returns:
-        A transformation. Its `update` needs `params`, and returns the differences between the new
-        and the old ones, so that `optax.apply_updates` may round in the last bit.
+        A transformation. Its `update` needs `params`. It returns the differences between new and
+        old parameters, so `optax.apply_updates` may round in the last bit.
 
     Raises:
-        TypeError: no optimizer, or one whose class overrides `apply` or `apply_gradients`.
-        ValueError: one that is built, or an option that means nothing here: `loss_scale_factor`
-            (give a `rule`), `shard_state_over`, an `on_bad_microbatch` other than "extend",
-            `master_weights` with loss scaling, variables excluded from decay (give names), a
+        TypeError: `opt` is not an optimizer, or its class overrides `apply` or `apply_gradients`.
+        ValueError: `opt` is built, or has an option without a meaning here: `loss_scale_factor`
+            (pass a `rule`), `shard_state_over`, an `on_bad_microbatch` other than "extend",
+            `master_weights` with loss scaling, variables excluded from decay (pass names), or a
             learning rate that is a callable of no argument.
 
     Examples:
@@ -65,11 +65,11 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected exclude_from_weight_decay with var_names for to_optax; got variables."
         )
     if inner.shard_state_over:
-        raise ValueError("Expected no shard_state_over for to_optax: state lies where you put it.")
+        raise ValueError("Expected no shard_state_over for to_optax: you place its state yourself.")
     if options.on_bad_microbatch != "extend":
         raise ValueError(
-            "Expected on_bad_microbatch='extend' for to_optax, where a step that is not finite is "
-            f"no step; got {options.on_bad_microbatch!r}."
+            "Expected on_bad_microbatch='extend' for to_optax, where a non-finite step does not "
+            f"count; got {options.on_bad_microbatch!r}."
         )
     if inner._store.rate.is_called:
         raise ValueError(
@@ -77,7 +77,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             f"transformation cannot call at each step. Use a schedule or callable of the step."
         )
     inner = copy.deepcopy(inner)
-    inner._store.set_options(options)  # a wrapper's, too
+    inner._store.set_options(options)  # with the wrapper's options
     if not isinstance(opt, LossScaleOptimizer):
         return _unscaled(inner)
     if inner.master_weights:
@@ -94,7 +94,7 @@ def _unscaled(
     optimizer: Optimizer, guard: Guard | None = None
 ) -> optax.GradientTransformationExtraArgs:
     def built_for(params: Any, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
-        """The optimizer, with all state planned, and with no groups unless they are wanted."""
+        """The optimizer, built for shapes only; without groups if `grouped` is False."""
         named, _ = jax.tree_util.tree_flatten_with_path(params)
         with jax.ensure_compile_time_eval():
             variables = [
@@ -123,7 +123,7 @@ def _unscaled(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("Expected params for the update of to_optax; got None.")
-        # Traced parameters do not say that they lie on a mesh, where nothing is grouped.
+        # Traced parameters do not show their mesh; on a mesh there are no groups.
         mine, _ = built_for(params, grouped=any("/group_0_" in name for name in state))
         names = unique_names(mine.variables)
         leaves, structure = jax.tree.flatten(params)

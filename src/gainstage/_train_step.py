@@ -1,4 +1,4 @@
-"""A whole train step in one program, for optax loops."""
+"""A whole train step as one compiled program, for optax loops."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,29 +25,29 @@ def train_step(
 ) -> "TrainStep":
     """A compiled train step: scaled loss, gradients, check, update.
 
-    It takes the steps of a loop over `value_and_grad`, `tx.update` and `apply_updates`, and is
-    faster: the gradients are divided by the scale where they are used, and stored once.
+    It computes the same as a loop over `value_and_grad`, `tx.update` and `apply_updates`, but
+    faster: gradients are unscaled where they are used, and stored once.
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
-        tx: a transformation of `loss_scaled`. One with a `loss_scaled` somewhere inside is given
-            true gradients, as by `value_and_grad`.
+        tx: a transformation of `loss_scaled`. If `loss_scaled` is further inside, `tx` gets true
+            gradients, as from `value_and_grad`.
         has_aux: whether `loss_fn` returns (loss, aux).
-        using: what differentiates: `flax.nnx.value_and_grad` where `params` is an NNX model,
-            `equinox.filter_value_and_grad` where it is an Equinox one.
-        donate: whether a step reuses the memory of `params` and `opt_state`, which cannot be used
-            again then. If it is interrupted before its results have names, they are gone: go on
-            from a checkpoint.
+        using: the function that differentiates: `flax.nnx.value_and_grad` if `params` is an NNX
+            model, `equinox.filter_value_and_grad` if it is an Equinox model.
+        donate: whether a step donates `params` and `opt_state`, which are then deleted. If a step
+            is interrupted before its results are assigned, they are lost: restart from a
+            checkpoint.
 
     Returns:
-        A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`
-        and the true loss in float32, and `aux` if there is one. `step.lower(...)` lowers the
-        program, also for arguments that are only planned.
+        A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`,
+        the true loss in float32, and `aux` if there is one. `step.lower(...)` lowers the program,
+        also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `tx` is no transformation, `donate` no bool; from `step`, a loss that is no
-            scalar, or a parameter that is no array.
-        ValueError: from `step`, no loss-scale state, or several, in `opt_state`.
+        TypeError: `tx` is not a transformation, or `donate` is not a bool; from `step`, the loss
+            is not a scalar, or a parameter is not an array.
+        ValueError: from `step`, `opt_state` has no loss-scale state, or several.
 
     Examples:
         >>> import gainstage as gs
@@ -70,7 +70,7 @@ def train_step(
 
 
 class TrainStep:
-    """What `train_step` returns."""
+    """The compiled step that `train_step` returns."""
 
     def __init__(
         self, loss_fn: Any, tx: Any, has_aux: bool, using: Callable[..., Any], donated: Any
@@ -86,7 +86,7 @@ class TrainStep:
         return model.with_arrays(arrays), *results
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> Any:
-        """The lowered program, for arrays or for planned ones, each a `jax.ShapeDtypeStruct`."""
+        """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
         return self._program.lower(model, _shardings(arrays), arrays, opt_state, *batch)
 
@@ -94,8 +94,8 @@ class TrainStep:
         arrays, model = _split(params)
         if self._using is jax.value_and_grad and (others := model.others):
             raise TypeError(
-                f"Expected arrays in params; got {others[0]!r}. Make it an array, or say what "
-                f"differentiates a model with such leaves: using=equinox.filter_value_and_grad."
+                f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
+                f"function that skips such leaves: using=equinox.filter_value_and_grad."
             )
         return arrays, model
 
@@ -111,7 +111,7 @@ class TrainStep:
         scale = loss_scaled_state(opt_state).loss_scale.scale
         differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, self._using)
         (_, (loss, aux)), grads = differentiate(params, *batch)
-        divides = isinstance(opt_state, LossScaledState)  # else others may see the gradients first
+        divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
         trainable = self._trainable(params, grads)
@@ -124,13 +124,13 @@ class TrainStep:
         new, after = _split(params)
         if after != model:
             raise ValueError("Expected a loss_fn that does not change the structure of the model.")
-        # Also what the loss has changed itself, such as averages of batch normalisation.
+        # Also arrays that the loss itself changed, such as running means of batch normalisation.
         arrays = keep_if_applied(new, arrays, opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else [])
 
 
 class _Model:
-    """A pytree without its arrays: its structure, and leaves of other kinds, such as functions."""
+    """A pytree without its arrays: its structure, and its other leaves, such as functions."""
 
     def __init__(self, structure: Any, others: tuple[Any, ...]):
         self._key = structure, others
@@ -143,21 +143,21 @@ class _Model:
 
     @property
     def others(self) -> list[Any]:
-        """The leaves that are no arrays."""
+        """The leaves that are not arrays."""
         return [x for x in self._key[1] if x is not _ARRAY]
 
     def with_arrays(self, arrays: list[Any]) -> Any:
-        """The pytree again."""
+        """The pytree with these arrays."""
         structure, others = self._key
         each = iter(arrays)
         return structure.unflatten(next(each) if x is _ARRAY else x for x in others)
 
 
-_ARRAY = object()  # in the place of one
+_ARRAY = object()  # marks the place of an array
 
 
 def _split(params: Any) -> tuple[list[Any], _Model]:
-    """The arrays of a pytree, and the rest of it."""
+    """Splits a pytree into its arrays and the rest."""
     leaves, structure = jax.tree.flatten(params)
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
     arrays = [x for x in leaves if isinstance(x, kinds)]
@@ -165,7 +165,7 @@ def _split(params: Any) -> tuple[list[Any], _Model]:
 
 
 def _shardings(arrays: list[Any]) -> tuple[Any, ...]:
-    """Those of all arrays, if one is sharded; a traced array does not know its own."""
+    """The shardings of all arrays, if any is sharded; a traced array has none."""
     found = [getattr(x, "sharding", None) for x in arrays]
     on_mesh = [s for s in found if isinstance(s, NamedSharding)]
     sharded = any(not sharding.is_fully_replicated for sharding in on_mesh)
@@ -173,12 +173,12 @@ def _shardings(arrays: list[Any]) -> tuple[Any, ...]:
 
 
 def _chosen(params: Any, grads: Any) -> Any:
-    """The parameters that have gradients, with None in the place of the others."""
+    """The parameters that have gradients, with None for the others."""
     return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=_is_none)
 
 
 def _merged(params: Any, new: Any) -> Any:
-    """The parameters, with the new ones in the place of those that have been updated."""
+    """The parameters, with updated ones replaced."""
     return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=_is_none)
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling for optax loops: the same rules, check and decision, without variables."""
+"""Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,38 +28,38 @@ def loss_scaled(
     telemetry: bool = False,
     underflow_every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optax transformation that skips steps that are not finite, and adapts the loss scale.
+    """An optax transformation that skips non-finite steps and adapts the loss scale.
 
-    It takes the true gradients that `gainstage.value_and_grad` returns. On a step with one that is
-    not finite the updates are -0.0, and the state of `tx` does not change. `apply_updates` then
-    leaves every weight as it is, bit for bit; `optax.apply_updates` may make subnormal ones 0. `tx`
-    sees gradients and parameters, and keeps its state, in float32 where they are half precision.
+    It takes the true gradients that `gainstage.value_and_grad` returns. If one of them is not
+    finite, the updates are -0.0 and the state of `tx` does not change. `apply_updates` then keeps
+    every weight bit for bit; `optax.apply_updates` may flush subnormal weights to 0. `tx` gets
+    half-precision gradients and parameters in float32, and keeps its state in float32.
 
     Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation in front can hide an
     overflow (`optax.clip`) or store it (`optax.MultiSteps`); one behind still runs on a skipped
-    step. In `optax.multi_transform` only the gradients of the wrapped group are checked: wrap it.
+    step. Wrap `optax.multi_transform` too: inside it only one group's gradients are checked.
 
     Args:
-        tx: the transformation that makes updates out of gradients.
+        tx: the transformation that turns gradients into updates.
         rule: a `LossScale`, by default `DynamicLossScale(min_scale=1.0)`, with which float16
-            training goes on after any number of bad batches.
-        telemetry: whether `gainstage.telemetry` may ask what the last step was like, and
-            `gainstage.report` which tensors overflowed; adds seven scalars to the state, and four
-            integers for each parameter.
-        underflow_every: after so many steps `telemetry` also counts how large the elements of each
-            gradient are, for `gainstage.report` to say what float16 loses: 82 numbers for each in
-            the state; None for never.
+            training recovers from any number of bad batches.
+        telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
+            that overflowed for `gainstage.report`. Adds seven scalars to the state, and four
+            integers per parameter.
+        underflow_every: the number of steps between histograms of each gradient's magnitudes, from
+            which `gainstage.report` computes what float16 loses. Adds 82 numbers per parameter to
+            the state; None for no histograms.
 
     Returns:
-        A transformation for the place of `tx`, also inside `optax.chain`. Its `update` takes the
-        true loss as `value=`, for rules and transformations that want it; a bool as `apply_if=`: if
-        False, the update is skipped, also on finite gradients; as `loss_scale=` what the gradients
-        are still multiplied by, if it is to divide them itself; and as `shardings=` a
-        `NamedSharding` for each of them, where the gradients are traced on a mesh of Auto axes.
+        A transformation to use instead of `tx`, also inside `optax.chain`. Its `update` takes four
+        more arguments. `value=` is the true loss, for rules and transformations that need it.
+        `apply_if=` is a bool; False skips the update, even on finite gradients. `loss_scale=` is
+        the scale of gradients that `update` has to unscale itself. `shardings=` is a
+        `NamedSharding` per gradient, for gradients traced on a mesh of Auto axes.
 
     Raises:
-        TypeError: `tx` is no transformation, `rule` no rule, `telemetry` no bool.
-        ValueError: from `init`, if `tx` holds another `loss_scaled`.
+        TypeError: `tx` is not a transformation, `rule` not a rule, or `telemetry` not a bool.
+        ValueError: from `init`, if `tx` contains another `loss_scaled`.
 
     Examples:
         >>> import gainstage as gs
@@ -84,10 +84,10 @@ def loss_scaled_within(
     telemetry: bool = False,
     underflow_every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`loss_scaled` of a transformation that clips: a norm that is not finite skips a step too.
+    """`loss_scaled` of a transformation that clips: a non-finite norm skips a step too.
 
     Args:
-        limits: the clip option in force, as for `gradients.clip`.
+        limits: the active clip option, as for `gradients.clip`.
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
     """
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
@@ -103,8 +103,8 @@ def loss_scaled_within(
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
         count = len(leaves_and_none(params))
-        told = at_first(scale.scale, count, every) if telemetry else None
-        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), told))
+        observed = at_first(scale.scale, count, every) if telemetry else None
+        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), observed))
 
     def update(
         updates: Any,
@@ -129,7 +129,7 @@ def loss_scaled_within(
             loss_scale = jnp.asarray(loss_scale, jnp.float32)
             grads = gradients.unscale(updates, loss_scale)
         arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(updates)]
-        # The barrier keeps XLA for CPU from storing squares that `tx` happens to need too.
+        # The barrier stops XLA:CPU from storing squares that `tx` computes too.
         leaves = [
             g
             if g is None
@@ -162,9 +162,9 @@ def loss_scaled_within(
 
 
 def _on_mesh_of(params: Any, state: Any) -> Any:
-    """The state, with what is not there yet on all devices of the mesh of the parameters.
+    """The state, with arrays that are not on a mesh replicated over the parameters' mesh.
 
-    A slot lies like its parameter already, if `params` are arrays and not being traced."""
+    Slots already have their parameter's sharding, if `params` are arrays that are not traced."""
     shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
     spread = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
     if not spread or any(isinstance(x, Tracer) for x in jax.tree.leaves((params, state))):
@@ -186,24 +186,24 @@ def value_and_grad(
     has_aux: bool = False,
     using: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` with the loss scaled on the way: true loss and gradients come back.
+    """`jax.value_and_grad` of the scaled loss; returns the true loss and the true gradients.
 
     Args:
         fun: a function that returns a scalar loss, or (loss, aux).
-        opt_state: a state of `loss_scaled`, or a pytree with exactly one anywhere inside.
-        argnums: the arguments to differentiate by, in the words of `using`.
+        opt_state: a state of `loss_scaled`, or a pytree that contains exactly one.
+        argnums: the arguments to differentiate with respect to, passed to `using`.
         has_aux: whether `fun` returns (loss, aux).
-        using: what differentiates: `flax.nnx.value_and_grad` and
-            `equinox.filter_value_and_grad` know what in a model is to be trained.
+        using: the function that differentiates. `flax.nnx.value_and_grad` and
+            `equinox.filter_value_and_grad` find the trainable parts of a model.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
-        `((loss, aux), grads)`. Loss and gradients are true, in float32 or wider; a gradient that
-        overflowed is not finite.
+        `((loss, aux), grads)`. Loss and gradients are unscaled, in float32 or wider. A gradient
+        that overflowed is not finite.
 
     Raises:
-        TypeError: `fun` returns no scalar.
-        ValueError: no loss-scale state, or several, in `opt_state`.
+        TypeError: `fun` does not return a scalar.
+        ValueError: `opt_state` has no loss-scale state, or several.
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
@@ -225,7 +225,7 @@ def scaled_value_and_grad(
 
     Args:
         fun, has_aux, using: as for `value_and_grad`.
-        scale: what the loss is multiplied by.
+        scale: the factor of the loss.
     """
 
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
@@ -246,13 +246,13 @@ def _shape(loss: Any) -> Any:
 
 
 def loss_scale(opt_state: Any) -> jax.Array:
-    """The scale in force, found anywhere inside of an optax state: a float32 scalar.
+    """Returns the current scale, found anywhere inside an optax state: a float32 scalar.
 
     Args:
         opt_state: as for `value_and_grad`.
 
     Raises:
-        ValueError: no loss-scale state, or several, in `opt_state`.
+        ValueError: `opt_state` has no loss-scale state, or several.
 
     Examples:
         >>> import gainstage as gs
@@ -265,70 +265,70 @@ def loss_scale(opt_state: Any) -> jax.Array:
 
 
 def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
-    """The loss times the scale, for a backward pass of your own; in float32 or wider.
+    """Returns the loss times the scale, in float32 or wider, for your own backward pass.
 
     Divide the gradients by `loss_scale(opt_state)` in float32 before `update`, which takes true
-    ones; `value_and_grad` does both.
+    gradients; `value_and_grad` does both.
 
     Args:
         loss: the loss, of any floating dtype.
         opt_state: as for `value_and_grad`.
 
     Raises:
-        TypeError: several losses, or something else than an array.
-        ValueError: no loss-scale state, or several, in `opt_state`.
+        TypeError: `loss` is not a single array.
+        ValueError: `opt_state` has no loss-scale state, or several.
     """
     return gradients.scaled(loss, loss_scale(opt_state))
 
 
 def step_was_applied(opt_or_state: Any) -> jax.Array:
-    """Whether the last step was applied, and not skipped: a bool scalar, True before the first.
+    """Returns whether the last step was applied: a bool scalar, True before the first step.
 
-    For a schedule or a counter of your own; `keep_if_applied` selects whole pytrees by it.
+    Use it in your own schedule or counter; `keep_if_applied` selects whole pytrees by it.
 
     Args:
-        opt_or_state: a pytree with exactly one state of `loss_scaled` anywhere inside, as `update`
+        opt_or_state: a pytree that contains exactly one state of `loss_scaled`, as `update`
             returned it; or a `LossScaleOptimizer(..., telemetry=True)` after its `apply`.
 
     Raises:
-        TypeError: an optimizer that scales no loss.
-        ValueError: an optimizer without `telemetry=True`; no loss-scale state, or several.
+        TypeError: the optimizer has no loss scale.
+        ValueError: the optimizer has no `telemetry=True`, or there is not one loss-scale state.
     """
     if not isinstance(opt_or_state, Optimizer):
         return loss_scaled_state(opt_or_state).applied
-    applied = told_by(opt_or_state).info.applied
+    applied = observed_in(opt_or_state).info.applied
     return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
 
 
-def told_by(opt: Optimizer) -> Observed:
-    """What telemetry has put into the state of an optimizer, in its variables."""
+def observed_in(opt: Optimizer) -> Observed:
+    """The telemetry in the state of an optimizer, as variables."""
     if not isinstance(opt, LossScaleOptimizer):
         raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
     if not opt.telemetry:
         raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
-    told = opt._guard.state.observed
-    return at_first(opt.loss_scale, 0, None) if told is None else told  # not built yet
+    observed = opt._guard.state.observed
+    return at_first(opt.loss_scale, 0, None) if observed is None else observed  # not built yet
 
 
 def keep_if_applied(new: Any, old: Any, opt_or_state: Any) -> Any:
-    """`new` if the last step was applied, and `old` if it was skipped, bit for bit.
+    """Returns `new` if the last step was applied, and `old`, bit for bit, if it was skipped.
 
-    For what a training step changes besides parameters and optimizer state: running means of
-    batch normalisation, moving averages, random states. `gainstage.train_step` and
-    `Optimizer.minimize` do this by themselves.
+    Use it for what a step changes besides parameters and optimizer state: running means of batch
+    normalisation, moving averages, random states. `gainstage.train_step` and `Optimizer.minimize`
+    do this themselves.
 
     Args:
-        new: a pytree of arrays, as the step has changed it.
+        new: a pytree of arrays, after the step.
         old: the same pytree before the step.
         opt_or_state: as for `step_was_applied`, after the step.
 
     Returns:
-        A pytree in the structure of `new`, in the dtypes of `old`.
+        A pytree with the structure of `new` and the dtypes of `old`.
 
     Raises:
-        TypeError: an optimizer that scales no loss.
-        ValueError: `new` and `old` differ in structure, or hold the same variables; an optimizer
-            without `telemetry=True`; no loss-scale state, or several.
+        TypeError: the optimizer has no loss scale.
+        ValueError: `new` and `old` differ in structure or hold the same variables, the optimizer
+            has no `telemetry=True`, or there is not one loss-scale state.
 
     Examples:
         >>> import gainstage as gs
@@ -360,16 +360,16 @@ def keep_if_applied(new: Any, old: Any, opt_or_state: Any) -> Any:
 
 
 def _is_box(x: Any) -> bool:
-    """Whether a node is a variable, ours or of Flax NNX, which a step changes in place."""
+    """Whether a node is a variable (ours or of Flax NNX), which a step changes in place."""
     return isinstance(x, Variable) or hasattr(x, "get_value")
 
 
 def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
-    """`optax.apply_updates`, which on a skipped step returns the parameters bit for bit.
+    """`optax.apply_updates`, but a skipped step returns the parameters bit for bit.
 
-    It keeps subnormal weights, which become 0 where -0.0 is added on a CPU, and takes no update
-    that a transformation behind `loss_scaled` has made of a skipped step. A parameter whose update
-    is None or float0 stays as it is.
+    Subnormal weights survive, although a CPU flushes them to 0 when it adds -0.0. Updates that a
+    transformation behind `loss_scaled` makes on a skipped step are dropped. A parameter does not
+    change if its update is None or float0.
 
     Args:
         params: a pytree of parameters.
@@ -377,7 +377,7 @@ def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
         opt_state: as for `value_and_grad`, as `update` returned it.
 
     Raises:
-        ValueError: no loss-scale state, or several, in `opt_state`.
+        ValueError: `opt_state` has no loss-scale state, or several.
 
     Examples:
         >>> import gainstage as gs
