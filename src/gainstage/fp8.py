@@ -1,9 +1,9 @@
-"""Products in float8 with delayed scaling, and casts that tell what they clamped.
+"""Float8 products with delayed scaling, and casts that count what they clamp.
 
-A cast that clamps leaves nothing that a finite check could see. So each cast counts, and what it
-has seen comes out of the backward pass as the gradient by the state of its scaling. It is a count
-for each power of two, not a number to take the maximum of, so that whatever adds or averages it is
-right: autodiff where a state is used twice, `vmap`, `scan`, microbatches, and devices.
+A finite check cannot see that a cast clamped. So each cast counts, and returns its counts from the
+backward pass as the gradient of its scaling state. It counts tensors per power of two instead of
+keeping a maximum. Counts may be added or averaged, by autodiff (if a state is used twice), `vmap`,
+`scan`, microbatches or devices.
 """
 
 import functools
@@ -20,34 +20,34 @@ from gainstage._core.sharding import typed_sharding, varying_like
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
-BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals would be 0
-NEVER = 2**24  # steps: where float32 stops to count
+BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals flush to 0
+NEVER = 2**24  # steps: float32 cannot count further
 
 
 class Seen(NamedTuple):
-    """What a cast has seen: counts, to be added to those of other microbatches and devices."""
+    """The counts of a cast; add them to those of other microbatches and devices."""
 
-    sizes: jax.Array  # float32[253]: tensors whose largest element asks for 2**-126, ..., 2**126
+    sizes: jax.Array  # float32[253]: tensors whose best factor is 2**-126, ..., 2**126
     clamped: jax.Array  # float32: finite elements beyond the range of the dtype
     nonfinite: jax.Array  # float32: elements that are inf or NaN
 
 
 class Scaling(NamedTuple):
-    """The delayed scaling of one tensor; float32 throughout, for `jax.grad` takes nothing else.
+    """The delayed scaling of one tensor, all in float32, because `jax.grad` takes nothing else.
 
-    In a gradient by a scaling, `seen` is what there was to see, and the rest is 0.
+    In a gradient of a scaling, `seen` has the counts, and the rest is 0.
     """
 
-    factor: jax.Array  # what the tensor is multiplied by before the cast, a power of two
-    history: jax.Array  # [253]: for each such power, how many steps ago it was last asked for
-    clamped: jax.Array  # how many elements were in the last step
-    clamped_steps: jax.Array  # how many steps had any
-    stale: jax.Array  # steps since there was last something to go by
+    factor: jax.Array  # the power of two that multiplies the tensor before the cast
+    history: jax.Array  # [253]: for each power of two, the steps since it was last the best factor
+    clamped: jax.Array  # clamped elements in the last step
+    clamped_steps: jax.Array  # steps with clamped elements
+    stale: jax.Array  # steps since a tensor last had a usable maximum
     seen: Seen  # zeros
 
 
 class DotScaling(NamedTuple):
-    """The scalings of `dot`: of its two operands, and of what comes back to its result."""
+    """The scalings of `dot`: of its two operands, and of the cotangent of its result."""
 
     x: Scaling
     w: Scaling
@@ -55,7 +55,7 @@ class DotScaling(NamedTuple):
 
 
 def scaling() -> Scaling:
-    """The scaling of a tensor of which nothing is known yet: times 1.
+    """Returns the first scaling of a tensor, with a factor of 1.
 
     Examples:
         >>> from gainstage import fp8
@@ -71,26 +71,26 @@ def scaling() -> Scaling:
 
 
 def dot_scaling() -> DotScaling:
-    """The scalings of a product, for `dot`, of which nothing is known yet."""
+    """Returns the first scalings of a product, for `dot`."""
     return DotScaling(scaling(), scaling(), scaling())
 
 
 def cast(x: Any, factor: Any, dtype: Any) -> tuple[jax.Array, Seen]:
-    """A tensor times a factor, clamped to the range of a small dtype, with what was seen of it.
+    """Multiplies a tensor by a factor, clamps it to the range of a small dtype, and casts it.
 
-    inf and NaN become NaN, and are never clamped: a step that has one is to be skipped. A dtype
-    without NaN (float4_e2m1fn) can only count them.
+    inf and NaN become NaN and are never clamped: such a step has to be skipped. A dtype without
+    NaN (float4_e2m1fn) can only count them.
 
     Args:
         x: an array of any floating dtype.
-        factor: a scalar; where it is a power of two, only the cast rounds.
+        factor: a scalar; if it is a power of two, only the cast rounds.
         dtype: the dtype of the result, of at most 8 bits, such as "float8_e4m3fn".
 
     Returns:
-        The array in `dtype`, and a `Seen`.
+        The array in `dtype`, and its counts, a `Seen`.
 
     Raises:
-        TypeError: `dtype` is no floating dtype of at most 8 bits.
+        TypeError: `dtype` is not a floating dtype of at most 8 bits.
 
     Examples:
         >>> from gainstage import fp8
@@ -99,44 +99,44 @@ def cast(x: Any, factor: Any, dtype: Any) -> tuple[jax.Array, Seen]:
         [2 -6] 1.0 1.0
     """
     dtype, low, high = _range(dtype)
-    wide = jnp.asarray(x, jnp.float32)
-    finite, scaled = jnp.isfinite(wide), wide * factor
+    x = jnp.asarray(x, jnp.float32)
+    finite, scaled = jnp.isfinite(x), x * factor
     clamped = finite & ((scaled < low) | (scaled > high))
     kept = jnp.where(finite, jnp.clip(scaled, low, high), jnp.nan)
 
     def count(mask: jax.Array) -> jax.Array:
         return mask.sum(dtype=jnp.int32).astype(jnp.float32)
 
-    largest = jnp.where(finite, jnp.abs(wide), 0).max(initial=0)
-    # The power of two that takes it as far up as it goes: by exponents, for `log2` would round.
+    largest = jnp.where(finite, jnp.abs(x), 0).max(initial=0)
+    # The largest power of two that fits, from exponents, because `log2` would round.
     limit, top = math.frexp(high)
     part, exponent = jnp.frexp(largest)
     bits = jnp.clip(top - exponent - (part > jnp.float32(limit)), -BITS, BITS)
-    asked = (jnp.arange(-BITS, BITS + 1) == bits) & (largest > 0)
-    seen = Seen(asked.astype(jnp.float32), count(clamped), count(~finite))
+    best = (jnp.arange(-BITS, BITS + 1) == bits) & (largest > 0)
+    seen = Seen(best.astype(jnp.float32), count(clamped), count(~finite))
     return kept.astype(dtype), seen
 
 
 def dot(
     x: Any, w: Any, state: DotScaling, *, dtype: Any = "float8_e4m3fn", grad: Any = "float8_e5m2"
 ) -> jax.Array:
-    """A product of arrays that are cast to float8, forwards and backwards; sums are in float32.
+    """A float8 product, forwards and backwards, with float32 sums.
 
-    Differentiate by `state` too, and give what comes of it to `update`. Between the passes the
-    operands are kept in float8.
+    Differentiate with respect to `state` too, and pass that gradient to `update`. The operands are
+    stored in float8 for the backward pass.
 
     Args:
         x: an array [..., k] of a floating dtype.
         w: an array [k, ...] of a floating dtype.
-        state: a `dot_scaling()`, one for each product.
-        dtype: what the operands are cast to, of at most 8 bits.
-        grad: what the cotangent of the result is cast to.
+        state: a `dot_scaling()`, one per product.
+        dtype: the dtype of the operands, of at most 8 bits.
+        grad: the dtype of the result's cotangent.
 
     Returns:
         The product over k, of shape [*x.shape[:-1], *w.shape[1:]], in the wider of their dtypes.
 
     Raises:
-        TypeError: `state` is no `DotScaling`, an array is not floating, a dtype is not small.
+        TypeError: `state` is not a `DotScaling`, an array is not floating, or a dtype not small.
         ValueError: the shapes do not fit.
 
     Examples:
@@ -163,8 +163,8 @@ def dot(
     if not x.ndim or not w.ndim or x.shape[-1] != w.shape[0]:
         raise ValueError(f"Expected [..., k] and [k, ...] for x and w; got {x.shape}, {w.shape}.")
     dtypes = (_range(dtype)[0], _range(grad)[0], x.dtype, w.dtype, jnp.result_type(x, w))
-    # Inside of `jax.shard_map` what is alike on all devices is made to differ, as what comes back
-    # to it does: JAX then adds that up.
+    # In `jax.shard_map`, replicated arguments are made varying, as their cotangents are: JAX then
+    # adds those up.
     arguments = (x, w, state)
     return _dot(dtypes, *varying_like(arguments, jax.tree.leaves(arguments)))
 
@@ -187,7 +187,7 @@ def _backward(dtypes: Any, kept: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     rows, columns = range(x8.ndim - 1), range(x8.ndim - 1, g8.ndim)
     to_x = _product(g8, w8, (columns, range(1, w8.ndim)), (state.cotangent, state.w), x8)
     to_w = _product(x8, g8, (rows, rows), (state.x, state.cotangent), w8)
-    zeros = [None] * 5  # which `custom_vjp` takes for such
+    zeros = [None] * 5  # `custom_vjp` takes None for zeros
     seen = (Scaling._make([*zeros, seen]) for seen in (seen_x, seen_w, seen_g))
     return to_x.astype(dtypes[2]), to_w.astype(dtypes[3]), DotScaling(*seen)
 
@@ -198,22 +198,21 @@ _dot.defvjp(_forward, _backward)
 def update(
     states: Any, seen: Any, applied: Any = True, *, history: int = 1024, margin: int = 0
 ) -> Any:
-    """The scalings for the next step: the largest element of late just fits, `margin` bits below.
+    """Returns the scalings for the next step: the largest recent element fits, `margin` bits below.
 
-    A tensor that was all zeros, or not finite, or seen in a step that was skipped tells nothing:
-    factor and history stay as they are, and `stale` counts. Elements that were clamped are counted
-    always.
+    A tensor is ignored if it was all zeros, not finite, or in a skipped step. Its factor and
+    history then stay, and `stale` grows. Clamped elements are always counted.
 
     Args:
-        states: a pytree of `Scaling`, `DotScaling`; also stacked ones, for `jax.lax.scan`.
-        seen: the gradient by `states`, or a `Seen` in the place of each `Scaling`.
-        applied: whether the step was, and not skipped: a bool or bool scalar.
-        history: how many steps the largest element is remembered for, an integer >= 1.
-        margin: bits kept free above it, an integer >= 0.
+        states: a pytree of `Scaling` and `DotScaling`, also stacked for `jax.lax.scan`.
+        seen: the gradient with respect to `states`, or a `Seen` for each `Scaling`.
+        applied: whether the step was applied, a bool or bool scalar.
+        history: the number of steps that the largest element is remembered, an integer >= 1.
+        margin: free bits above it, an integer >= 0.
 
     Raises:
-        TypeError: `seen` is nothing of the kind; an argument is no number.
-        ValueError: an argument is out of range; `seen` is of another structure.
+        TypeError: `seen` is not such a pytree, or an argument is not a number.
+        ValueError: an argument is out of range, or `seen` has another structure.
 
     Source: `DelayedScaling` of Transformer Engine, with factors that are powers of two.
     """
@@ -224,10 +223,10 @@ def update(
     def one(state: Scaling, new: Any) -> Scaling:
         new = new.seen if isinstance(new, Scaling) else new
         if not isinstance(new, Seen):
-            raise TypeError(f"Expected the gradient by states for seen; got {new!r} in it.")
-        told = applied & (new.nonfinite == 0) & (new.sizes > 0).any(-1)
+            raise TypeError(f"Expected the gradient of states for seen; got {new!r} in it.")
+        usable = applied & (new.nonfinite == 0) & (new.sizes > 0).any(-1)
         ages = jnp.where(new.sizes > 0, 0, jnp.minimum(state.history + 1, NEVER))
-        ages = jnp.where(told[..., None], ages, state.history)
+        ages = jnp.where(usable[..., None], ages, state.history)
         recent = ages < history
         bits = jnp.clip(jnp.argmax(recent, -1) - BITS - margin, -BITS, BITS)
         return state._replace(
@@ -235,27 +234,28 @@ def update(
             history=ages,
             clamped=new.clamped,
             clamped_steps=state.clamped_steps + (new.clamped > 0),
-            stale=jnp.where(told, 0, state.stale + 1),
+            stale=jnp.where(usable, 0, state.stale + 1),
         )
 
     return jax.tree.map(one, states, seen, is_leaf=lambda node: isinstance(node, Scaling))
 
 
 def _range(dtype: Any) -> tuple[np.dtype, float, float]:
-    """A small dtype, with its lowest and its highest number."""
+    """Returns a small dtype with its lowest and highest number."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8:
         raise TypeError(f"Expected a floating dtype of at most 8 bits; got {dtype}.")
     info = jnp.finfo(dtype)
     low = float(info.min)
-    # float8_e8m0fnu has neither sign nor zero, and starts at what is subnormal in float32.
+    # float8_e8m0fnu has no sign and no zero, and starts at a subnormal of float32.
     return dtype, max(low, 2.0**-BITS) if low > 0 else low, float(info.max)
 
 
 def _product(a: Any, b: Any, over: Any, scalings: Any, like: Any = None) -> jax.Array:
-    """The product over pairs of axes in float32, without the factors, laid out like `like`."""
-    wide, layout = jnp.float32, typed_sharding(like)
-    out = lax.dot_general(a, b, (over, ((), ())), preferred_element_type=wide, out_sharding=layout)
-    for one in scalings:  # one by one: the product of the reciprocals might overflow
+    """The product over pairs of axes in float32, divided by the factors, with the sharding of
+    `like`."""
+    pairs, dtype, sharding = (over, ((), ())), jnp.float32, typed_sharding(like)
+    out = lax.dot_general(a, b, pairs, preferred_element_type=dtype, out_sharding=sharding)
+    for one in scalings:  # separately: the product of the reciprocals could overflow
         out = out * (1 / one.factor)
     return out

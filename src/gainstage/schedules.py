@@ -1,4 +1,4 @@
-"""Learning-rate schedules with Keras names and configurations, over optax."""
+"""Learning-rate schedules with the names and configurations of Keras, built on optax."""
 
 import abc
 import dataclasses
@@ -17,14 +17,14 @@ from gainstage._core.variable import Variable
 
 
 class LearningRateSchedule(Fields, abc.ABC):
-    """A learning rate as a function of the step; subclass it, as a frozen dataclass, for your own.
+    """A learning rate as a function of the step. Subclass it, as a frozen dataclass, for your own.
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
 
     @abc.abstractmethod
     def __call__(self, step: jax.Array) -> jax.Array:
-        """The rate at `step`, the number of steps taken before: an int32 scalar, maybe traced."""
+        """Returns the rate at `step`, an int32 scalar: the number of earlier steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,13 @@ class ExponentialDecay(LearningRateSchedule):
 
     Args:
         initial_learning_rate: the rate at step 0.
-        decay_steps: steps after which the rate has been multiplied by `decay_rate` once, > 0.
+        decay_steps: the number of steps in which the rate is multiplied by `decay_rate` once, > 0.
         decay_rate: the factor, > 0.
         staircase: whether the exponent is rounded down to an integer.
-        name: kept for configurations.
+        name: stored in the configuration.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -79,13 +79,13 @@ class InverseTimeDecay(LearningRateSchedule):
 
     Args:
         initial_learning_rate: the rate at step 0.
-        decay_steps: how often the decay applies, > 0.
-        decay_rate: how fast.
+        decay_steps: the number of steps per period of decay, > 0.
+        decay_rate: the decay per period.
         staircase: whether `step / decay_steps` is rounded down to an integer.
-        name: kept for configurations.
+        name: stored in the configuration.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -117,19 +117,19 @@ class InverseTimeDecay(LearningRateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class PolynomialDecay(LearningRateSchedule):
-    """From `initial_learning_rate` to `end_learning_rate` along `(1 - step / decay_steps)**power`.
+    """Decays to `end_learning_rate` along `(1 - step / decay_steps)**power`.
 
     Args:
         initial_learning_rate: the rate at step 0.
-        decay_steps: the step at which the end is reached, > 0.
+        decay_steps: the step at which the decay ends, > 0.
         end_learning_rate: the rate from then on.
-        power: the exponent; 1 for a straight line.
-        cycle: whether to start again, with the next multiple of `decay_steps`, in the place of
-            staying at the end.
-        name: kept for configurations.
+        power: the exponent; 1 for linear decay.
+        cycle: whether to decay again, over the next multiple of `decay_steps`, instead of staying
+            at the end.
+        name: stored in the configuration.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -167,19 +167,19 @@ class PolynomialDecay(LearningRateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class CosineDecay(LearningRateSchedule):
-    """Half a cosine from the rate down to `alpha` times it, after a linear warm-up if asked for.
+    """Half a cosine from the rate down to `alpha` times it, after an optional linear warm-up.
 
     Args:
         initial_learning_rate: the rate at step 0.
         decay_steps: the length of the decay, > 0.
-        alpha: the share of the rate that is left at the end.
-        name: kept for configurations.
-        warmup_target: the rate at the end of the warm-up, from which it then decays; None for no
+        alpha: the final rate as a share of the rate that decays.
+        name: stored in the configuration.
+        warmup_target: the rate at the end of the warm-up, where the decay starts; None for no
             warm-up.
         warmup_steps: the length of the warm-up, >= 0.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -220,19 +220,19 @@ class CosineDecay(LearningRateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class CosineDecayRestarts(LearningRateSchedule):
-    """Half a cosine from the rate down to `alpha` times it, again and again: each period is
-    `t_mul` times as long as the one before, and starts at `m_mul` times its rate.
+    """Half a cosine from the rate down to `alpha` times it, repeated. Each period is `t_mul` times
+    as long as the one before, and starts at `m_mul` times its rate.
 
     Args:
         initial_learning_rate: the rate at step 0.
         first_decay_steps: the length of the first period, > 0.
-        t_mul: the factor from one period's length to the next, >= 1.
-        m_mul: the factor from one period's first rate to the next.
-        alpha: the share of `initial_learning_rate` that is left at the end of each period.
-        name: kept for configurations.
+        t_mul: the ratio of a period's length to the one before, >= 1.
+        m_mul: the ratio of a period's first rate to the one before.
+        alpha: the share of `initial_learning_rate` that remains at the end of each period.
+        name: stored in the configuration.
 
     Raises:
-        TypeError: an argument is no number, or a bool.
+        TypeError: an argument is not a number, or is a bool.
         ValueError: an argument is out of range.
 
     Examples:
@@ -263,12 +263,12 @@ class CosineDecayRestarts(LearningRateSchedule):
         growth, periods = self.t_mul, jnp.asarray(step, jnp.float32) / self.first_decay_steps
 
         def start(number: jax.Array) -> jax.Array:
-            """Where a period starts, in lengths of the first."""
+            """The start of a period, in lengths of the first."""
             return number if growth == 1 else (jnp.power(growth, number) - 1) / (growth - 1)
 
         number = periods if growth == 1 else jnp.log1p(periods * (growth - 1)) / math.log(growth)
         number = jnp.floor(number)
-        # Rounding may put the first step of a period into its neighbour.
+        # Rounding can put the first step of a period into its neighbour.
         reached = periods * (1 + 1e-6)
         number += jnp.where(reached >= start(number + 1), 1, 0)
         number -= jnp.where(reached < start(number), 1, 0)
@@ -280,16 +280,16 @@ class CosineDecayRestarts(LearningRateSchedule):
 
 @dataclasses.dataclass(frozen=True)
 class PiecewiseConstantDecay(LearningRateSchedule):
-    """`values[i]` up to and with step `boundaries[i]`, the last value from then on.
+    """`values[i]` up to and including step `boundaries[i]`, then the last value.
 
     Args:
         boundaries: steps, in ascending order.
         values: rates, one more than boundaries.
-        name: kept for configurations.
+        name: stored in the configuration.
 
     Raises:
-        TypeError: no lists, or an element that is no number, or a bool.
-        ValueError: lengths that do not fit, boundaries that do not ascend.
+        TypeError: an argument is not a list, or an element is not a number, or is a bool.
+        ValueError: the lengths do not fit, or the boundaries do not ascend.
 
     Examples:
         >>> import gainstage as gs
@@ -321,23 +321,23 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     def __call__(self, step: jax.Array) -> jax.Array:
         constants = [optax.constant_schedule(value) for value in self.values]
-        # JAX takes no integers beyond 32 bits, and there is no step beyond either.
+        # Clip to 32 bits: JAX takes no larger integers, and no step is larger.
         later = [math.floor(max(min(b, 2**31 - 2), -(2**31))) + 1 for b in self.boundaries]
         return jnp.asarray(optax.join_schedules(constants, later)(step), jnp.float32)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, as lists."""
+        """Returns the constructor's arguments, with lists for sequences."""
         return {**super().get_config(), "boundaries": [*self.boundaries], "values": [*self.values]}
 
 
 def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
-    """Checks a field of a schedule that is being made."""
+    """Checks a numeric field of a schedule under construction."""
     object.__setattr__(schedule, name, _number(name, getattr(schedule, name), **bounds))
 
 
 def _number(name: str, value: Any, **bounds: float) -> Any:
-    """`value` in Python, if it is a number within the bounds: an integer if it is one that JAX
-    takes, of 32 bits."""
+    """Returns `value` as a Python number, checked against the bounds: an int if it is an integer of
+    32 bits, which JAX takes."""
     value = value.value() if isinstance(value, Variable) else value
     number = checks.real(name, value, **bounds)
     value = value.item() if isinstance(value, (np.generic, np.ndarray, jax.Array)) else value
@@ -345,5 +345,5 @@ def _number(name: str, value: Any, **bounds: float) -> Any:
 
 
 def _check_flag(schedule: LearningRateSchedule, name: str) -> None:
-    """Checks a field of a schedule that is being made."""
+    """Checks a bool field of a schedule under construction."""
     object.__setattr__(schedule, name, checks.flag(name, getattr(schedule, name)))

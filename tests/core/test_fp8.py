@@ -541,7 +541,7 @@ def test_misuse():
         fp8.dot(x, w, state, grad="float16")
     with pytest.raises(TypeError, match="at most 8 bits; got int8"):
         fp8.cast(x, 1.0, "int8")
-    with pytest.raises(TypeError, match="gradient by states for seen"):
+    with pytest.raises(TypeError, match="gradient of states for seen"):
         fp8.update(state, fp8.DotScaling(x, w, x))
     with pytest.raises(ValueError, match="for history; got 0"):
         fp8.update(state, state, history=0)
