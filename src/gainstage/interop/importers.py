@@ -1,8 +1,8 @@
-"""The loss-scale state of other libraries, so that a run continues here where it stopped there.
+"""Imports the loss-scale state of other libraries, so that a run continues with gainstage.
 
-Each function reads plain attributes or keys, and needs none of the libraries. What has a rule of
-its own becomes a pair of our rule and its state: give the rule to `LossScaleOptimizer(rule=...)`
-and the state to `resume`, or put the state into that of `loss_scaled` with `_replace`.
+Each function reads plain attributes or keys and needs none of the libraries. It returns a rule and
+its state. Pass the rule to `LossScaleOptimizer(rule=...)` and the state to `resume`. In an optax
+loop, put the state into that of `loss_scaled` with `_replace`.
 """
 
 import reprlib
@@ -28,7 +28,7 @@ _JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
 
 
 def from_torch(state_dict: Mapping[str, Any]) -> Imported:
-    """The rule and state of a `torch.amp.GradScaler.state_dict()`.
+    """Converts a `torch.amp.GradScaler.state_dict()` to a rule and its state.
 
     Examples:
         >>> from gainstage.interop import importers
@@ -39,8 +39,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> Imported:
         2048.0 256.0
 
     Raises:
-        TypeError: no dictionary, or a value that is no number.
-        ValueError: a state that is empty, as that of a disabled scaler, or a value out of range.
+        TypeError: `state_dict` is not a dictionary, or a value is not a number.
+        ValueError: the state is empty (a disabled scaler), or a value is out of range.
     """
     if not isinstance(state_dict, Mapping) or not _TORCH.issubset(state_dict):
         raise (ValueError if isinstance(state_dict, Mapping) else TypeError)(
@@ -56,12 +56,12 @@ def from_torch(state_dict: Mapping[str, Any]) -> Imported:
 
 
 def from_flax(dynamic_scale: Any) -> Imported:
-    """The rule and state of a `flax.training.dynamic_scale.DynamicScale` up to flax 0.12.8, which
-    grows one step later than its `growth_interval` says.
+    """Converts a `flax.training.dynamic_scale.DynamicScale` to a rule and its state. Up to 0.12.8
+    flax grows the scale one step later than its `growth_interval`; so does the rule.
 
     Raises:
-        TypeError: something else, or a value that is no number.
-        ValueError: a value out of range.
+        TypeError: the argument is something else, or a value is not a number.
+        ValueError: a value is out of range.
     """
     _check_has("a flax DynamicScale", dynamic_scale, _FLAX)
     interval = checks.integer("growth_interval", dynamic_scale.growth_interval, low=0, high=2**30)
@@ -77,12 +77,12 @@ def from_flax(dynamic_scale: Any) -> Imported:
 
 
 def from_jmp(loss_scale: Any) -> tuple[LossScale, ScaleState]:
-    """The rule and state of a `jmp.DynamicLossScale`, whose floor is kept from now on, of a
-    `jmp.StaticLossScale`, or of a `jmp.NoOpLossScale`, which is a scale of 1.
+    """Converts a loss scale of jmp to a rule and its state. `jmp.DynamicLossScale` keeps its floor;
+    `jmp.StaticLossScale` becomes a fixed scale, and `jmp.NoOpLossScale` a scale of 1.
 
     Raises:
-        TypeError: something else, or a value that is no number.
-        ValueError: a value out of range.
+        TypeError: the argument is something else, or a value is not a number.
+        ValueError: a value is out of range.
     """
     if type(loss_scale).__name__ in ("StaticLossScale", "NoOpLossScale"):
         fixed = FixedLossScale(getattr(loss_scale, "loss_scale", 1.0))
@@ -98,15 +98,15 @@ def from_jmp(loss_scale: Any) -> tuple[LossScale, ScaleState]:
 
 
 def load_keras(optimizer: LossScaleOptimizer, store: Mapping[str, Any]) -> None:
-    """Loads what Keras 3's `LossScaleOptimizer.save_own_variables` stored into one built alike.
+    """Loads what Keras 3's `LossScaleOptimizer.save_own_variables` stored.
 
     Args:
         optimizer: ours, built, around the same kind of optimizer with the same options.
-        store: arrays under "0", "1", ...; the first two, which never change in Keras, are left out.
+        store: arrays under "0", "1", ...; the first two, which Keras never changes, are skipped.
 
     Raises:
-        TypeError: no dictionary.
-        ValueError: not built, or arrays that do not fit; nothing is loaded then.
+        TypeError: `store` is not a dictionary.
+        ValueError: `optimizer` is not built, or an array does not fit; nothing is loaded then.
     """
     if not optimizer.built:
         raise ValueError(f"Expected {optimizer.name!r} to be built before load_keras.")
@@ -116,10 +116,10 @@ def load_keras(optimizer: LossScaleOptimizer, store: Mapping[str, Any]) -> None:
 
 
 def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
-    """Puts an imported state into an optimizer that has the rule it came with.
+    """Loads an imported state into an optimizer that has the imported rule.
 
     Raises:
-        ValueError: numbers that cannot be a scale and a count; nothing is changed then.
+        ValueError: a value cannot be a scale or a count; nothing is changed then.
     """
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:

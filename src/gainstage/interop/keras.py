@@ -1,7 +1,7 @@
-"""Loss scaling for Keras 3 models on the JAX backend: for `compile`, `fit` and loops of one's own.
+"""Loss scaling for Keras 3 models on the JAX backend: for `compile`, `fit` and your own loops.
 
 Needs the extra `keras`, and `KERAS_BACKEND=jax`. Import this module before
-`keras.saving.load_model` too: the import registers its classes with Keras.
+`keras.saving.load_model`: the import registers its classes with Keras.
 """
 
 # Keras is not typed.
@@ -27,22 +27,22 @@ __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_appl
 
 
 def keep_if_applied(model: Any) -> Any:
-    """Makes `fit` keep all state of a model on a skipped step, not only what it trains.
+    """Makes `fit` keep all state of a model on a skipped step, not only the trained variables.
 
-    Keras's trainer stores what the forward pass has assigned, whatever the optimizer decides: one
-    batch with a NaN or inf leaves it in the moving mean and variance of a `BatchNormalization`.
-    With this they, and the seeds of `Dropout`, change only if the step was applied. Metrics, the
-    loss among them, are still those of all steps.
+    Keras's trainer stores what the forward pass assigned, even if the optimizer skips the step. So
+    one batch with a NaN or inf corrupts the moving mean and variance of a `BatchNormalization`.
+    With this function they change only if the step was applied, and so do the seeds of `Dropout`.
+    Metrics, the loss among them, still count every step.
 
     Args:
-        model: a Keras model, compiled or not. It is changed: its `train_step` is replaced. A model
-            that is saved and loaded has to be given to this function again.
+        model: a Keras model, compiled or not. Its `train_step` is replaced. Call this function
+            again on a model that was saved and loaded.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: `model` is no Keras model.
+        TypeError: `model` is not a Keras model.
 
     Examples:
         >>> import keras, numpy as np
@@ -66,33 +66,33 @@ def keep_if_applied(model: Any) -> Any:
         optimizer = model.optimizer
         count = getattr(optimizer, "inner_optimizer", optimizer)._iterations
         place = next(i for i, v in enumerate(optimizer.variables) if v is count)
-        applied = after[place] != optimizer_variables[place]  # a skipped step is not counted
+        applied = after[place] != optimizer_variables[place]  # only applied steps are counted
         new = [jnp.where(applied, n, o) for n, o in zip(new, fixed, strict=True)]
         return logs, (trainable, new, after, metrics)
 
     model.train_step = step
-    model.train_function = None  # that of an earlier `fit` is compiled with the other
+    model.train_function = None  # an earlier `fit` compiled the old `train_step`
     return model
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
 class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
-    """Keras's `LossScaleOptimizer`, with any rule, a bounded scale, and an `apply` that works.
+    """Keras's `LossScaleOptimizer` with any rule, a bounded scale, and an `apply` that works.
 
-    It takes the place of Keras's own: `compile` with the policy `mixed_float16` wraps it no more.
-    Where Keras's works, this one takes the same decisions. Gradients are unscaled in float32.
+    It replaces Keras's own: `compile` with the policy `mixed_float16` does not wrap it again. Its
+    decisions are those of Keras, where Keras works. Gradients are unscaled in float32.
 
     Args:
-        inner_optimizer: one of Keras, or of gainstage.
+        inner_optimizer: an optimizer of Keras or of gainstage.
         initial_scale: the first scale, > 0.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
-        name: its name.
-        rule: a `LossScale` in the place of the two arguments before.
-        **kwargs: what Keras's takes, for configurations of its own.
+        name: the optimizer's name.
+        rule: a `LossScale` instead of the two arguments before.
+        **kwargs: further arguments of Keras's class, which its configurations contain.
 
     Raises:
-        TypeError: `rule` is no rule.
-        ValueError: an argument out of range.
+        TypeError: `rule` is not a rule.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> import keras, numpy as np
@@ -126,8 +126,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         policy = getattr(inner_optimizer, "on_bad_microbatch", "extend")
         if policy != "extend":
             raise ValueError(
-                f"Expected on_bad_microbatch='extend' in Keras, where a step that is not finite "
-                f"is no step; got {policy!r}."
+                f"Expected on_bad_microbatch='extend' in Keras, where a non-finite step does not "
+                f"count; got {policy!r}."
             )
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
@@ -138,7 +138,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
-        """Creates the state: what the rule counts, then that of the inner optimizer."""
+        """Creates the state of the rule, then that of the inner optimizer."""
         super().build(variables)
         state = start(self.rule)._asdict()
         self._counts = {"good_steps": self.step_counter, "scale": self.dynamic_scale}
@@ -154,12 +154,12 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale(self) -> jax.Array:
-        """The scale now, a float32 scalar. During `fit` Keras keeps the state elsewhere: in a
-        callback call `model.jax_state_sync()` first."""
+        """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
+        `model.jax_state_sync()` first in a callback."""
         return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss times the scale, in float32."""
+        """Returns the loss times the scale, in float32."""
         return gradients.scaled(loss, self.loss_scale)
 
     def _step(
@@ -181,7 +181,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
         def update(norms: Any, old: Any, mask: Any = None) -> tuple[None, Any]:
-            # What quantized layers measure comes in the place of a gradient, and stays as it is.
+            # Quantized layers pass a measurement instead of a gradient; it is not unscaled.
             true = [
                 g if g is None or keep else gradients.unscale(g, state.scale)
                 for g, keep in zip(grads, kept, strict=True)
@@ -200,18 +200,18 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         return weights, own + inner
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Names the variables that do not decay, to the inner optimizer."""
+        """Excludes variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Gives the variables the inner optimizer's moving averages, if it keeps some."""
+        """Sets the variables to the inner optimizer's moving averages, if it keeps them."""
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
-            for variable in var_list:  # Keras leaves one buffer to both, which `fit` donates twice
+            for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; Keras's own class takes them too, unless there is a rule."""
+        """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""
         config = super().get_config()
         if self.rule == DynamicLossScale(self.initial_scale, self.dynamic_growth_steps):
             return config
@@ -219,7 +219,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` describes."""
+        """Returns the optimizer that `get_config` describes."""
         config = dict(config)
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)

@@ -1,4 +1,4 @@
-"""Keras, if it is installed and on the JAX backend."""
+"""Imports Keras; raises if it is not installed or not on the JAX backend."""
 
 import importlib
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 try:
     keras: Any = importlib.import_module("keras")
 except ModuleNotFoundError as error:
-    if error.name != "keras":  # the backend that Keras looks for
+    if error.name != "keras":  # the module of another backend is missing
         raise ImportError("Expected Keras on the JAX backend; set KERAS_BACKEND=jax.") from error
     raise ModuleNotFoundError(
         'Expected keras to be installed; run: pip install "gainstage[keras]"', name="keras"

@@ -10,9 +10,9 @@ from gainstage.rules.base import DynamicLossScale, as_power
 
 
 class LogLossScale(keras.callbacks.Callback):
-    """Adds `loss_scale` and `skipped_steps`, those since `fit` began, to the logs of each epoch,
-    and so to the history; warns once if more steps of an epoch are skipped than a search for the
-    scale explains.
+    """Adds `loss_scale` and `skipped_steps` (since `fit` began) to each epoch's logs and history.
+
+    It warns once if an epoch skips more steps than a search for the scale explains.
 
     Examples:
         >>> import keras, numpy as np
@@ -28,16 +28,16 @@ class LogLossScale(keras.callbacks.Callback):
     _warned = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Counts from here."""
+        """Starts the count of steps."""
         self._steps, self._before, self._skipped = 0, self._iterations(), 0
         self._scale = float(self.model.optimizer.dynamic_scale.value)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keeps the number of the epoch's last step, of which a call may be several."""
+        """Stores the index of the epoch's last step; one call may be for several steps."""
         self._last = min(batch + 1, self.params.get("steps") or batch + 1)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Reads the scale and the count of steps once an epoch."""
+        """Reads the scale and the count of steps once per epoch."""
         self._steps += self._last
         skipped = self._steps - (self._iterations() - self._before)
         scale = float(self.model.optimizer.dynamic_scale.value)
@@ -53,7 +53,7 @@ class LogLossScale(keras.callbacks.Callback):
         if self._warned or skipped <= 8 or not (bad or skipped - searched > SHARE * self._last):
             return
         self._warned = True
-        why = "The loss was not finite, which no scale helps. " if bad else ""
+        why = "The loss was not finite; no scale helps then. " if bad else ""
         message = (
             f"{skipped} of the {self._last} steps of epoch {epoch + 1} were skipped; the loss "
             f"scale went from {as_power(self._scale)} to {as_power(scale)}. {why}Look at the data "

@@ -24,27 +24,27 @@ from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.schedules import LearningRateSchedule
 
-PACKAGE = "gainstage"  # in which Keras registers the classes
+PACKAGE = "gainstage"  # the package name that Keras registers the classes with
 
 
 class Stateless(keras.optimizers.Optimizer):
-    """`apply` by way of `stateless_apply`, and so one compiled program where it is called alone."""
+    """Implements `apply` by `stateless_apply`: one compiled program when called eagerly."""
 
     _compiled: Any = None
-    _constants: Any = None  # of what is compiled
+    _constants: Any = None  # the constants of the compiled step
 
     def _step(
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The step as a pure function, for gradients of which some may be None."""
+        """The step as a pure function; some gradients may be None."""
         raise NotImplementedError
 
     def _frozen(self) -> Any:
-        """What a compiled step has as constants, and may have become something else."""
+        """The settings that a compiled step has as constants, and that may have changed."""
         raise NotImplementedError
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Takes a step; gradients may be None, variables some of those it was built with."""
+        """Takes a step; gradients may be None, and variables some of those it was built with."""
         grads = list(grads)
         if not grads:
             return
@@ -79,7 +79,7 @@ class Stateless(keras.optimizers.Optimizer):
     def stateless_apply(
         self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The step as a pure function of lists of arrays: `(trainable, optimizer variables)`."""
+        """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
         known = self._trainable_variables
@@ -99,9 +99,9 @@ class Stateless(keras.optimizers.Optimizer):
 
     def _warn_of_missing(self: Any, variables: Any, grads: Any) -> None:
         missing = [v.path for v, g in zip(variables, grads, strict=True) if g is None]
-        if not missing or len(missing) == len(grads):  # all is an error
+        if not missing or len(missing) == len(grads):  # if all are missing, the step raises
             return
-        if isinstance(getattr(self, "inner_optimizer", self), KerasOptimizer):  # Keras's own warn
+        if isinstance(getattr(self, "inner_optimizer", self), KerasOptimizer):  # Keras's own warns
             warnings.warn(
                 f"Gradients do not exist for variables {missing} when minimizing the loss. They "
                 f"stay as they are. With model.compile(), is the `loss` argument given?",
@@ -111,11 +111,11 @@ class Stateless(keras.optimizers.Optimizer):
 
 @keras.saving.register_keras_serializable(PACKAGE, "KerasOptimizer")
 class KerasOptimizer(Stateless):
-    """An optimizer of gainstage as one of Keras, for models that need no loss scaling.
+    """Wraps an optimizer of gainstage for Keras, for models that need no loss scaling.
 
     Args:
-        optimizer: not built, with all its options; it is not changed.
-        name: its name, by default the optimizer's.
+        optimizer: an optimizer that is not built, with all its options; it is not changed.
+        name: the name, by default the optimizer's.
 
     Examples:
         >>> import gainstage as gs, keras, numpy as np
@@ -138,22 +138,22 @@ class KerasOptimizer(Stateless):
             raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
         _check_rate(optimizer._store.rate)
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
-        for variable in self.variables:  # it has its own
+        for variable in self.variables:  # replaced by mirrors of our own variables
             self._untrack_variable(variable)
         self._ours = copy.deepcopy(optimizer)
         count, rate = self._ours._store.iterations, self._ours._store.rate
-        self._iterations = _mirror_of(count, count.value())  # which tracks it
+        self._iterations = _mirror_of(count, count.value())  # the assignment tracks it
         number = rate.variable
         self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
-        """Creates a Keras variable for each of the optimizer's state, laid out as it says."""
+        """Creates a Keras variable for each variable of the optimizer, with its sharding."""
         planned = [_planned(variable) for variable in variables]
         self._ours.build(planned)
         values = [variable.value for variable in variables]
         starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
-        known = self.variables  # iterations and rate, which may have been set since
+        known = self.variables  # iterations and rate, which may have been assigned since
         for slot, mirror in zip(self._ours.variables, known, strict=False):
             _place(mirror, slot._sharding)
         for slot in self._ours.variables[len(known) :]:
@@ -168,7 +168,7 @@ class KerasOptimizer(Stateless):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         ours, old, before = self._ours, list(trainable_variables), list(optimizer_variables)
-        # What quantized layers measure comes as a gradient, and is the variable's new value.
+        # Quantized layers pass a measurement as a gradient; it is the variable's new value.
         pairs = enumerate(self._trainable_variables)
         measured = [i for i, v in pairs if self._overwrite_variable_with_gradient(v)]
         given = [None if i in measured else g for i, g in enumerate(grads)]
@@ -182,7 +182,7 @@ class KerasOptimizer(Stateless):
             if grads[i] is None:
                 continue
             value, due = jnp.asarray(grads[i], old[i].dtype), taken
-            if steps:  # the largest of a window, at its end
+            if steps:  # the maximum over a window, at its end
                 place, ended = (
                     ours.variables.index(ours._store.accumulators[i]),
                     (before[0] + 1) % steps == 0,
@@ -197,29 +197,29 @@ class KerasOptimizer(Stateless):
         return constants(self)
 
     def _mirror(self, ours: Any) -> Any:
-        """The Keras variable of one of the optimizer's."""
+        """The Keras variable that mirrors a variable of the optimizer."""
         return self.variables[self._ours.variables.index(ours)]
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
-        """The moving averages, under the name by which Keras's `SwapEMAWeights` finds them."""
+        """The moving averages, by the name that Keras's `SwapEMAWeights` uses."""
         if not self._ours._store.averages:
             raise AttributeError("Expected use_ema=True; there are no moving averages.")
         return [self._mirror(average) for average in self._ours._store.averages]
 
     def scale_loss(self, loss: Any) -> Any:
-        """The loss times `loss_scale_factor`, in float32; the loss itself without one."""
+        """Returns the loss times `loss_scale_factor`, in float32; without one, the loss itself."""
         return self._ours.scale_loss(loss)
 
     @property
     def iterations(self) -> Any:
-        """Updates so far: a variable, or, with gradient accumulation, an integer array."""
+        """The number of updates: a variable; with gradient accumulation, an integer array."""
         steps = self.gradient_accumulation_steps
         return self._iterations.value // steps if steps else self._iterations
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate: a variable, or, with a schedule, its value now."""
+        """The current rate: a variable; with a schedule, its current value."""
         rate = self._learning_rate
         if isinstance(rate, keras.Variable):
             return rate
@@ -244,23 +244,23 @@ class KerasOptimizer(Stateless):
         self._untrack_variable(before)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Names the variables that do not decay: Keras variables, or parts of their paths."""
+        """Excludes variables from weight decay: Keras variables, or parts of their paths."""
         paths = [f"^{re.escape(variable.path)}$" for variable in var_list or ()]
         self._ours.exclude_from_weight_decay(var_names=[*paths, *(var_names or ())])
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Gives the variables their moving averages, if there are any yet."""
+        """Sets the variables to their moving averages, once there are any."""
         if not self._ours._store.averages or not int(self._iterations.value):
             return
         for variable in var_list:
             if self._overwrite_variable_with_gradient(variable):
                 continue
             average = self._ours._store.averages[self._get_variable_index(variable)]
-            # A copy: `fit` donates both, and no buffer can be donated twice.
+            # A copy, because `fit` donates both, and a buffer can be donated only once.
             variable.assign(jnp.copy(self._mirror(average).value))
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments; the learning rate is the current one."""
+        """Returns the constructor's arguments; the learning rate is the current one."""
         description = serialize(self._ours)
         rate: Any = self._learning_rate
         if isinstance(rate, keras.Variable):
@@ -269,7 +269,7 @@ class KerasOptimizer(Stateless):
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """The optimizer that `get_config` describes."""
+        """Returns the optimizer that `get_config` describes."""
         description = copy.deepcopy(config["optimizer"])
         rate = description["config"].get("learning_rate")
         if isinstance(rate, Mapping) and not _is_ours(rate, custom_objects):
@@ -279,20 +279,20 @@ class KerasOptimizer(Stateless):
 
 
 def constants(optimizer: Any) -> Any:
-    """The options of an optimizer, and its rate unless that is a variable."""
+    """The options of an optimizer, and its learning rate unless that is a variable."""
     rate = optimizer._learning_rate
     rate = None if isinstance(rate, keras.Variable) else rate
     return rate, *(getattr(optimizer, name, None) for name in OPTIONS)
 
 
 def _option(name: str) -> property:
-    """An option of `KerasOptimizer`: that of the optimizer in it."""
+    """A property of `KerasOptimizer` that reads and sets an option of the wrapped optimizer."""
 
     def get(self: KerasOptimizer) -> Any:
         return getattr(self._ours._store.in_force, name)
 
     def put(self: KerasOptimizer, value: Any) -> None:
-        if "_ours" in vars(self):  # before that Keras's constructor sets its defaults
+        if "_ours" in vars(self):  # Keras's constructor sets its defaults before
             setattr(self._ours, name, value)
 
     return property(get, put, doc=f"The optimizer's `{name}`; see `gainstage.Optimizer`.")
@@ -303,8 +303,8 @@ for _name in OPTIONS:
 
 
 def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:
-    """Whether a description stands for a schedule of gainstage, or for one of Keras that has a
-    twin there; Keras itself makes all others, with its registry and custom-object scope."""
+    """Whether a description is of a schedule of gainstage, or of a Keras schedule with a twin here.
+    Keras creates all others, with its registry and custom-object scope."""
     name, registered = schedule.get("class_name"), schedule.get("registered_name")
     ours = list(family(LearningRateSchedule))
     if name in (custom_objects or {}):
@@ -313,7 +313,7 @@ def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:
 
 
 def _check_rate(rate: LearningRate) -> None:
-    """Keras compiles steps, and would call a callable of no argument once for all of them."""
+    """Refuses a callable of no argument: Keras would call it once, when it compiles the step."""
     if rate.is_called:
         raise ValueError(
             f"Expected a number, or a schedule or callable of the step, for learning_rate; got "
@@ -322,8 +322,8 @@ def _check_rate(rate: LearningRate) -> None:
 
 
 def _mirror_of(slot: Variable, value: jax.Array) -> Any:
-    """A Keras variable that holds the value of one of ours, laid out as that is."""
-    value = jnp.copy(value)  # Keras donates what its variables hold
+    """A Keras variable with the value and sharding of one of ours."""
+    value = jnp.copy(value)  # Keras donates the arrays of its variables
     name = slot.name.replace("/", "_")
     mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
     _place(mirror, slot._sharding)
@@ -331,16 +331,16 @@ def _mirror_of(slot: Variable, value: jax.Array) -> Any:
 
 
 def _place(mirror: Any, sharding: Any) -> None:
-    """Puts a Keras variable where ours lies; Keras has no public name for that."""
+    """Gives a Keras variable a sharding; Keras has no public API for that."""
     if sharding is not None:
         mirror._layout = sharding
         mirror.assign(jax.device_put(mirror.value, sharding))
 
 
 def _planned(variable: Any) -> Variable:
-    """A variable of ours for one of Keras."""
+    """A planned variable of ours for a Keras variable."""
     value = variable.value
-    layout = value.sharding if isinstance(value.sharding, NamedSharding) else None
-    plan = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=layout)
+    sharding = value.sharding if isinstance(value.sharding, NamedSharding) else None
+    plan = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     constraint = variable.constraint and (lambda x: jnp.asarray(variable.constraint(x)))
     return Variable(plan, name=variable.path, constraint=constraint)

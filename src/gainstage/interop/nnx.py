@@ -14,13 +14,13 @@ except ModuleNotFoundError as error:
 
 
 def chosen(model: Any, grads: Any) -> Any:
-    """The state of the model that `grads` has gradients of."""
+    """The state of the model for which `grads` has gradients."""
     wanted = dict(nnx.to_flat_state(grads))
     pairs = [(path, value) for path, value in nnx.to_flat_state(nnx.state(model)) if path in wanted]
     return nnx.from_flat_state(pairs)
 
 
 def merged(model: Any, new: Any) -> Any:
-    """The model, with these parameters."""
+    """Updates the model with these parameters and returns it."""
     nnx.update(model, new)
     return model

@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: of variables and optimizer, from any number of processes, onto any mesh.
+"""Orbax checkpoints of variables and optimizer, from any number of processes, onto any mesh.
 
 Needs the extra `orbax`.
 """
@@ -34,15 +34,15 @@ FORMAT = 2
 class Checkpoints:
     """A folder of checkpoints, by step.
 
-    Arrays are stored whole, under their names: what two processes with four devices each have
-    saved one device restores, bit for bit, and every other mesh and `shard_state_over`. A process
-    that is killed while it saves leaves the checkpoint before as the last one. Each array has a
-    checksum, so that a file that was damaged since is noticed, to the last bit. With several
-    processes all of them call every method, and see the same folder.
+    Arrays are stored whole, by name, and restored bit for bit on any mesh and with any
+    `shard_state_over`: one device restores what two processes with four devices each saved. If a
+    process is killed while it saves, the checkpoint before is the latest. Each array has a
+    checksum, which detects a file that was damaged later. With several processes, all of them call
+    every method, and see the same folder.
 
     Args:
-        directory: the folder; made if missing.
-        keep: how many checkpoints to keep, the last ones; None for all.
+        directory: the folder; created if missing.
+        keep: the number of latest checkpoints to keep; None for all.
 
     Examples:
         >>> import gainstage as gs, tempfile
@@ -66,26 +66,26 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The step of the last checkpoint that is whole, None if there is none."""
+        """The step of the latest complete checkpoint, None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, variables: Sequence[Variable], optimizer: Optimizer) -> None:
-        """Saves all of them as the checkpoint of this step, and waits until that is done.
+        """Saves the checkpoint of a step, and waits until it is written.
 
         Args:
-            step: a number that grows from one checkpoint to the next.
-            variables: all that the model has, the optimizer's trainable ones and others.
-            optimizer: built.
+            step: an integer that grows from one checkpoint to the next.
+            variables: all variables of the model, trainable ones and others.
+            optimizer: the optimizer, built.
 
         Raises:
-            TypeError: no optimizer, but an optax state.
-            ValueError: not built; a checkpoint of this step exists.
+            TypeError: `optimizer` is not an optimizer, for example an optax state.
+            ValueError: not built, or there is a checkpoint of this or a later step.
         """
         named = _named(variables, optimizer)
         for variable in [v for part in named.values() for v in part.values() if v._is_planned]:
-            variable.value()  # an error
-        # Neither here nor in `restore` does anybody else come to hold the arrays: `value()` and
-        # `assign` would make the next step copy them.
+            variable.value()  # raises: a planned variable has no value
+        # `read` and `write` share no arrays; after `value()` or `assign` the next step would copy
+        # them.
         values = read(named)
         arguments = ocp.args.Composite(
             arrays=ocp.args.StandardSave(values),
@@ -105,27 +105,26 @@ class Checkpoints:
         *,
         same_config: bool = True,
     ) -> int | None:
-        """Puts a checkpoint into variables and optimizer, or, if something does not fit, nothing.
+        """Restores variables and optimizer from a checkpoint; changes none if a value does not fit.
 
-        Every value takes the place that its variable has here, on whatever mesh. A variable that
-        is only planned (made of a `jax.ShapeDtypeStruct`) comes into being by it.
+        Each value gets the sharding that its variable has here, on any mesh. A planned variable
+        (made from a `jax.ShapeDtypeStruct`) gets its value by it.
 
         Args:
-            variables: as for `save`: the same names, shapes and dtypes, in any order; those that
-                share a name in the same order.
-            optimizer: built, of the same class.
-            step: which one, the last by default.
-            same_config: whether the optimizer's configuration must be the one that was saved, but
-                for the learning rate, whose value is part of the state.
+            variables: as for `save`: the same names, shapes and dtypes, in any order; variables
+                that share a name keep their order.
+            optimizer: an optimizer of the same class, built.
+            step: the step, by default the latest.
+            same_config: whether the optimizer's configuration must be the saved one, except for
+                the learning rate, whose value is part of the state.
 
         Returns:
-            The step, None if there is no checkpoint.
+            The step; None if there is no checkpoint.
 
         Raises:
-            TypeError: no optimizer, but an optax state.
+            TypeError: `optimizer` is not an optimizer, for example an optax state.
             ValueError: not built; no checkpoint of that step; another format, class or
-                configuration; a name, shape or dtype that differs, with the first that does; a
-                damaged file.
+                configuration; another name, shape or dtype (the first is named); a damaged file.
         """
         step = self.latest if step is None else step
         if step is None:
@@ -148,7 +147,7 @@ class Checkpoints:
         return step
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Closes the folder."""
         self._manager.close()
 
 
@@ -158,7 +157,7 @@ Sums = dict[str, dict[str, list[int]]]
 
 @contextlib.contextmanager
 def _whole(step: int) -> Iterator[None]:
-    """One kind of error for all that Orbax, JSON and we raise on files that are damaged."""
+    """Turns all errors of Orbax, JSON and this module about damaged files into one kind."""
     try:
         yield
     except Exception as error:
@@ -171,7 +170,7 @@ def _whole(step: int) -> Iterator[None]:
 
 
 def _checksums(values: Any) -> Sums:
-    """Two sums over each array, the same on every mesh."""
+    """Two sums over each array, the same for every sharding."""
     sums = jax.tree.map(lambda x: _sum_on(_mesh_of(x))(x), values)
     return jax.tree.map(lambda x: x.tolist(), jax.device_get(sums))
 
@@ -223,7 +222,7 @@ def _manifest(named: Named, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _without_rate(config: Any) -> Any:
-    """A configuration without a learning rate that is a number, and may have been changed since."""
+    """A configuration without numeric learning rates, which may have changed since."""
     if not isinstance(config, dict):
         return config
     rate = config.get("learning_rate")

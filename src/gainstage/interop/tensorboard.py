@@ -23,13 +23,13 @@ except ModuleNotFoundError as error:
 
 
 class TensorBoard(Writer):
-    """Writes every number of a step as a scalar, `train/loss_scale` and so on; TensorBoard draws
-    no numbers that are not finite, and they are left out.
+    """Writes every number of a step as a scalar, such as `train/loss_scale`. TensorBoard draws no
+    non-finite numbers; they are left out.
 
     Args:
-        logdir: the folder of the event file, made if missing.
-        every: after so many steps the numbers are read and written, an integer >= 1.
-        prefix: what stands before the names.
+        logdir: the folder of the event file, created if missing.
+        every: the number of steps between reads and writes, an integer >= 1.
+        prefix: a prefix of the names.
 
     Examples:
         >>> import tempfile
@@ -56,7 +56,7 @@ class TensorBoard(Writer):
                         event = Event(wall_time=time.time(), step=record["step"], summary=summary)
                         file.write(event.SerializeToString())
             file.flush()
-        except OSError:  # TensorBoard reads no file behind a torn event
+        except OSError:  # TensorBoard stops reading a file at a torn event
             failed = self._file
             self._close_file()
             if failed is not None and old is None:
@@ -70,7 +70,7 @@ class TensorBoard(Writer):
             self._close_file()
 
     def _new_file(self) -> RecordWriter:
-        """Begins an event file; written here, as an error in tensorboardX's thread goes unheard."""
+        """Opens an event file here: an error in tensorboardX's own thread would be lost."""
         directory_check(self._logdir)
         place = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{self._files}"
         self._files += 1
