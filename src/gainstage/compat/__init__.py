@@ -1,4 +1,4 @@
-"""Older TensorFlow APIs over the same objects: signatures and conversions, no rules."""
+"""Older TensorFlow APIs over the same objects: signatures and conversions, without own rules."""
 
 from typing import TYPE_CHECKING
 

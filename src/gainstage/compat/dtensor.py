@@ -1,6 +1,6 @@
-"""`tf.keras.dtensor.experimental.optimizers`: optimizers that know the mesh."""
+"""`tf.keras.dtensor.experimental.optimizers`: optimizers with a `mesh` argument."""
 
-# The documented methods differ from the core's in arguments and results.
+# TensorFlow's methods differ from ours in arguments and results.
 # pyright: reportIncompatibleMethodOverride=false
 
 import dataclasses
@@ -18,12 +18,12 @@ from gainstage._core.options import check_option
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
-LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never meant anything here
+LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never had an effect
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientsClipOption:
-    """How to clip: at most one of the three, as for every `Optimizer`.
+    """Clip options: at most one of the three, as for every `Optimizer`.
 
     Args:
         clipnorm: the largest norm of each gradient, > 0.
@@ -31,7 +31,7 @@ class GradientsClipOption:
         global_clipnorm: the largest norm of all gradients together, > 0.
 
     Raises:
-        TypeError, ValueError: wrong or several limits.
+        TypeError, ValueError: an argument is invalid, or several are given.
 
     Source: the development tree of Keras before 2.8.
     """
@@ -44,21 +44,22 @@ class GradientsClipOption:
         _check_all(self)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Returns the constructor's arguments."""
         return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class EMAOption:
-    """How to average: as the options of every `Optimizer`.
+    """Moving-average options, as for every `Optimizer`.
 
     Args:
         use_ema: whether to average.
         ema_momentum: in [0, 1].
-        ema_overwrite_frequency: after so many steps the variables become their average, or None.
+        ema_overwrite_frequency: the number of updates after which the variables are set to their
+            average, or None.
 
     Raises:
-        TypeError, ValueError: wrong arguments.
+        TypeError, ValueError: an argument is invalid.
 
     Source: the development tree of Keras before 2.8.
     """
@@ -71,12 +72,12 @@ class EMAOption:
         _check_all(self)
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Returns the constructor's arguments."""
         return dataclasses.asdict(self)
 
 
 class _MeshOptimizer(Optimizer):
-    """What the documented classes share: option objects, and `update_step` of two arguments."""
+    """The base of the DTensor optimizers: option objects, and `update_step` of two arguments."""
 
     elementwise = True
 
@@ -109,7 +110,7 @@ class _MeshOptimizer(Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate; inside `update_step` that of the step."""
+        """The current rate; inside `update_step`, the rate of the step."""
         return super().learning_rate if self._step_rate is None else self._step_rate
 
     @learning_rate.setter
@@ -123,13 +124,13 @@ class _MeshOptimizer(Optimizer):
         initializer: Any = "zeros",
         name: str | None = None,
     ) -> Variable:
-        """A new variable of the optimizer's state, with the documented order of arguments."""
+        """Adds a variable to the optimizer's state, with TensorFlow's order of arguments."""
         return super().add_variable(shape, initializer, dtype, name=name)
 
     def add_variable_from_reference(
         self, model_variable: Variable, variable_name: str | None = None, initial_value: Any = None
     ) -> Variable:
-        """A slot like `model_variable`, in its layout; it starts at `initial_value`, or at 0."""
+        """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0."""
         if initial_value is None or isinstance(initial_value, str) or callable(initial_value):
             initializer = initial_value or "zeros"
         else:
@@ -142,7 +143,7 @@ class _MeshOptimizer(Optimizer):
         """Assigns the new value of one variable; override it with these two arguments.
 
         Args:
-            gradient: the true gradient, float32 or wider, clipped.
+            gradient: the unscaled, clipped gradient, in float32 or wider.
             variable: the variable. `self.learning_rate` is the rate of the step.
         """
         super().update_step(gradient, variable, self.learning_rate)
@@ -155,7 +156,7 @@ class _MeshOptimizer(Optimizer):
             self._step_rate = None
 
     def compute_gradients(self, loss: Callable[[], Any], var_list: Any, tape: Any = None) -> Any:
-        """The (gradient, variable) pairs of a loss, a callable; there are no tapes here."""
+        """Returns the (gradient, variable) pairs of a loss, a callable; there are no tapes here."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().compute_gradients(loss, var_list)
@@ -165,29 +166,29 @@ class _MeshOptimizer(Optimizer):
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Takes a step on (gradient, variable) pairs, which are already those of the whole mesh."""
+        """Takes a step on (gradient, variable) pairs, already reduced over the whole mesh."""
         super().apply_gradients(grads_and_vars)
 
 
 class SGD(_MeshOptimizer, optimizers.SGD):
-    """`gainstage.SGD` with the documented arguments; on a mesh slots lie like their variable.
+    """`gainstage.SGD` with TensorFlow's arguments; on a mesh slots are sharded as their variable.
 
     Args:
         learning_rate: a number, schedule or callable.
         momentum: in [0, 1].
-        nesterov: whether to look ahead.
-        amsgrad: must be False, it means nothing for SGD.
+        nesterov: whether to use Nesterov momentum.
+        amsgrad: must be False; it has no meaning for SGD.
         gradients_clip_option: a `GradientsClipOption`, a mapping of its arguments, or None.
         ema_option: an `EMAOption`, a mapping of its arguments, or None.
         jit_compile: whether `apply_gradients` is compiled.
         name: the prefix of the names of the optimizer's variables.
-        mesh: the `jax.sharding.Mesh` on which iterations and rate are replicated.
+        mesh: the `jax.sharding.Mesh` that replicates iterations and learning rate.
         **options: `weight_decay`, `clipnorm`, `clipvalue`, `global_clipnorm`, `use_ema`,
             `ema_momentum`, `ema_overwrite_frequency`.
 
     Raises:
-        TypeError: an argument of the wrong kind, or unknown.
-        ValueError: an argument out of range, `amsgrad=True`, no mesh.
+        TypeError: an argument has the wrong type, or is unknown.
+        ValueError: an argument is out of range, `amsgrad=True`, or `mesh` is not a mesh.
 
     Examples:
         >>> import gainstage as gs
@@ -251,7 +252,7 @@ class Adadelta(_MeshOptimizer, optimizers.Adadelta):
 
 
 def _settings(argument: str, cls: type, value: Any) -> dict[str, Any]:
-    """The options that an option object, a mapping or None stands for."""
+    """The options in an option object, a mapping or None."""
     if value is None:
         return {}
     if isinstance(value, Mapping) and value.keys() <= vars(cls)["__dataclass_fields__"].keys():

@@ -10,16 +10,16 @@ __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimize
 
 
 class LossScaleOptimizer(tf2.LossScaleOptimizer):
-    """The older form of `compat.tf2.LossScaleOptimizer`, with one argument for the scale.
+    """The older `compat.tf2.LossScaleOptimizer`, with one argument for the scale.
 
     Args:
         optimizer: the optimizer that takes the steps.
-        loss_scale: a number > 0 for a fixed scale, "dynamic", or a loss scale whose multiplier is
-            2; of a dynamic one the configuration is taken, not the live state.
+        loss_scale: a number > 0 for a fixed scale, "dynamic", or a loss scale with a multiplier of
+            2. Of a dynamic scale the configuration is used, not the current state.
 
     Raises:
-        TypeError: no optimizer, or a wrapped one.
-        ValueError: any other `loss_scale`.
+        TypeError: `optimizer` is not an optimizer, or is wrapped.
+        ValueError: `loss_scale` is anything else.
 
     Examples:
         >>> import gainstage as gs

@@ -1,4 +1,4 @@
-"""The documents' live loss-scale objects, and the optimizer that takes unscaled gradients."""
+"""TensorFlow's stateful loss-scale objects, and the optimizer that takes unscaled gradients."""
 
 import abc
 from collections.abc import Iterable
@@ -16,44 +16,44 @@ from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules import base as rules
 
-FLOOR = 1.0  # of the documents' dynamic scale
+FLOOR = 1.0  # the lowest dynamic scale in TensorFlow
 
 
 class LossScale(abc.ABC):
-    """A live loss scale: call it for the scale, `update` it with the gradients of a step.
+    """A stateful loss scale: call it for the scale, `update` it with the gradients of a step.
 
-    Subclass it and define `__call__`, `update` and `get_config` for a scale of your own.
+    Subclass it and define `__call__`, `update` and `get_config` for your own scale.
 
     Source: `tf.mixed_precision.experimental.LossScale`.
     """
 
     @abc.abstractmethod
     def __call__(self) -> jax.Array:
-        """The current scale, a float32 scalar."""
+        """Returns the current scale, a float32 scalar."""
 
     @abc.abstractmethod
     def update(self, grads: Any) -> tuple[None, Any]:
-        """Takes note of the unscaled gradients of a step; returns (None, whether to apply them)."""
+        """Updates the scale from unscaled gradients; returns (None, whether to apply them)."""
 
     @abc.abstractmethod
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Returns the constructor's arguments."""
 
     @classmethod
     @explained
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """A scale at its start, as `get_config` describes it."""
+        """Returns a new scale from the result of `get_config`."""
         return cls(**config)
 
 
 class FixedLossScale(LossScale):
-    """A scale that stays. `update` always says to apply; the optimizers check for themselves.
+    """A constant scale. `update` always returns True; the optimizers check gradients themselves.
 
     Args:
         loss_scale_value: a number >= 1.
 
     Raises:
-        ValueError: no number, or below 1.
+        ValueError: the scale is not a number, or below 1.
 
     Examples:
         >>> from gainstage.compat.experimental import FixedLossScale
@@ -86,16 +86,16 @@ class FixedLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """A scale that rises after a run of finite steps, and falls, never below 1, after an overflow.
+    """A scale that rises after a run of finite steps and falls after an overflow, down to 1.
 
     Args:
         initial_loss_scale: the first scale, > 0.
-        increment_period: finite steps in a row before it rises; 0 is taken for 1.
-        multiplier: what it is then multiplied by, and divided by after an overflow.
+        increment_period: finite steps in a row before it rises; 0 means 1.
+        multiplier: the factor of a rise, and the divisor after an overflow.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: an argument out of range.
+        TypeError: an argument is not a number.
+        ValueError: an argument is out of range.
 
     Examples:
         >>> from gainstage.compat.experimental import DynamicLossScale
@@ -148,13 +148,13 @@ class DynamicLossScale(LossScale):
         return self._state.scale.value()
 
     def update(self, grads: Any, *unexpected: Any) -> tuple[None, jax.Array]:
-        """Takes note of the unscaled gradients of a step, any pytree; None leaves do not count.
+        """Updates the scale from the unscaled gradients of a step, any pytree; None is ignored.
 
         Returns:
             (None, whether to apply them), the latter a bool scalar on the device.
 
         Raises:
-            TypeError: a gradient that is not floating; the arguments of the rule's `update`.
+            TypeError: a gradient is not floating, or the arguments are those of a rule's `update`.
         """
         if unexpected:
             raise TypeError(
@@ -182,12 +182,12 @@ class DynamicLossScale(LossScale):
 
 
 def _nothing(norms: Any, state: Any, mask: Any = None) -> tuple[None, Any]:
-    """An update that changes nothing: whoever asks takes the step."""
+    """An update that changes nothing: the caller takes the step."""
     return None, state
 
 
 class UnscaledLossScaleOptimizer(LossScaleOptimizer):
-    """A `LossScaleOptimizer` whose `apply` gets gradients that were unscaled before."""
+    """A `LossScaleOptimizer` whose `apply` takes gradients that are already unscaled."""
 
     _unscales = False
 

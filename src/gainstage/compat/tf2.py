@@ -21,7 +21,7 @@ from gainstage.rules import base as rules
 class _Guard(ScaleGuard):
     def build(self, store: Store, variables: Sequence[Variable]) -> None:
         super().build(store, variables)
-        # A first step may be skipped, and counts: averages start with the first weights, as there.
+        # A first step counts even if it is skipped: averages start as the first weights, as in TF.
         for variable, average in zip(variables, store.averages, strict=False):
             if not average._is_planned:
                 started = (average.value() != 0).any()
@@ -31,19 +31,19 @@ class _Guard(ScaleGuard):
 class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     """Loss scaling with gradients that the caller unscales: scale, differentiate, unscale, apply.
 
-    A step with a gradient that is not finite is skipped, with a fixed scale too, and counts in
-    `iterations`. The scale never falls below 1 by itself.
+    A step with a non-finite gradient is skipped, also with a fixed scale, and counts in
+    `iterations`. An overflow never lowers the scale below 1.
 
     Args:
         inner_optimizer: the optimizer that takes the steps.
-        dynamic: whether the scale moves.
-        initial_scale: the first scale, by default `2**15`; needed if `dynamic` is False.
+        dynamic: whether the scale adapts.
+        initial_scale: the first scale, by default `2**15`; required if `dynamic` is False.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000;
-            not with `dynamic` False.
+            not allowed if `dynamic` is False.
 
     Raises:
-        TypeError: no optimizer, a wrapped one, or `dynamic` is no bool.
-        ValueError: an optimizer that another wrapper has; scale arguments that do not fit.
+        TypeError: no optimizer, one that is wrapped, or `dynamic` is not a bool.
+        ValueError: another wrapper has the optimizer, or the scale arguments do not fit.
 
     Examples:
         >>> import gainstage as gs
@@ -83,13 +83,13 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             )
         else:
             rule = rules.FixedLossScale(initial_scale)
-        self._given.clear()  # what was given is in the rule
+        self._given.clear()  # the rule has the given arguments
         super().__init__(inner_optimizer, rule=rule)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
 
     @property
     def lr(self) -> Any:
-        """The learning rate, by its old name."""
+        """The learning rate, by its older name."""
         return self.learning_rate
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -100,7 +100,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for what the wrapper itself does not have.
+        # Called for attributes that the wrapper itself does not have.
         if self._is_of_inner(name):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -122,10 +122,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return sorted({name for _, name, _ in self._store.slots.of})
 
     def get_slot(self, var: Variable, slot_name: str) -> Variable:
-        """A slot of the inner optimizer, by the name it has in gainstage.
+        """Returns a slot of the inner optimizer, by its name in gainstage.
 
         Raises:
-            ValueError: no such slot.
+            ValueError: there is no such slot.
         """
         slots = self._store.slots.of
         if (var, slot_name, 0) not in slots:
@@ -137,7 +137,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     @property
     def iterations(self) -> Any:
-        """Steps so far, skipped ones included."""
+        """The number of steps so far, skipped ones included."""
         return super().iterations
 
     @iterations.setter
@@ -147,28 +147,28 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self._store.iterations.assign(value)
 
     def get_scaled_loss(self, loss: Any) -> Any:
-        """The loss times the scale, in float32 or wider; of a callable, a callable."""
+        """Returns the loss times the scale, in float32 or wider; for a callable, a callable."""
         self._forgotten.discard("get_scaled_loss")
         if callable(loss):
             return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
-        """The gradients divided by the scale, in float32 or wider, as a list; None stays None."""
+        """Returns the gradients divided by the scale, in float32 or wider; None stays None."""
         self._forgotten.discard("get_unscaled_gradients")
         return self._unscaled(grads)
 
     def minimize(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, loss: Callable[[], Any], var_list: Any, tape: Any = None
     ) -> jax.Array:
-        """Scales, differentiates, unscales and applies; returns the true loss. A loss that is no
+        """Scales, differentiates, unscales and applies; returns the true loss. A loss that is not a
         scalar is summed."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().minimize(loss, var_list)
 
     def _loss_and_gradients(self, loss: Callable[[], Any], var_list: Any, **how: bool) -> Any:
-        self._forgotten.clear()  # it scales and unscales by itself
+        self._forgotten.clear()  # this method scales and unscales itself
         summed = (lambda: jnp.sum(jnp.asarray(loss()))) if callable(loss) else loss
         return super()._loss_and_gradients(summed, var_list, **how)
 
@@ -182,10 +182,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
         Args:
             grads_and_vars: (gradient, variable) pairs.
-            name, experimental_aggregate_gradients: accepted as documented, without effect.
+            name, experimental_aggregate_gradients: accepted for TensorFlow and ignored.
 
         Raises:
-            ValueError: no gradient at all.
+            ValueError: there are no gradients.
         """
         pairs = list(grads_and_vars)
         if not pairs:
@@ -203,13 +203,13 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
     ) -> tuple[Any, Any]:
         new, applied = super()._step(state, grads, rate, loss, apply_if)
-        if self._store.window:  # which needs to know its microbatches
+        if self._store.window:  # the window counts its microbatches itself
             return new, applied
         count = state.inner.iterations + 1  # a skipped step counts
         return new._replace(inner=new.inner._replace(iterations=count)), applied
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Returns the constructor's arguments."""
         return {
             "inner_optimizer": serialize(self.inner_optimizer),
             "dynamic": self.dynamic,
@@ -221,8 +221,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
     ) -> Self:
-        """The optimizer of a configuration, also of the form `{optimizer, loss_scale}` that
-        TensorFlow wrote up to 2.3; `config` is not changed."""
+        """Returns the optimizer of a configuration, also in the form `{optimizer, loss_scale}` that
+        TensorFlow wrote up to 2.3; does not change `config`."""
         config = dict(config)
         if "loss_scale" in config:
             config |= scale_arguments(config.pop("loss_scale"))
@@ -234,10 +234,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
 
 def without_legacy(config: Any) -> Any:
-    """The configuration of an optimizer without what TensorFlow alone knows.
+    """The configuration of an optimizer without entries that only TensorFlow has.
 
     Raises:
-        ValueError: a `decay` of its own, which only those optimizers had.
+        ValueError: the configuration has a `decay`, which only TensorFlow's optimizers have.
     """
     if not isinstance(config, Mapping) or not isinstance(config.get("config"), Mapping):
         return config
@@ -251,13 +251,13 @@ def without_legacy(config: Any) -> Any:
 
 
 def scale_arguments(loss_scale: Any) -> dict[str, Any]:
-    """The arguments `dynamic, initial_scale, dynamic_growth_steps` that a `loss_scale` stands for.
+    """Converts a `loss_scale` to the arguments `dynamic, initial_scale, dynamic_growth_steps`.
 
     Args:
-        loss_scale: a number, "dynamic", a live or a pure loss scale, or the configuration of one.
+        loss_scale: a number, "dynamic", a stateful loss scale, a rule, or a configuration of one.
 
     Raises:
-        ValueError: anything else, or a dynamic scale with settings that would be lost.
+        ValueError: it is anything else, or a dynamic scale with settings that would be lost.
     """
     if isinstance(loss_scale, Mapping):
         loss_scale = deserialize(loss_scale, live.LossScale)

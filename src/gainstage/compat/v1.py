@@ -1,4 +1,4 @@
-"""`tf.compat.v1.train` optimizers and `tf.compat.v1.mixed_precision`, with live loss scales."""
+"""`tf.compat.v1.train` optimizers and `tf.compat.v1.mixed_precision`, with stateful scales."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -36,15 +36,15 @@ Pairs = list[tuple[Any, Variable]]
 
 
 class Optimizer:
-    """What the v1 optimizers share: the documented methods over an optimizer of the core.
+    """The base of the v1 optimizers: TensorFlow's methods around an optimizer of gainstage.
 
     Args:
-        optimizer: the core's optimizer.
-        use_locking: accepted and kept; a step is always one transaction here.
+        optimizer: the optimizer of gainstage.
+        use_locking: accepted and stored; a step is always one transaction here.
         name: a non-empty string.
 
     Raises:
-        ValueError: an empty name, or no string.
+        ValueError: `name` is empty, or not a string.
 
     Source: `tf.compat.v1.train.Optimizer`.
     """
@@ -57,19 +57,19 @@ class Optimizer:
         self._optimizer, self._use_locking, self._name = optimizer, use_locking, name
 
     def get_name(self) -> str:
-        """The name."""
+        """Returns the name."""
         return self._name
 
     def variables(self) -> list[Variable]:
-        """All state, as a list."""
+        """Returns all state, as a list."""
         return self._optimizer.variables
 
     def get_slot_names(self) -> list[str]:
-        """The names of slots, once there are any."""
+        """Returns the names of the slots, once there are any."""
         return sorted({name for _, name in self._slots()})
 
     def get_slot(self, var: Variable, name: str) -> Variable | None:
-        """The slot of a variable, or None."""
+        """Returns the slot of a variable, or None."""
         return self._slots().get((var, name))
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
@@ -85,18 +85,18 @@ class Optimizer:
         colocate_gradients_with_ops: bool = False,
         grad_loss: Any = None,
     ) -> Pairs:
-        """The (gradient, variable) pairs of a loss; None where it does not depend on a variable.
+        """Returns the (gradient, variable) pairs of a loss; None if it ignores the variable.
 
         Args:
-            loss: a callable of no argument; what is not a scalar is summed.
+            loss: a callable of no argument; a result that is not a scalar is summed.
             var_list: the variables; there is no global collection of them here.
-            gate_gradients, aggregation_method, colocate_gradients_with_ops: accepted, without
-                effect: XLA decides.
-            grad_loss: what the loss's elements are weighted with, None for 1.
+            gate_gradients, aggregation_method, colocate_gradients_with_ops: accepted and ignored:
+                XLA decides.
+            grad_loss: weights of the loss's elements; None for 1.
 
         Raises:
-            TypeError: a loss that is not callable.
-            ValueError: no `var_list`.
+            TypeError: `loss` is not callable.
+            ValueError: `var_list` is None.
         """
         if var_list is None:
             raise ValueError("Expected var_list; got None: there is no collection of variables.")
@@ -115,12 +115,12 @@ class Optimizer:
         global_step: Variable | None = None,
         name: str | None = None,
     ) -> None:
-        """Takes a step; `global_step`, a `gainstage.Variable`, counts it unless it was skipped.
+        """Takes a step. `global_step`, a `gainstage.Variable`, counts it unless it is skipped.
 
         Raises:
-            RuntimeError: inside of `jax.shard_map`, a gradient that differs between devices.
-            TypeError: a `global_step` that is no variable.
-            ValueError: no variable, or no gradient at all.
+            RuntimeError: inside `jax.shard_map`, a gradient differs between devices.
+            TypeError: `global_step` is not a variable.
+            ValueError: there is no variable, or no gradient.
         """
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         if not pairs:
@@ -156,7 +156,7 @@ class Optimizer:
         name: str | None = None,
         grad_loss: Any = None,
     ) -> None:
-        """`compute_gradients`, then `apply_gradients`."""
+        """Calls `compute_gradients`, then `apply_gradients`."""
         pairs = self.compute_gradients(loss, var_list, grad_loss=grad_loss)
         self.apply_gradients(pairs, global_step, name)
 
@@ -174,7 +174,7 @@ class GradientDescentOptimizer(Optimizer):
 
 
 class MomentumOptimizer(Optimizer):
-    """Momentum of version 1: `m = momentum * m + g; w -= learning_rate * m`, or, with
+    """TensorFlow 1's momentum: `m = momentum * m + g; w -= learning_rate * m`, or, with
     `use_nesterov`, `w -= learning_rate * (g + momentum * m)`.
 
     Examples:
@@ -202,13 +202,13 @@ class MomentumOptimizer(Optimizer):
 
 
 class _Momentum(optimizers.SGD):
-    """The rule of version 1, in which the rate multiplies the momentum rather than the gradient."""
+    """TensorFlow 1's rule: the learning rate multiplies the momentum, not the gradient."""
 
     elementwise = True
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
-        if not self.momentum:  # there are slots all the same
+        if not self.momentum:  # TensorFlow has slots even then
             self.momentums = self.add_optimizer_variables(var_list, "momentum")
 
     def update_step(
@@ -221,7 +221,7 @@ class _Momentum(optimizers.SGD):
 
 
 class AdamOptimizer(Optimizer):
-    """Adam, whose epsilon stands outside of the bias correction, as in `gainstage.Adam`.
+    """Adam with epsilon outside of the bias correction, as in `gainstage.Adam`.
 
     Source: `tf.compat.v1.train.AdamOptimizer`.
     """
@@ -243,18 +243,18 @@ class AdamOptimizer(Optimizer):
 
 
 class MixedPrecisionLossScaleOptimizer(Optimizer):
-    """Loss scaling around a v1 optimizer: gradients come out unscaled, a step with one that is not
-    finite is skipped, and then does not count in `global_step`.
+    """Loss scaling around a v1 optimizer. Gradients are returned unscaled. A step with a non-finite
+    gradient is skipped and does not count in `global_step`.
 
     Args:
-        opt: a v1 optimizer, not wrapped.
-        loss_scale: a number >= 1, "dynamic", a `LossScale` of `compat` (also a subclass of yours)
-            or a rule of the core.
+        opt: a v1 optimizer that is not wrapped.
+        loss_scale: a number >= 1, "dynamic", a `LossScale` of `compat` (or your subclass), or a
+            rule of gainstage.
         use_locking, name: by default those of `opt`.
 
     Raises:
         TypeError: the class of `opt` overrides a method that takes a step.
-        ValueError: no v1 optimizer, any other `loss_scale`, a malformed name.
+        ValueError: `opt` is not a v1 optimizer, `loss_scale` is anything else, or `name` is empty.
 
     Source: `tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer`.
     """
@@ -270,7 +270,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             raise ValueError(f"Expected a v1 optimizer that is not wrapped for opt; got {opt!r}.")
         check_verbs(opt, type(self).__name__, ("minimize", "compute_gradients", "apply_gradients"))
         self._inner = opt
-        # A user's own scale decides by itself: for the core the scale then is 1.
+        # A user's own scale decides by itself; the inner scale is then 1.
         ours = type(loss_scale) in (FixedLossScale, DynamicLossScale)
         self._own = None if ours or not isinstance(loss_scale, LossScale) else loss_scale
         rule = rules.FixedLossScale(1.0) if self._own is not None else _rule(loss_scale)
@@ -280,7 +280,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         wrapper = UnscaledLossScaleOptimizer(opt._optimizer, rule=rule)
         if type(loss_scale) is DynamicLossScale:
-            wrapper._guard.share(loss_scale._state)  # it is one scale, wherever it is asked for
+            wrapper._guard.share(loss_scale._state)  # object and optimizer share one state
         super().__init__(wrapper, use_locking, name)
 
     @property
@@ -293,7 +293,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         return self._inner._slots()
 
     def compute_gradients(self, loss: Callable[[], Any], *args: Any, **kwargs: Any) -> Pairs:
-        """As `Optimizer.compute_gradients`; the loss is scaled, and the gradients unscaled."""
+        """As `Optimizer.compute_gradients`, with a scaled loss and unscaled gradients."""
         if self._own is None or not callable(loss):
             return super().compute_gradients(loss, *args, **kwargs)
         scale = self.loss_scale
@@ -305,13 +305,13 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             grads = [gradient for gradient, _ in pairs]
             self._optimizer._checked(grads, [variable for _, variable in pairs])
             _, should_apply = self._own.update(grads)
-            # What the user's scale refuses is made a step that is not finite.
+            # If the user's scale refuses the step, make its gradients non-finite.
             pairs = [(g if g is None else jnp.where(should_apply, g, jnp.nan), v) for g, v in pairs]
         super()._take(pairs)
 
 
 def _rule(loss_scale: Any) -> rules.LossScale:
-    """The rule that a `loss_scale` argument stands for."""
+    """The rule for a `loss_scale` argument."""
     rule = getattr(loss_scale, "rule", loss_scale)
     if isinstance(rule, str) and rule == "dynamic":
         return rules.DynamicLossScale(min_scale=FLOOR)
