@@ -14,10 +14,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: its words, by default those of the process.
+        argv: the command-line arguments, by default those of the process.
 
     Returns:
-        The exit status: 0, or 1 where something is missing. Wrong words exit with 2.
+        The exit status: 0, or 1 if a package is missing. Wrong arguments exit with 2.
     """
     parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "report":
             import jax
 
-            jax.config.update("jax_platforms", "cpu")  # the run may still be on the other devices
+            jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
             report = importlib.import_module("gainstage.diagnostics.report")
             page = arguments.output or arguments.run.with_suffix(".html")
             return report.main(arguments.run, page)
@@ -91,13 +91,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     commands.add_parser(
         "doctor",
-        help="say what this machine computes in half precision, and check that scaling works",
+        help="show how this machine computes half precision, and check that scaling works",
         description="Prints versions, devices and how products in half precision are computed, "
         "then takes a few steps of each kind. Exits with 1 if one of them is wrong.",
     )
     report = commands.add_parser(
         "report",
-        help="show what a recorded run was like",
+        help="summarise a recorded run",
         description="Prints tables of a run that gainstage.diagnostics.JsonLines has recorded, and "
         "writes a page of it: its scale with the skipped steps and their causes, its loss, its "
         "tensors, advice, and what other rules would have done.",
@@ -142,7 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     autopsy.add_argument(
         "--using",
         metavar=function,
-        help="what differentiates, such as flax.nnx:value_and_grad (default: jax:value_and_grad)",
+        help="the function that differentiates, such as flax.nnx:value_and_grad "
+        "(default: jax:value_and_grad)",
     )
     return parser
 
@@ -160,7 +161,7 @@ def _natural(word: str) -> int:
 
 
 def _picture(word: str, kinds: Sequence[str] = (".png", ".pdf", ".svg")) -> Path:
-    """A file that can be written, found out before the work rather than after it."""
+    """Checks, before the work, that a file can be written."""
     path = Path(word)
     if path.suffix.lower() not in kinds:
         names = " or ".join(filter(None, [", ".join(kinds[:-1]), kinds[-1]]))
@@ -169,7 +170,7 @@ def _picture(word: str, kinds: Sequence[str] = (".png", ".pdf", ".svg")) -> Path
         try:
             path.open("xb").close()
             path.unlink()
-        except FileExistsError:  # stays as it is until there is something to put there
+        except FileExistsError:  # leave it unchanged until there is a result
             path.open("ab").close()
     except OSError as error:
         raise argparse.ArgumentTypeError(

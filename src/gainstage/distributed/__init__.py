@@ -1,7 +1,7 @@
 """Training on a mesh of many devices, in one process or several.
 
-The mesh, the layouts and the collectives are JAX's own. Here is what a run of many processes needs
-around a step: how they meet, agree, stay alike, and end together.
+The mesh, the shardings and the collectives are JAX's own. This package adds what many processes
+need around a step: to meet, to agree, to stay in sync, and to end together.
 """
 
 from gainstage.distributed.agreement import assert_consistent, check_replicas

@@ -1,4 +1,4 @@
-"""Whether all processes do the same: collectives match by order only, and never notice."""
+"""Checks that all processes agree; JAX matches collectives by their order only, unchecked."""
 
 import functools
 import json
@@ -24,16 +24,17 @@ from gainstage.optimizers.base import Optimizer
 def assert_consistent(optimizer: Optimizer) -> None:
     """Raises an error on every process unless all have the same optimizer, built alike.
 
-    Another learning rate on one process would give wrong weights, and another option wrong sums,
-    without a word. Call it once before the first step. Compared are the class, the configuration,
-    the variables' order, names, shapes, dtypes and layouts, all scalars of the state (the rate and
-    the scale among them), and the versions of gainstage and JAX; of a callable only its name.
+    If one process has another learning rate, weights are wrong without an error; with another
+    option, sums are. Call this once before the first step. It compares the class, the
+    configuration, and the variables' order, names, shapes, dtypes and shardings. It also compares
+    all scalars of the state, such as learning rate and scale, and the versions of gainstage and
+    JAX. Callables are compared by name.
 
     Args:
-        optimizer: built, or on no process yet.
+        optimizer: an optimizer, built on every process or on none.
 
     Raises:
-        ValueError: they differ, with what differs first, on which processes.
+        ValueError: the processes differ; the first difference and its processes are named.
 
     Examples:
         >>> import gainstage as gs
@@ -67,14 +68,14 @@ def _facts(optimizer: Optimizer) -> dict[str, Any]:
     for variables in (trainable, state):
         for name, variable in zip(unique_names(variables), variables, strict=True):
             about = [list(variable.shape), str(variable.dtype), str(variable._sharding)]
-            facts[f"shape, dtype and layout of {name!r}"] = about
+            facts[f"shape, dtype and sharding of {name!r}"] = about
             if not variable.shape and not variable._is_planned:
                 facts[f"value of {name!r}"] = repr(variable.numpy().item())
     return facts
 
 
 def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested configuration with dotted names."""
+    """Flattens a nested configuration to dotted names."""
     if not isinstance(config, dict):
         return {prefix.removesuffix("."): config}
     parts = [_flat(value, f"{prefix}{key}.") for key, value in config.items()]
@@ -82,7 +83,7 @@ def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _gather(text: str) -> list[str]:
-    """The texts of all processes."""
+    """Gathers the texts of all processes."""
     mine = np.frombuffer(text.encode(), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.int32(mine.size)))
     padded = np.zeros(lengths.max(), np.uint8)
@@ -92,18 +93,18 @@ def _gather(text: str) -> list[str]:
 
 
 def check_replicas(tree: Any) -> jax.Array:
-    """Whether all devices that should hold the same bits do: a bool scalar, known to all.
+    """Returns whether all replicas have the same bits: a bool scalar, replicated.
 
-    JAX takes replicas to be equal and reads one of them. They drift apart where a process did
-    something on its own, a device is broken, or a collective is not deterministic. This finds a
-    difference in one element for certain, if only in its last bit, and others but for one chance in
-    billions. It is one all-reduce of 8 bytes between steps, and does not wait for it.
+    JAX assumes that replicas are equal, and reads one of them. They drift apart if a process
+    computes something else, a device is broken, or a collective is not deterministic. A difference
+    in one element is always found, even in its last bit; any other is missed once in billions. The
+    check is one all-reduce of 8 bytes between steps, and does not synchronise.
 
     Args:
-        tree: a pytree of arrays or variables, all on one mesh; what is on one device is left out.
+        tree: a pytree of arrays or variables on one mesh. Arrays on one device are ignored.
 
     Raises:
-        ValueError: arrays on several meshes.
+        ValueError: the arrays are on several meshes.
 
     Examples:
         >>> import jax, gainstage as gs
@@ -115,21 +116,21 @@ def check_replicas(tree: Any) -> jax.Array:
     """
     leaves = [x._value if isinstance(x, Variable) else x for x in jax.tree.leaves(tree)]
     arrays = [x for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
-    layouts = [array.sharding for array in arrays]
-    meshes = {layout.mesh for layout in layouts}
+    shardings = [array.sharding for array in arrays]
+    meshes = {sharding.mesh for sharding in shardings}
     if len(meshes) > 1:
         raise ValueError(f"Expected all arrays on one mesh; got {len(meshes)} meshes.")
     if not meshes:
         return jnp.array(True)
-    return _same(tuple(layouts))(arrays)
+    return _same(tuple(shardings))(arrays)
 
 
 @functools.cache
-def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
-    mesh, specs = layouts[0].mesh, [layout.spec for layout in layouts]
+def _same(shardings: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
+    mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
 
     def part(arrays: list[jax.Array]) -> jax.Array:
-        # Of n replicas the first counts n - 1 times, the others -1 times: equal ones add up to 0.
+        # Of n replicas the first has weight n - 1, the others -1: equal ones add up to 0.
         total = jnp.zeros(2, jnp.uint32)
         for i, (array, spec) in enumerate(zip(arrays, specs, strict=True)):
             over = [axis for axis in mesh.axis_names if axis not in axes_of(spec)]
@@ -147,9 +148,9 @@ def _same(layouts: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
 def hashes(array: jax.Array, number: int = 0) -> jax.Array:
     """Two sums over the elements, of the lower and the upper halves of their 32-bit words.
 
-    Each element has a factor of its own, another one in each array. The halves are no larger than
-    `2**16` and their factors odd, so that a difference in one element times the number of replicas
-    cannot be a multiple of `2**32`.
+    Each element of each array has its own factor. The halves are below `2**16` and the factors are
+    odd. So a difference in one element, times the number of replicas, is never a multiple of
+    `2**32`.
     """
     if array.dtype == bool:
         array = array.astype(jnp.uint8)
@@ -166,7 +167,7 @@ def hashes(array: jax.Array, number: int = 0) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Numbers that have nothing to do with each other, out of numbers in a row (MurmurHash3)."""
+    """Hashes consecutive numbers to unrelated ones (MurmurHash3)."""
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     return x ^ (x >> 16)

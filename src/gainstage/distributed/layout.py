@@ -1,4 +1,4 @@
-"""What the variables and the state of an optimizer take up on each device."""
+"""The memory of an optimizer's variables and state on each device."""
 
 import math
 from typing import Any
@@ -10,20 +10,20 @@ from gainstage.optimizers.base import Optimizer
 
 
 def describe_layout(optimizer: Optimizer) -> str:
-    """A table of what lies where, and of the bytes on each device.
+    """Returns a table of the shardings of variables and state, and of the bytes on each device.
 
-    Nothing is allocated for it: built for variables that are only planned (made of a
-    `jax.ShapeDtypeStruct`), an optimizer tells what a run would need before there is one.
+    Nothing is allocated. Build the optimizer for planned variables (made from a
+    `jax.ShapeDtypeStruct`) to see what a run would need.
 
     Args:
-        optimizer: built.
+        optimizer: an optimizer, built.
 
     Returns:
-        A table for `print`: a line for each variable, with the state that belongs to it, and the
-        sum of all.
+        A table for `print`: one line per variable, with the state that belongs to it, and the
+        totals.
 
     Raises:
-        ValueError: not built.
+        ValueError: the optimizer is not built.
 
     Examples:
         >>> import jax, jax.numpy as jnp, gainstage as gs
@@ -57,7 +57,7 @@ def describe_layout(optimizer: Optimizer) -> str:
 
 
 def _sharding(variables: list[Variable]) -> str:
-    """How they are divided; that of most, where they differ."""
+    """The sharding of some variables; if they differ, the most frequent."""
     specs = [
         v._sharding.spec if isinstance(v._sharding, NamedSharding) else None for v in variables
     ]
@@ -66,7 +66,7 @@ def _sharding(variables: list[Variable]) -> str:
 
 
 def _bytes(variables: list[Variable], whole: bool = False) -> str:
-    """What they take up on one device, or as a whole."""
+    """The memory of some variables on one device, or in total."""
     total = 0
     for variable in variables:
         shape: Any = variable.shape
@@ -77,7 +77,7 @@ def _bytes(variables: list[Variable], whole: bool = False) -> str:
 
 
 def _written(count: float) -> str:
-    """A number of bytes with three digits."""
+    """Formats a number of bytes with three digits."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""How processes meet: `jax.distributed.initialize`, which neither hangs nor aborts unexplained."""
+"""Connects the processes of a run: `jax.distributed.initialize` with clear errors and timeouts."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ import numpy as np
 from gainstage._core._jax import multihost_utils
 from gainstage.distributed.watchdog import TEMPORARY, Watchdog
 
-TOKEN = 16  # bytes that tell a peer from a stranger
+TOKEN = 16  # bytes that identify a process of this run
 
 
 def initialize(
@@ -29,40 +29,40 @@ def initialize(
     patience: float | None = None,
     **options: Any,
 ) -> Watchdog:
-    """Joins the processes of a run, and ends this one if another is gone.
+    """Connects the processes of a run, and ends this one if another is gone.
 
     Call it in every process, after `jax.config` and before any computation. From then on an
-    uncaught exception ends the process at once, and so all others, with a message each; JAX by
-    itself would wait for minutes. What a failed step leaves behind cannot be used: start all
-    processes again, and restore the last checkpoint.
+    uncaught exception ends all processes at once, each with a message; JAX itself would wait for
+    minutes. After a failed step the donated state is gone: restart all processes from the last
+    checkpoint.
 
-    SIGTERM ends the process, and so all others. JAX by itself would take it for a notice that
-    `multihost_utils.reached_preemption_sync_point` reports, and run on; set the environment
-    variable `JAX_ENABLE_PREEMPTION_SERVICE=1` if you ask for that in each step.
+    SIGTERM also ends all processes. JAX itself would take it for a preemption notice, and run on
+    until `multihost_utils.reached_preemption_sync_point`. If you call that in each step, set the
+    environment variable `JAX_ENABLE_PREEMPTION_SERVICE=1`.
 
     Args:
         coordinator_address: "host:port" of process 0, the same for all. A loopback address is
-            bound as such, not on all interfaces. None where JAX knows the cluster (Slurm, MPI).
-        num_processes: how many there are; None as above.
-        process_id: which one this is, from 0; None as above.
-        timeout: the seconds to wait for the others to arrive.
-        heartbeat: the seconds after which JAX gives up a machine that is silent.
-        patience: the seconds that may pass between two calls of `Watchdog.feed`, after the first;
-            None for ever.
-        **options: others of `jax.distributed.initialize`.
+            bound as such, not on all interfaces. None if JAX detects the cluster (Slurm, MPI).
+        num_processes: the number of processes; None as above.
+        process_id: the index of this process, from 0; None as above.
+        timeout: the seconds to wait for the other processes to connect.
+        heartbeat: the seconds of silence after which JAX considers a machine lost.
+        patience: the largest number of seconds between two calls of `Watchdog.feed`, after the
+            first call; None for no limit.
+        **options: further options of `jax.distributed.initialize`.
 
     Returns:
-        The watchdog, to be fed once a step if there is a `patience`.
+        The watchdog. With a `patience`, call its `feed` once per step.
 
     Raises:
         OSError: another program on this machine listens on the port of process 0.
-        ValueError: an address without a port, or a patience that is no number > 0.
+        ValueError: the address has no port, or `patience` is not a number > 0.
 
-    A second connection goes to a port of process 0 that the system chooses: a firewall between
-    machines has to let it pass.
+    A second connection goes to a port of process 0 that the system chooses. A firewall between
+    machines has to allow it.
 
-    A process that waits in vain, or loses another, ends with status 75, which by convention asks
-    for another try.
+    A process that waits in vain, or loses another, exits with status 75, which by convention means
+    that a retry may succeed.
 
     Source: `jax.distributed.initialize`.
     """
@@ -87,7 +87,7 @@ def initialize(
             coordinator_address,
             num_processes,
             process_id,
-            # JAX would abort with a stack of C++; it is left to `late`.
+            # Longer than `late`: JAX would abort with a C++ stack.
             initialization_timeout=int(2 * timeout) + 30,
             heartbeat_timeout_seconds=int(heartbeat),
             **options,
@@ -100,7 +100,7 @@ def initialize(
 
 
 def _introduce(watchdog: Watchdog, coordinator_address: str | None) -> None:
-    """Connects all processes to process 0, whose address and token go round by JAX."""
+    """Connects all processes to process 0; JAX broadcasts its address and a token."""
     if jax.process_index() == 0:
         host = coordinator_address.rpartition(":")[0] if coordinator_address else None
         listener = socket.create_server((_reachable(host or socket.gethostname()), 0))
@@ -124,7 +124,7 @@ def _give_up(address: str | None, count: int | None, timeout: float) -> None:
     print(
         f"Expected {count or 'all'} processes to meet{there} within {timeout:g} s; they did not. "
         f"Start all of them with the same coordinator_address and num_processes, each with a "
-        f"process_id of its own, and see that the address can be reached.",
+        f"process_id of its own, and check that the address can be reached.",
         file=sys.stderr,
         flush=True,
     )
@@ -132,7 +132,7 @@ def _give_up(address: str | None, count: int | None, timeout: float) -> None:
 
 
 def _check_free(address: str) -> None:
-    """JAX would end in C++, or share the port with another run."""
+    """Raises if the port is in use: JAX would abort in C++, or share it with another run."""
     host, _, port = address.rpartition(":")
     host = "" if host == "[::]" else host
     try:
@@ -152,13 +152,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def _reachable(host: str) -> str:
-    """The address at which other machines find this one, whose name this is."""
+    """The address at which other machines reach this one, whose name is `host`."""
     address = _ipv4(host)
     if not address.startswith("127.") or _is_loopback(host):
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # Debian calls itself 127.0.1.1
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: it asks for the way out
+            probe.connect(("192.0.2.1", 9))  # sends nothing: it selects the outgoing interface
         except OSError:
             return address
         return probe.getsockname()[0]

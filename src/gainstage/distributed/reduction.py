@@ -1,4 +1,4 @@
-"""Sums of gradients over devices, which half precision may be too small for."""
+"""Sums of gradients over devices, which can overflow or round in half precision."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,22 @@ from gainstage._core.stats import measure
 
 
 def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
-    """The parameters, so marked that JAX adds up their gradients over devices in float32.
+    """Marks parameters so that JAX sums their gradients over devices in float32.
 
-    For data parallelism on a mesh of Explicit axes; call it inside of the loss, before parameters
-    are cast to half precision. JAX puts the sums in by itself, and without the mark it adds in the
-    dtype of the product that makes a gradient: a sum in float16 over n devices overflows log2(n)
-    bits earlier than its terms do, and rounds n times. The products stay in half precision.
+    Use it for data parallelism on a mesh of Explicit axes. Call it inside the loss, before
+    parameters are cast to half precision. JAX inserts the sums itself. Without the mark it sums in
+    the dtype of the product that computes the gradient. A float16 sum over n devices overflows
+    log2(n) bits earlier than its terms, and rounds n times. The products stay in half precision.
 
     Args:
         params: a pytree of arrays, replicated over the axis.
-        axis_name: the axis, or axes, of the mesh over which the batch is divided.
+        axis_name: the mesh axis, or axes, over which the batch is sharded.
 
     Returns:
         The same values, in the same dtypes.
 
     Raises:
-        ValueError: an array that is not on a mesh of Explicit axes.
+        ValueError: an array is not on a mesh of Explicit axes.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -49,29 +49,29 @@ def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
     axes = frozenset((axis_name,) if isinstance(axis_name, str) else axis_name)
 
     def mark(x: Any) -> jax.Array:
-        layout = typed_sharding(x)
-        if layout is None:
+        sharding = typed_sharding(x)
+        if sharding is None:
             raise ValueError(
-                f"Expected params on a mesh of Explicit axes; got {jax.typeof(x)}. On Auto axes "
-                f"ask products for preferred_element_type=jnp.float32."
+                f"Expected params on a mesh of Explicit axes; got {jax.typeof(x)}. On Auto axes, "
+                f"set preferred_element_type=jnp.float32 in products."
             )
-        spec = PartitionSpec(*layout.spec, reduced=axes)
-        marked = jax.sharding.reshard(upcast(x), NamedSharding(layout.mesh, spec))
+        spec = PartitionSpec(*sharding.spec, reduced=axes)
+        marked = jax.sharding.reshard(upcast(x), NamedSharding(sharding.mesh, spec))
         return marked.astype(x.dtype)
 
     return jax.tree.map(mark, params)
 
 
 def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
-    """The mean of gradients over the devices of a mesh axis, summed in float32.
+    """Returns the mean of gradients over the devices of a mesh axis, summed in float32.
 
-    For data parallelism by `jax.shard_map`, between the backward pass and the step.
+    Use it for data parallelism with `jax.shard_map`, between the backward pass and the step.
 
     Args:
-        grads: a pytree of arrays of any floating dtype, one of each on every device. Each device's
-            loss must be differentiated by itself: with `check_vma=True` mark the parameters with
-            `jax.lax.pcast(params, axis_name, to="varying")` first, else JAX has added already.
-        axis_name: the axis, or axes, of the mesh.
+        grads: a pytree of arrays of any floating dtype, one of each on every device. Differentiate
+            each device's own loss: with `check_vma=True` mark the parameters with
+            `jax.lax.pcast(params, axis_name, to="varying")`, or JAX sums the gradients itself.
+        axis_name: the mesh axis, or axes.
 
     Returns:
         The means, in float32 or wider.
@@ -90,17 +90,19 @@ def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
 
 
 def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.Array:
-    """How many bits the loss scale could still grow before a gradient overflows.
+    """Returns by how many bits the loss scale can grow before a gradient overflows.
 
     Args:
-        grads: a pytree of scaled gradients, or of true ones for the largest scale itself.
-        dtype: the dtype that the backward pass computes in.
-        summed_over: the number of devices over which gradients are summed in that dtype, each of
-            which may hold as large a part of the same sign; 1 if they are summed in float32.
+        grads: a pytree of scaled gradients; for unscaled ones the result is log2 of the largest
+            possible scale.
+        dtype: the dtype of the backward pass.
+        summed_over: the number of devices over which gradients are summed in that dtype (each
+            may add as large a term of the same sign); 1 if they are summed in float32.
 
     Returns:
-        log2 of the largest number over the largest gradient, less log2(`summed_over`): a float32
-        scalar, negative where there is none left, -inf if a gradient is inf, inf if all are 0.
+        log2 of the largest number of `dtype` over the largest gradient, less log2(`summed_over`):
+        a float32 scalar. It is negative if there is none left, -inf if a gradient is inf, and inf
+        if all are 0.
 
     Examples:
         >>> import jax.numpy as jnp

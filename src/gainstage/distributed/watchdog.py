@@ -1,13 +1,13 @@
-"""How processes end together: one that dies, fails or stands still takes the others along.
+"""Ends all processes together: if one dies, fails or hangs, the others end too.
 
-A collective whose partner is gone may fail at once, or wait for ever. So every process keeps a
-connection to process 0, which the operating system closes when either end dies, and a thread that
-watches it; the thread can end the process even while a collective hangs.
+If a process is gone, a collective of the others may fail at once or wait for ever. So each process
+keeps a connection to process 0. The operating system closes it when either end dies. A thread
+watches the connection, and can end the process even while a collective hangs.
 
-The heartbeat of `jax.distributed` does not replace it. With jax 0.10.2, two processes and a
-heartbeat of 10 s, after a `kill -9` the other process is aborted only when the heartbeat is over,
-with a C++ stack. After an uncaught exception, or where a process sleeps in Python, the heartbeat
-goes on, and the other process waits for more than a minute.
+The heartbeat of `jax.distributed` is not enough. Measured with jax 0.10.2, two processes and a
+heartbeat of 10 s: after a `kill -9`, the other process aborts only when the heartbeat times out,
+with a C++ stack. After an uncaught exception, or while a process sleeps in Python, the heartbeat
+continues, and the other process waits for more than a minute.
 """
 
 import atexit
@@ -22,8 +22,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-TEMPORARY = 75  # EX_TEMPFAIL: what failed may succeed when it is tried again
-BYE = 0xFFFFFFFF  # sent before a process ends as it should; else the number of one that is lost
+TEMPORARY = 75  # EX_TEMPFAIL: a retry may succeed
+BYE = 0xFFFFFFFF  # the message before a normal exit; any other is the number of a lost process
 WORD = 4  # bytes
 ADVICE = (
     "The state of this run is lost with it: start all processes again, and restore the last "
@@ -32,12 +32,12 @@ ADVICE = (
 
 
 class Watchdog:
-    """Ends this process, with a message, if another is gone or no step is taken any more.
+    """Ends this process, with a message, if another is gone or no step is taken for too long.
 
-    `gainstage.distributed.initialize` makes one. Used alone it minds the `patience` only.
+    `gainstage.distributed.initialize` creates one. Used alone, it checks `patience` only.
 
     Args:
-        patience: the seconds that may pass between two calls of `feed`; None for ever.
+        patience: the largest number of seconds between two calls of `feed`; None for no limit.
 
     Examples:
         >>> from gainstage import distributed
@@ -52,22 +52,22 @@ class Watchdog:
             raise ValueError(f"Expected a number of seconds > 0 for patience; got {patience!r}.")
         self.patience = patience
         self._fed: float | None = None
-        self._peers: dict[socket.socket, int] = {}  # those that are minded
-        self._left: list[socket.socket] = []  # those that said goodbye, and may be told it
+        self._peers: dict[socket.socket, int] = {}  # connections that are watched
+        self._left: list[socket.socket] = []  # connections whose process exits normally
         self._told = threading.Event()
         self._thread: threading.Thread | None = None
         self._old_hook = sys.excepthook
 
     def feed(self) -> None:
-        """Says that a step has been started, or that something else goes on that takes its time."""
+        """Reports progress: a step, or other work that takes time."""
         self._fed = time.monotonic()
         self._start()
 
     def close(self) -> None:
-        """Says goodbye to the other processes: from now on this one may end, and takes its time.
+        """Tells the other processes that this one exits normally, which may take a while.
 
-        It is called at the end of a process that ends by itself, `sys.exit` included: where that
-        means a failure, raise an exception instead."""
+        A process that ends by itself calls this at exit, also after `sys.exit`. To report a
+        failure, raise an exception instead."""
         self._fed = self.patience = None
         sys.excepthook = self._old_hook
         for peer in [*self._peers, *self._left]:
@@ -77,11 +77,11 @@ class Watchdog:
     # ── the connections: a star around process 0 ─────────────────────────────────────────────
 
     def host(self, listener: socket.socket, token: bytes, count: int) -> None:
-        """Waits for `count - 1` other processes that know the token, and watches them."""
+        """Waits for `count - 1` other processes that send the token, and watches them."""
         with listener:
             while len(self._peers) < count - 1:
                 peer, _ = listener.accept()
-                peer.settimeout(5)  # a stranger may say nothing
+                peer.settimeout(5)  # a foreign program may send nothing
                 hello = _receive(peer, len(token) + WORD)
                 peer.settimeout(None)
                 if hello[:-WORD] == token:
@@ -91,7 +91,7 @@ class Watchdog:
         self._watch()
 
     def join(self, address: tuple[str, int], token: bytes, number: int) -> None:
-        """Connects to process 0, and watches it."""
+        """Connects to process 0, and watches the connection."""
         peer = socket.create_connection(address)
         peer.sendall(token + number.to_bytes(WORD))
         self._peers[peer] = 0
@@ -104,7 +104,7 @@ class Watchdog:
         self._start()
 
     def _forget(self) -> None:
-        """In a forked child: it is not part of the run, and must not speak for its parent."""
+        """Closes the connections in a forked child, which is not part of the run."""
         for peer in [*self._peers, *self._left]:
             peer.close()
         self._peers, self._left, self.patience = {}, [], None
@@ -122,7 +122,7 @@ class Watchdog:
             for peer in self._peers:
                 selector.register(peer, selectors.EVENT_READ)
             while self._peers or self.patience:
-                # Without sockets a selector would not wait.
+                # Without sockets `select` would not wait.
                 events = selector.select(0.2) if self._peers else time.sleep(0.2)
                 for key, _ in events or ():
                     self._hear(selector, key.fileobj)
@@ -139,16 +139,16 @@ class Watchdog:
             self._lose(self._peers[peer])
         elif int.from_bytes(word) == BYE:
             selector.unregister(peer)
-            self._left.append(peer)  # first, so that it is never in neither
+            self._left.append(peer)  # before the removal, so that one list always has it
             del self._peers[peer]
         else:
             self._lose(int.from_bytes(word))
 
     def _lose(self, number: int) -> None:
-        for peer in self._peers:  # process 0 tells the others, who would only miss it
+        for peer in self._peers:  # process 0 informs the others, which cannot see the loss
             with contextlib.suppress(OSError):
                 peer.sendall(number.to_bytes(WORD))
-        time.sleep(1)  # for an error of this process's own, which may be the same, to be printed
+        time.sleep(1)  # let this process print its own error first, which may be the same
         self._end(f"Expected all processes to stay; process {number} is gone.")
 
     def _end(self, message: str) -> None:
@@ -159,9 +159,9 @@ class Watchdog:
     def _end_with(
         self, cls: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """What happens to an uncaught exception: leaving would wait for the others first."""
+        """The hook for uncaught exceptions: a normal exit would wait for the other processes."""
         traceback.print_exception(cls, error, trace)
-        # A collective fails where another process has died: the thread knows which.
+        # A collective also fails if another process died; then the thread names that process.
         if isinstance(error, RuntimeError) and self._peers:
             self._told.wait(2)
         if self._told.is_set():
@@ -171,7 +171,7 @@ class Watchdog:
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:
-    """So many bytes, or none if the other end is gone."""
+    """Receives this number of bytes; none if the other end is gone."""
     received = b""
     while len(received) < count:
         try:
