@@ -132,7 +132,7 @@ def test_a_formula_is_no_matter_of_precision(formula, operation, hint):
     assert (x.causes[0].kind, x.causes[0].operation) == ("invalid", operation)
     assert hint in x.causes[0].message
     assert x.remedies == []
-    assert "mend the data, or the formula" in str(x)
+    assert "fix the data, or the formula" in str(x)
 
 
 def test_data_and_parameters_are_named():

@@ -1,4 +1,4 @@
-"""What a run was like: writers of its numbers, alarms, and the report on them."""
+"""Records runs and explains them: writers, alarms, reports, and the causes of bad steps."""
 
 from gainstage.diagnostics.alarms import Alarm, Alarms, alarms_in
 from gainstage.diagnostics.boundary import largest_scale

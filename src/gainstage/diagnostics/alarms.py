@@ -1,4 +1,4 @@
-"""Alarms: what goes wrong in a run, said once, with what to do about it."""
+"""Alarms: warns once about each problem of a run, with a remedy."""
 
 import math
 import warnings
@@ -17,23 +17,23 @@ from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale, as_power
 
 LIMIT = 65504.0  # the largest number of float16
-WINDOW = 200  # steps that are looked back upon; after so many quiet ones an alarm may ring again
-SHARE = 0.1  # of steps skipped
+WINDOW = 200  # steps that alarms look back; also the quiet steps before an alarm repeats
+SHARE = 0.1  # the largest share of skipped steps without an alarm
 _BOUNDARY = (
     "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
     'predicted.astype("float32"), or keep the scale below with {setting}={below}.'
 )
 LOW = 16  # bits between the largest gradient and the limit
-MEMORY = 2000  # steps for which an overflow is held to tell where the limit is
+MEMORY = 2000  # steps for which an overflow counts as evidence of the limit
 
 
 class Alarm(UserWarning):
-    """Something that a person should look at.
+    """A warning about a run that a person should look at.
 
     Args:
         kind: "data", "overflow", "loss", "floor", "skips", "headroom", "growth" or "boundary".
-        step: when it was noticed.
+        step: the step at which the problem was detected.
         message: what happened, and what to do next.
     """
 
@@ -46,27 +46,27 @@ class Alarm(UserWarning):
 
 
 class Alarms(Writer):
-    """Watches the telemetry of a run, and warns once of each thing that goes wrong.
+    """Watches the telemetry of a run, and warns once about each problem.
 
-    - "data": eight steps in a row were skipped whose loss was not finite, or gradients were NaN
-      at scales so low that a lower one cannot help.
+    - "data": eight steps in a row were skipped because the loss was not finite, or because
+      gradients were NaN at scales so low that a lower one cannot help.
     - "overflow": eight steps in a row were skipped for another reason, probably an overflow.
-    - "loss": `AdaptiveLossScale` measures the loss, and is not given it.
-    - "floor": the scale is as low as the rule lets it be, and steps are still skipped.
+    - "loss": `AdaptiveLossScale` needs the loss, but does not get it.
+    - "floor": the scale is the rule's lowest, and steps are still skipped.
     - "skips": more than a tenth of the last 200 steps were skipped.
     - "headroom": a scale that cannot fall is within one bit of overflow.
     - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
       and the scale did not rise.
-    - "boundary": `look_at` finds that the loss leaves float16 too late for the scales of the rule.
+    - "boundary": `look_at` finds that the loss is cast from float16 too late for the rule's scales.
 
-    Nothing is decided for you. `warnings.simplefilter("error", Alarm)` makes an alarm an exception
-    out of `write`, between two steps, where a checkpoint can be saved.
+    Alarms change nothing in the run. With `warnings.simplefilter("error", Alarm)` an alarm becomes
+    an exception of `write`, between two steps, so a checkpoint can be saved.
 
     Args:
-        rule: the rule of the run: its bounds and its period are what some alarms are about.
+        rule: the rule of the run; some alarms depend on its bounds and its period.
         on_alarm: called with each `Alarm`; by default `warnings.warn`.
-        every: as for every `Writer`: an alarm may be so many steps late.
-        largest_number: that of the dtype of the backward pass, by default float16's.
+        every: as for every `Writer`; an alarm can be this many steps late.
+        largest_number: the largest number of the backward pass's dtype, by default float16's.
 
     Examples:
         >>> import gainstage as gs
@@ -92,11 +92,12 @@ class Alarms(Writer):
         self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
 
     def look_at(self, fun: Callable[..., Any], *args: Any) -> None:
-        """Looks, before the run, at how the loss is computed.
+        """Checks, before the run, how the loss is computed.
 
         Args:
-            fun: the loss, a scalar or (loss, aux) of the arguments; it is traced, not run.
-            *args: arrays, or what `jax.eval_shape` takes in their place.
+            fun: the loss, a function of `args` that returns a scalar or (loss, aux). It is only
+                traced.
+            *args: arrays, or `jax.ShapeDtypeStruct`s as for `jax.eval_shape`.
         """
         largest, highest = largest_scale(fun, *args), _highest(self._rule)
         if largest < highest:
@@ -115,14 +116,13 @@ class Alarms(Writer):
 def alarms_in(
     run: Run, rule: LossScale | None = None, largest_number: float = LIMIT
 ) -> list[Alarm]:
-    """The alarms that would have rung in a recorded run.
+    """Returns the alarms for a recorded run.
 
-    They are judged by what came after them, too: a row of skipped steps that ended at a lower
-    scale was an overflow.
+    Later steps are used too: if a run of skipped steps ended at a lower scale, it was an overflow.
 
     Args:
-        run: as `read_run` returns it.
-        rule: the rule of the run, by default the one that the recording names.
+        run: the result of `read_run`.
+        rule: the rule of the run, by default the recorded one.
         largest_number: as for `Alarms`.
     """
     watch, found = _Watch(run.rule if rule is None else rule, largest_number), []
@@ -138,7 +138,7 @@ def alarms_in(
 
 
 class _Watch:
-    """What is remembered of a run, step by step, in plain Python."""
+    """The state of the alarms, updated step by step, in plain Python."""
 
     def __init__(self, rule: LossScale | None, limit: float):
         self._rule, self._limit = rule, limit
@@ -148,22 +148,22 @@ class _Watch:
         self._skips: deque[str] = deque(maxlen=WINDOW)  # of each step, "" if it was not skipped
         self._seen = LargestGradient()
         self._largest: deque[float] = deque(maxlen=WINDOW)  # of each step, times the scale
-        self._row = Row(rule, math.nan, math.nan)  # the last one
+        self._row = Row(rule, math.nan, math.nan)  # the latest run of skipped steps
         self._fitted = math.nan  # the scale of the last finite step
-        self._told = False  # whether an alarm of the row was due in the last step
-        self._lost = False  # whether that was skipped, and its loss was not finite
+        self._told = False  # whether the last step had an alarm for the run of skipped steps
+        self._lost = False  # whether the last step was skipped with a non-finite loss
         self._before = math.nan  # its scale
         self._raised = 0  # steps since the scale last rose
-        self._moved = False  # whether it ever has been another one
-        self._overflowed = (math.inf, 0)  # the lowest scale that did of late, and when
-        self._lowest = math.inf  # the lowest that ever did, and was not finite since
+        self._moved = False  # whether the scale ever changed
+        self._overflowed = (math.inf, 0)  # the lowest scale that overflowed recently, and when
+        self._lowest = math.inf  # the lowest that ever overflowed, and was not finite since
 
     def see(self, record: Record, fate: Fate | None = None) -> list[Alarm]:
-        """The alarms of one more step.
+        """Returns the alarms of the next step.
 
         Args:
-            record: its numbers.
-            fate: what becomes of the row of skipped steps that it is in, if that is known.
+            record: the step's numbers.
+            fate: how the step's run of skipped steps ends, if that is known.
         """
         step, scale = int(record["step"]), float(record.get("loss_scale", math.nan))
         if not _known(record.get("finite")):
@@ -180,7 +180,7 @@ class _Watch:
         else:
             self._row.add(loss, norm, scale)
         kind, told = self._row.cause(fate)
-        if told:  # and not told again as skips
+        if told:  # do not count these steps as skips too
             for _ in range(min(self._row.length - 1, len(self._skips)) if not self._told else 0):
                 self._skips.pop()
         elif self._fitted > 0:
@@ -205,13 +205,13 @@ class _Watch:
         ]
 
     def _rings(self, kind: str, condition: bool) -> bool:
-        """Whether the condition holds for the first time, or again after a while."""
+        """Whether the condition holds for the first time, or again after quiet steps."""
         quiet = self._quiet.get(kind, WINDOW)
         self._quiet[kind] = 0 if condition else quiet + 1
         return condition and quiet >= WINDOW
 
     def _end_of_row(self, step: int, scale: float) -> None:
-        """Learns from the row of skipped steps that this finite step may have ended."""
+        """Updates the known overflows when a finite step ends a run of skipped steps."""
         row = self._row
         not_the_scale = row.bad_loss or row.low < row.first <= scale
         if row.length and not not_the_scale:
@@ -299,7 +299,7 @@ class _Watch:
             return ""
         stays = isinstance(self._rule, FixedLossScale) or (self._rule is None and not self._moved)
         if stays and scale == 1:
-            return ""  # it does not scale, on purpose
+            return ""  # the run does not scale, on purpose
         largest = max(self._largest)
         if largest == 0:
             return (
@@ -331,13 +331,13 @@ class _Watch:
         )
 
     def _other(self) -> str:
-        """Another rule, where the one in use is known to be another."""
+        """The advice to try another rule, unless the run uses it or its rule is unknown."""
         adaptive = isinstance(self._rule, AdaptiveLossScale | None)
         return "" if adaptive else ", or rule=gs.AdaptiveLossScale()"
 
 
 def _highest(rule: LossScale | None) -> float:
-    """The highest scale that a rule may come to."""
+    """The highest scale that a rule can reach."""
     return float(getattr(rule, "loss_scale_value", getattr(rule, "max_scale", math.inf)))
 
 

@@ -1,4 +1,4 @@
-"""`gainstage autopsy`: the X-ray of a bad step that a run has kept in a capsule."""
+"""`gainstage autopsy`: the X-ray of a bad step from a capsule."""
 
 import importlib
 import operator
@@ -31,7 +31,8 @@ def main(
         like: what `read_capsule` takes as `like`, as "module:function".
         output: the page's file; None for none.
         has_aux: whether the loss function returns (loss, aux).
-        using: what differentiates, as "module:function"; by default `jax.value_and_grad`.
+        using: the function that differentiates, as "module:function"; by default
+            `jax.value_and_grad`.
 
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
@@ -67,15 +68,15 @@ def main(
 
 
 def _configure(about: dict[str, Any]) -> None:
-    """Sets JAX as in the run, before the user's module makes its first array."""
+    """Sets JAX as in the run, before the user's module creates its first array."""
     here = settings()
-    for name in here.keys() & about["settings"].keys():  # and nothing else that a file may hold
+    for name in here.keys() & about["settings"].keys():  # ignore anything else in the file
         if about["settings"][name] != here[name]:
             jax.config.update(name, about["settings"][name])
 
 
 def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: found) -> Any:
-    """What the user's "module:function" names; the module may lie in the current directory."""
+    """Imports "module:function"; the module may be in the current directory."""
     module, _, name = words.partition(":")
     if not (module and name):
         raise ValueError(f"Expected module:function for {option}; got {words!r}.")
@@ -84,7 +85,7 @@ def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: fo
         sys.path.insert(0, folder)
     try:
         return use(operator.attrgetter(name)(importlib.import_module(module)))
-    except (Exception, SystemExit) as error:  # a script may read the command line
+    except (Exception, SystemExit) as error:  # a script may parse the command line and exit
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             advice = " Write it without .py." if module.endswith(".py") else ""
             raise ValueError(
@@ -102,7 +103,7 @@ def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: fo
 
 
 def _about(path: Path, bad: BadStep) -> str:
-    """What the capsule holds, and what is different here."""
+    """Describes a capsule, and the versions that differ here."""
     of_run = ", ".join(f"{name} {version}" for name, version in bad.versions.items())
     lines = [f"{path}: step {bad.step} at scale {as_power(bad.scale)}, of {of_run}"]
     other = {n: v for n, v in versions().items() if v != bad.versions.get(n)}
@@ -113,7 +114,7 @@ def _about(path: Path, bad: BadStep) -> str:
 
 
 def _shown(args: Sequence[Any]) -> str:
-    """What each argument is, in a line."""
+    """Describes each argument in a line."""
     lines = []
     for number, arg in enumerate(args):
         leaves = jax.tree_util.tree_flatten_with_path(arg)[0]

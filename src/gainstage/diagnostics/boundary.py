@@ -1,4 +1,4 @@
-"""The largest scale that does not overflow in a loss, by the dtypes that it passes through."""
+"""The largest scale that does not overflow in a loss by itself, from the dtypes on its way."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,24 +13,23 @@ from gainstage._core.checks import LARGEST
 
 
 def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
-    """The largest loss scale that does not overflow by itself, whatever the gradients are.
+    """Returns the largest loss scale that does not overflow by itself, whatever the gradients are.
 
-    The backward pass begins with the scale, and multiplies it by the loss's derivatives on the way.
-    Where nothing but constants has been multiplied yet (1 / n for a mean) and the next operation is
-    float16, the scale times that constant has to be a float16 number. That is so for a loss which
-    is computed in float16 to its end; for one that is computed in float32 out of float16
-    predictions any scale will do.
+    The backward pass starts with the scale and multiplies it by derivatives of the loss. The first
+    factors may be constants, such as 1 / n for a mean. If an operation on such a product is
+    float16, the product must not exceed float16. This limits the scale if the loss is float16 to
+    its end. It does not if the loss is computed in float32 from float16 predictions.
 
     Args:
-        fun: the loss, a scalar or (loss, aux) of the arguments; it is traced, not run.
-        *args: arrays, or what `jax.eval_shape` takes in their place.
+        fun: the loss, a function of `args` that returns a scalar or (loss, aux). It is only traced.
+        *args: arrays, or `jax.ShapeDtypeStruct`s as for `jax.eval_shape`.
 
     Returns:
-        A number > 0, infinity if no such operation was found. Loops and branches of the program
-        are not looked into.
+        A number > 0; infinity if there is no such operation. Loops and branches of the program are
+        not analysed.
 
     Raises:
-        TypeError: `fun` returns no floating scalar.
+        TypeError: `fun` does not return a floating scalar.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -60,7 +59,7 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
 
 
 class _Number(NamedTuple):
-    """An array of equal elements that is known before the program runs."""
+    """An array of equal elements whose value is known at tracing time."""
 
     value: float
     scaled: bool  # whether the scale is a factor of it
@@ -74,15 +73,15 @@ _MOVES = frozenset(
 def _follow(
     program: Any, inputs: Sequence[_Number | None], limits: list[float]
 ) -> list[_Number | None]:
-    """Follows the scale through a program, as long as it only meets constants.
+    """Follows the scale through a program, as long as it is only multiplied by constants.
 
     Args:
         program: a jaxpr, with or without its constants.
-        inputs: what is known of its arguments.
-        limits: of the scale, added to wherever it passes through a smaller dtype.
+        inputs: the known values of its arguments.
+        limits: limits of the scale; appended to when it passes through a smaller dtype.
 
     Returns:
-        What is known of its results.
+        The known values of its results.
     """
     constants = [_constant(value) for value in getattr(program, "consts", ())]
     known = dict(zip((*program.constvars, *program.invars), (*constants, *inputs), strict=True))
@@ -115,7 +114,7 @@ def _constant(value: Any) -> _Number | None:
 
 
 def _computed(equation: Any, operands: Sequence[_Number | None]) -> _Number | None:
-    """What is known of the result of an operation."""
+    """The known value of an operation's result."""
     name = equation.primitive.name
     if not operands or any(number is None for number in operands):
         return None

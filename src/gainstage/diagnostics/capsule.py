@@ -1,4 +1,4 @@
-"""Capsules: what is needed to repeat a bad step, kept in a file by the run that took it."""
+"""Capsules: files from which a bad step can be repeated."""
 
 import contextlib
 import math
@@ -17,20 +17,20 @@ from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage.diagnostics import capsule_file
 
-# Settings of JAX that change what a loss computes; a name that a later JAX lacks is left out.
+# Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",
             "jax_threefry_partitionable", "jax_default_prng_impl")  # fmt: skip
-MANY = 10  # bad steps in a row, which are more than a scale that was doubled too soon
+MANY = 10  # bad steps in a row: more than after a scale was doubled too soon
 
 
 class BadStep(NamedTuple):
-    """A bad step, as `read_capsule` returns it: `loss_fn(*args)`, times `scale`, repeats its loss.
+    """A bad step, as `read_capsule` returns it; `loss_fn(*args) * scale` repeats its loss.
 
     Args:
         args: the arguments of the loss: parameters and batch.
-        scale: the loss scale that was in force.
-        step: its number in the run.
-        versions: those of gainstage, jax, jaxlib and python, and the `platform` it ran on.
+        scale: the loss scale of the step.
+        step: the index of the step.
+        versions: the versions of gainstage, jax, jaxlib and python, and the `platform`.
         settings: options of `jax.config` that change what a loss computes.
     """
 
@@ -42,38 +42,38 @@ class BadStep(NamedTuple):
 
 
 class Capsule:
-    """Keeps what is needed to repeat a bad step: the arguments of its loss, and its loss scale.
+    """Saves what is needed to repeat a bad step: the arguments of its loss, and its loss scale.
 
-    Call `write` after every step. It writes a file at the first step whose gradients are not
-    finite, and at the first such step after `healthy` finite ones in a row. Of 10 bad steps in a
-    row it keeps the tenth, if none of them has been kept. `gainstage autopsy`, or
-    `gainstage.diagnostics.xray`, then finds the cause in another process.
+    Call `write` after every step. It saves the first step with non-finite gradients, and the first
+    such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
+    none was saved before. `gainstage autopsy`, or `gainstage.diagnostics.xray`, then finds the
+    cause in another process.
 
-    A skipped step leaves the parameters bit for bit as they were, so those that it returns are
-    those of its loss, also where the step reuses their memory (`donate`). What a step of your own
-    changes even when it is skipped, such as averages of batch normalisation, is not held back.
-    `gainstage.train_step` holds all of it back.
+    A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
+    loss, even if the step donates its arguments. If a step of your own also changes other state on
+    a skipped step, such as running means of batch normalisation, that state is saved as changed.
+    `gainstage.train_step` keeps all state.
 
-    `write` waits until the step has ended, because the next one may change the parameters. On a
-    CPU this adds about 0.1 ms to a step of 0.1 ms, 10 % to one of 5 ms and at most 3 % to one of
-    35 ms; a loop that reads the loss of every step waits already. A capsule of 10 million float32
-    parameters takes 0.2 s to write.
+    `write` waits for the step, because the next one may change the parameters. On a CPU this adds
+    about 0.1 ms to a step of 0.1 ms, 10 % to a step of 5 ms, and at most 3 % to a step of 35 ms. It
+    adds nothing if the loop reads each loss anyway. Saving 10 million float32 parameters takes
+    0.2 s.
 
-    A file is written under another name, flushed to the disk and renamed, so that a killed run
-    leaves a whole one or none. A failed write, as on a full disk, does not stop the run: a warning
-    says so once, and the next bad step is tried. Among several processes the first one writes.
+    A file is written under another name, flushed to the disk and renamed, so a killed run leaves a
+    complete file or none. A failed write, for example on a full disk, does not stop the run: it
+    warns once and tries the next bad step. With several processes, only the first writes.
 
     Args:
-        path: the file of the latest capsule, such as "bad.npz"; one that is there is replaced.
-        keep: how many capsules to keep, an integer >= 1. Older ones are "bad.1.npz", "bad.2.npz".
-        healthy: after so many finite steps in a row the next bad one is written, >= 1.
-        max_bytes: the largest size of the arguments that is written; 2 GiB by default. Beyond it,
-            a warning at the first step says the size.
+        path: the file of the latest capsule, such as "bad.npz"; an existing capsule is replaced.
+        keep: the number of capsules to keep, >= 1. Older ones are "bad.1.npz", "bad.2.npz".
+        healthy: finite steps in a row after which the next bad step is saved, >= 1.
+        max_bytes: the largest size of the arguments, by default 2 GiB. If they are larger, a
+            warning at the first step names their size.
 
     Raises:
-        TypeError, ValueError: `keep`, `healthy` or `max_bytes` is no such integer; `path` holds
-            something else than a capsule.
-        OSError: there can be no file.
+        TypeError, ValueError: `keep`, `healthy` or `max_bytes` is not such an integer, or `path`
+            is a file that is not a capsule.
+        OSError: the file cannot be created.
 
     Examples:
         >>> import tempfile, pathlib
@@ -109,33 +109,33 @@ class Capsule:
         self._healthy = checks.integer("healthy", healthy, low=1)
         self._max_bytes = checks.integer("max_bytes", max_bytes, low=1, high=2**62)
         self._finite = self._bad = 0  # steps in a row
-        self._due = True  # whether the next bad step is written
-        self._kept = False  # whether one of the bad steps in a row was
-        self._is_first = True  # whether no step has been
+        self._due = True  # whether the next bad step is saved
+        self._kept = False  # whether one of the bad steps in a row was saved
+        self._is_first = True  # whether no step was written yet
         self._warned = False  # since the last capsule
         self._writes = not jax.process_index()
         if self._writes:
             if self._path.exists():
-                capsule_file.description(self._path)  # an error, if it is something else
+                capsule_file.description(self._path)  # raises if it is something else
             self._part.touch()
             self._part.unlink()
 
     def write(self, step: int, info: StepInfo, *args: Any) -> bool:
-        """Takes a step that has been taken, and writes a capsule if it is a bad one and due.
+        """Records a step, and saves it if it is bad and due.
 
         Args:
-            step: its number, a Python integer >= 0.
-            info: what `gainstage.telemetry` returned of it.
-            *args: the arguments of its loss, with the parameters that the step returned: pytrees of
-                arrays, a `Variable` counting as its value, Python numbers and strings. The batch
-                must not have been donated.
+            step: the index of the step, a Python integer >= 0.
+            info: the result of `gainstage.telemetry` after the step.
+            *args: the arguments of its loss, with the parameters that the step returned. They are
+                pytrees of arrays, variables (saved as their values), Python numbers and strings.
+                The batch must not be donated.
 
         Returns:
-            Whether a capsule was written.
+            Whether a capsule was saved.
 
         Raises:
             TypeError: `info` is something else.
-            ValueError: `step` is no such integer; the memory of `info` was given to a later step.
+            ValueError: `step` is not such an integer, or `info` was donated to a later step.
         """
         step = checks.integer("step", step, low=0, high=2**53)
         if not isinstance(info, StepInfo):
@@ -162,7 +162,7 @@ class Capsule:
         return self._kept
 
     def _check(self, args: Sequence[Any]) -> None:
-        """Warns at the first step of what a bad one would meet."""
+        """Warns at the first step if a bad one could not be saved."""
         try:
             self._packed(args)
         except ValueError as error:
@@ -178,7 +178,7 @@ class Capsule:
         return packed
 
     def _wrote(self, step: int, scale: float, args: Sequence[Any]) -> bool:
-        """Writes a capsule; whether that succeeded."""
+        """Writes a capsule; returns whether that succeeded."""
         about = {"step": step, "scale": scale, "versions": versions(), "settings": settings()}
         try:
             capsule_file.write(self._part, about, self._packed(args))
@@ -207,21 +207,21 @@ class Capsule:
 
 
 def read_capsule(path: str | Path, like: Any = None) -> BadStep:
-    """Reads a capsule that a run has left.
+    """Reads a capsule of a run.
 
-    Every checksum is compared. Nothing is unpickled, and no code of the run is imported.
+    All checksums are verified. Nothing is unpickled, and no code of the run is imported.
 
     Args:
         path: the file.
-        like: what the arguments look like, where they are no dictionaries, lists and tuples of
-            arrays: a tuple of them, of which the last may be left out; the first alone; or a
-            function that returns either, such as the one that makes the model. Its arrays are
-            replaced, so a `jax.ShapeDtypeStruct` will do; its other leaves are kept.
+        like: templates of the arguments, needed unless they are dictionaries, lists and tuples of
+            arrays. It is a tuple of the first arguments, the first argument alone, or a function
+            that returns either, such as the constructor of the model. Their arrays are replaced, so
+            `jax.ShapeDtypeStruct`s suffice; other leaves are kept.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is cut short, damaged or no capsule; `like` is missing, or differs in
-            structure or shapes; its 64-bit arrays need `jax_enable_x64`.
+        ValueError: the file is incomplete, damaged or not a capsule; `like` is missing, or has
+            another structure or shape; 64-bit arrays need `jax_enable_x64`.
 
     Examples:
         Look for the cause in a notebook:
@@ -237,13 +237,13 @@ def read_capsule(path: str | Path, like: Any = None) -> BadStep:
 
 
 def made(like: Any) -> Any:
-    """What `like` is, or what it returns if it is a function."""
+    """`like`, or its result if it is a function."""
     is_function = callable(like) and jax.tree_util.all_leaves([like])  # a model is no leaf
     return like() if is_function else like
 
 
 def versions() -> dict[str, str]:
-    """Those that a capsule holds, and the platform."""
+    """The versions that a capsule stores, and the platform."""
     return {
         "gainstage": gainstage.__version__,
         "jax": jax.__version__,
@@ -254,7 +254,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, Any]:
-    """Those that a capsule holds."""
+    """The JAX settings that a capsule stores."""
     return {name: getattr(jax.config, name) for name in SETTINGS if hasattr(jax.config, name)}
 
 

@@ -1,8 +1,8 @@
-"""The file of a capsule: a pytree of arguments as an .npz archive, with a description in JSON.
+"""The file of a capsule: a pytree of arguments as an .npz archive, with a JSON description.
 
-Nothing in it is pickled. An array is a member `N.npy`; numpy has no name for bfloat16, float8 and
-int4, so those are stored as unsigned integers, and PRNG keys as their data. Each member has a
-checksum, and the list of members is at the end, so that a damaged or cut file is noticed.
+Nothing is pickled. Each array is a member `N.npy`. numpy has no names for bfloat16, float8 and
+int4, so these are stored as unsigned integers, and PRNG keys as their data. Each member has a
+checksum and the list of members is at the end, so a damaged or incomplete file is detected.
 """
 
 import io
@@ -25,7 +25,7 @@ from gainstage._core.variable import Variable
 
 FORMAT = 1
 DESCRIPTION = "capsule.json"
-# What reading a damaged archive raises, beside OSError.
+# The errors of reading a damaged archive, beside OSError.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
            EOFError, RuntimeError, MemoryError)  # fmt: skip
 _SCALARS: dict[str, Callable[[str], Any]] = {
@@ -34,9 +34,9 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 
 class Packed(NamedTuple):
-    """Arguments, ready to be written; no array has been read from its device."""
+    """Arguments, ready to be written; their arrays are still on the device."""
 
-    args: list[dict[str, Any]]  # of each argument its leaves, and its structure, in JSON
+    args: list[dict[str, Any]]  # the leaves and the structure of each argument, in JSON
     arrays: list[Any]
 
     @property
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
 
 
 class Other(NamedTuple):
-    """A leaf that is neither an array nor a number, such as a function of a model."""
+    """A leaf that is neither an array nor a number, such as a function in a model."""
 
     kind: str
 
@@ -56,8 +56,8 @@ class Argument(NamedTuple):
 
     kind: str  # its class
     leaves: list[tuple[str, Any]]  # with their paths
-    is_plain: bool  # whether it is made of dictionaries, lists and tuples
-    tree: Any  # the argument itself, if it is
+    is_plain: bool  # whether it consists of dictionaries, lists and tuples
+    tree: Any  # the argument itself, if it is plain
 
 
 class _Needs64BitsError(ValueError):
@@ -68,8 +68,8 @@ def packed(args: Sequence[Any]) -> Packed:
     """Describes arguments.
 
     Raises:
-        ValueError: an array that cannot be read: it was donated, lies on other processes' devices,
-            or is traced.
+        ValueError: an array cannot be read: it was donated, is on devices of other processes, or
+            is traced.
     """
     arrays: list[Any] = []
     described = []
@@ -90,7 +90,7 @@ def packed(args: Sequence[Any]) -> Packed:
 
 
 def write(path: Path, about: dict[str, Any], arguments: Packed) -> None:
-    """Writes a file, through to the disk; one array after the other is read from its device."""
+    """Writes a file and flushes it to the disk; arrays are read from the device one by one."""
     with path.open("wb") as file:
         with zipfile.ZipFile(file, "w") as archive:
             for number, array in enumerate(arguments.arrays):
@@ -103,11 +103,11 @@ def write(path: Path, about: dict[str, Any], arguments: Packed) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Argument]]:
-    """The description, and the arguments.
+    """Returns the description and the arguments.
 
     Raises:
         OSError: the file cannot be opened.
-        ValueError: it is damaged, cut short, or something else; its 64-bit arrays need
+        ValueError: the file is damaged, incomplete, or something else; or its 64-bit arrays need
             `jax_enable_x64`.
     """
     with path.open("rb") as file:
@@ -125,7 +125,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Argument]]:
 
 
 def description(path: Path) -> dict[str, Any]:
-    """What `read` returns first, without reading an array; raises the same."""
+    """Returns the description without reading an array; raises as `read`."""
     with path.open("rb") as file:
         return _description(path, file)
 
@@ -160,10 +160,10 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
 
 
 def unpacked(args: Sequence[Argument], like: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a loss, the first of them in the structure of what `like` has there.
+    """Returns the arguments of a loss; the first ones get the structures in `like`.
 
     Raises:
-        ValueError: a structure that is needed and not given, or that differs.
+        ValueError: a required structure is missing, or differs.
     """
     if len(like) > len(args):
         raise ValueError(f"Expected at most {len(args)} arguments in like; got {len(like)}.")
@@ -210,7 +210,7 @@ def _filled(number: int, arg: Argument, like: Any) -> Any:
 
 
 def name_of(path: Any) -> str:
-    """The path of a leaf in a pytree, as `w/0`."""
+    """The path of a leaf in a pytree, such as `w/0`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -228,12 +228,12 @@ def _check_readable(leaf: Any, where: str) -> None:
 
 
 def _described(leaf: Any, arrays: list[Any]) -> dict[str, Any]:
-    """A leaf in JSON; if it is an array, it is added to `arrays`."""
+    """Describes a leaf in JSON; an array is appended to `arrays`."""
     if type(leaf).__name__ in _SCALARS and type(leaf).__module__ == "builtins":
         return {"scalar": [type(leaf).__name__, str(leaf)]}
     kinds = {jax.Array: "jax", np.ndarray: "numpy", np.generic: "generic"}
     kind = next((name for of, name in kinds.items() if isinstance(leaf, of)), None)
-    # What has fields is nothing for JAX, and objects would be pickled.
+    # JAX has no arrays with fields, and objects would be pickled.
     if kind is None or (kind != "jax" and (leaf.dtype.hasobject or leaf.dtype.fields)):
         return {"other": type(leaf).__qualname__}
     arrays.append(leaf)
@@ -252,7 +252,7 @@ def _in_numpy(array: Any) -> np.ndarray:
 
 def _arrays(archive: zipfile.ZipFile) -> Iterator[np.ndarray]:
     for number in itertools.count():
-        member = io.BytesIO(archive.read(f"{number}.npy"))  # all of it, so its checksum is compared
+        member = io.BytesIO(archive.read(f"{number}.npy"))  # a full read verifies the checksum
         yield np.lib.format.read_array(member)
 
 
@@ -264,7 +264,7 @@ def _argument(about: dict[str, Any], arrays: Iterator[np.ndarray]) -> Argument:
 
 
 def _value(leaf: dict[str, Any], arrays: Iterator[np.ndarray]) -> Any:
-    """A leaf as it was."""
+    """Restores a leaf."""
     if "other" in leaf:
         return Other(str(leaf["other"]))
     if "scalar" in leaf:
@@ -283,14 +283,14 @@ def _value(leaf: dict[str, Any], arrays: Iterator[np.ndarray]) -> Any:
             f"Expected jax_enable_x64, with which the capsule's {array.dtype} was made; got False. "
             f'Call jax.config.update("jax_enable_x64", True) first.'
         )
-    weak = jnp.asarray(array.dtype.type(0).item())  # a number of Python makes a weak type, ...
+    weak = jnp.asarray(array.dtype.type(0).item())  # a Python number gives a weak type, ...
     if not leaf["weak"] or weak.dtype != array.dtype:
         return jnp.asarray(array)
-    return jnp.broadcast_to(weak, array.shape).at[...].set(array)  # ... which this keeps
+    return jnp.broadcast_to(weak, array.shape).at[...].set(array)  # ... which `set` keeps
 
 
 def _is_plain(tree: Any) -> bool:
-    """Whether a pytree consists of dictionaries, lists, tuples, None and leaves alone."""
+    """Whether a pytree consists only of dictionaries, lists, tuples, None and leaves."""
     if type(tree) is dict:
         keys = all(type(key) in (str, int, bool) for key in tree)
         return keys and all(map(_is_plain, tree.values()))
@@ -300,7 +300,7 @@ def _is_plain(tree: Any) -> bool:
 
 
 def _in_json(places: Any) -> dict[str, Any]:
-    """A plain pytree with the number of each leaf in its place."""
+    """A plain pytree in JSON; each leaf is its number."""
     if type(places) is dict:
         return {"dict": [[key, _in_json(value)] for key, value in places.items()]}
     if type(places) in (list, tuple):

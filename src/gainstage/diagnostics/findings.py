@@ -1,4 +1,4 @@
-"""What a report says of a run, in words, be it printed or drawn."""
+"""The findings of a report, as text for the terminal and the page."""
 
 import math
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class Flushed(NamedTuple):
-    """What becomes of a tensor in float16: shares, nan if not known."""
+    """What float16 does to a tensor: shares, NaN if not known."""
 
     name: str
     error: float
@@ -36,18 +36,18 @@ class Flushed(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """All that is said of a run beside its curves."""
+    """All findings about a run, without its curves."""
 
     headline: dict[str, str]
     advice: list[str]
     overflows: Rows
     underflow: list[Flushed]
-    underflow_summary: list[str]  # on underflow
+    underflow_summary: list[str]  # sentences on underflow
     replay: Rows
 
 
 def findings(run: Run) -> Findings:
-    """What there is to say of a run: its numbers, its alarms, and what other rules would do."""
+    """Returns the findings on a run: its numbers, its alarms, and what other rules would do."""
     outcomes, told = _replay(run)
     told = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + told
     lost = underflow(run)
@@ -55,7 +55,7 @@ def findings(run: Run) -> Findings:
 
 
 def headline(run: Run) -> dict[str, str]:
-    """The numbers of a run in words, by what they are; what was not recorded is left out."""
+    """Formats the numbers of a run, by their labels; what was not recorded is left out."""
     found = measures(run)
     forms = {
         "Steps recorded": "{steps} ({first} to {last})",
@@ -88,7 +88,7 @@ def headline(run: Run) -> dict[str, str]:
 
 
 def made(run: Run) -> dict[str, str]:
-    """How the run was made, as far as its first line says."""
+    """Formats the first line of the recording, as far as it is there."""
     rows = {}
     if rule := run.made.get("rule"):
         rows["Rule"] = printable(rule)
@@ -101,7 +101,7 @@ def made(run: Run) -> dict[str, str]:
 
 
 def overflows(run: Run) -> Rows:
-    """The tensors that were not finite, those of most steps first."""
+    """The tensors that were not finite, the most frequent first."""
     columns = ["Tensor", "Inf", "NaN", "First", "Last"]
     hit = {name: known for name, known in run.tensors.items() if known["first"] >= 0}
     names = sorted(hit, key=lambda name: -max(hit[name]["inf"], hit[name]["nan"]))
@@ -128,7 +128,7 @@ def overflows(run: Run) -> Rows:
 
 
 def underflow(run: Run) -> list[Flushed]:
-    """The tensors of which elements are lost or at the edge, the worst first."""
+    """The tensors with flushed or subnormal elements, the worst first."""
     shares = [
         Flushed(printable(name), *(known.get(key, math.nan) for key in Flushed._fields[1:]))
         for name, known in run.tensors.items()
@@ -138,7 +138,7 @@ def underflow(run: Run) -> list[Flushed]:
 
 
 def _underflow_summary(run: Run) -> list[str]:
-    """Whether what float16 loses matters, if the run says how much that is."""
+    """Sentences on whether float16 loses what matters, if that was recorded."""
     known = {printable(name): k for name, k in run.tensors.items() if k.get("error", math.nan) >= 0}
     if not known:
         return []
@@ -152,7 +152,7 @@ def _underflow_summary(run: Run) -> list[str]:
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:
-    """The table of what other rules would have done, and the advice that follows from it."""
+    """The table of what other rules would have done, and advice from it."""
     title = "What other rules would have done"
     columns = ("Rule", "Skipped", "Lowest", "Highest", "Last", "Bits", "Presumed")
     try:
@@ -184,6 +184,6 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
-    """A name from a file, which may hold anything, as a line that does nothing to a terminal."""
+    """Cuts and escapes a name from a file, so that it is one line and safe in a terminal."""
     cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
     return cut if cut.isprintable() else cut.encode("unicode_escape").decode("ascii")

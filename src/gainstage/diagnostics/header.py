@@ -17,7 +17,7 @@ LONGEST = 1000  # characters of a rule in a file
 
 
 def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
-    """What a recording says of itself.
+    """Returns the description of a run for the first line of its recording.
 
     Args:
         rule: the rule of the run, if it is known.
@@ -31,7 +31,7 @@ def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
 
 
 def checked_header(said: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of itself, as far as it is of the right types: the steps matter more."""
+    """The entries of a header that have the right types; others are dropped, not refused."""
     known = {"rule": said["rule"]} if isinstance(said.get("rule"), str) else {}
     for name, kind in (("dtypes", int), ("versions", str)):
         found = said.get(name)
@@ -41,7 +41,7 @@ def checked_header(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def code_of(rule: LossScale) -> str:
-    """The code that makes a rule: what differs from the defaults, the first without its name."""
+    """The code that creates a rule: only arguments other than the defaults, the first unnamed."""
     if not dataclasses.is_dataclass(rule):
         return f"{type(rule).__name__}()"
     given = []
@@ -55,9 +55,9 @@ def code_of(rule: LossScale) -> str:
 
 
 def rule_of(code: str) -> LossScale | None:
-    """The rule that `code_of` has written, None if it is not one of Gainstage's own.
+    """The rule from the code of `code_of`; None if it is not one of Gainstage's own.
 
-    Nothing is evaluated but numbers: a file may hold anything.
+    Only numbers are evaluated, because a file may contain anything.
     """
     try:
         call: Any = ast.parse(code[:LONGEST], mode="eval").body
@@ -65,7 +65,7 @@ def rule_of(code: str) -> LossScale | None:
         return RULES[call.func.id](*map(_number, call.args), **keywords)
     except (SyntaxError, AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    except (MemoryError, RecursionError):  # of code that is nested too deep
+    except (MemoryError, RecursionError):  # the code is nested too deeply
         return None
 
 

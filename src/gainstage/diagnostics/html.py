@@ -1,7 +1,7 @@
-"""What pages have in common: their template, and the HTML of words, tables and drawings.
+"""The parts that all pages share: the template, and the HTML of text, tables and drawings.
 
-A page is one file that needs nothing else: no script, no font, no network. Words stand outside of
-the drawings, which are stretched to the width of the window. Whatever is put in is escaped.
+A page is one file without dependencies: no script, no font, no network. Text is outside of the
+drawings, which are stretched to the window's width. All inserted text is escaped.
 """
 
 import html
@@ -94,30 +94,30 @@ $body
 
 
 def document(title: str, parts: list[str], style: str = "") -> str:
-    """A page.
+    """Returns a page.
 
     Args:
-        title: as text.
-        parts: its HTML from top to bottom; empty ones are left out.
-        style: CSS that this page alone needs.
+        title: the title, as text.
+        parts: its HTML from top to bottom; empty parts are left out.
+        style: CSS for this page alone.
     """
     body = "\n".join(part for part in parts if part)
     return PAGE.substitute(title=text(title), body=body, version=__version__, style=style)
 
 
 def text(words: str) -> str:
-    """Words as HTML, between tags or quotes."""
+    """Escapes text for HTML, between tags or quotes."""
     return html.escape(words)
 
 
 def numbers(headline: Mapping[str, str]) -> str:
-    """A box for each number, with its name."""
+    """Draws a box for each number, with its label."""
     boxes = (f"<div><dt>{text(of)}</dt><dd>{text(n)}</dd></div>" for of, n in headline.items())
     return f"<dl>{''.join(boxes)}</dl>"
 
 
 def table(of: Rows) -> str:
-    """A table; on a narrow screen every row is a card, whose numbers have their names."""
+    """Draws a table; on a narrow screen each row is a card with labelled numbers."""
     if not of.rows and not of.note:
         return ""
     head = "".join(f"<th>{text(column)}</th>" for column in of.columns)
@@ -134,7 +134,7 @@ def table(of: Rows) -> str:
 
 
 def svg(down: int, inside: str, label: str) -> str:
-    """A drawing that is stretched to the width and height of its place."""
+    """Draws an SVG that is stretched to the size of its place."""
     return (
         f'<svg viewBox="0 0 {ACROSS} {down}" preserveAspectRatio="none" role="img" '
         f'aria-label="{label}">{inside}</svg>'

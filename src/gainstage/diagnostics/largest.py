@@ -1,13 +1,13 @@
-"""The largest gradient of each step of a run, of which telemetry tells that of some."""
+"""Estimates the largest gradient of every step; telemetry measures it only in some."""
 
 import math
 
 
 class LargestGradient:
-    """Follows it from step to step: where nobody looked for it, it is taken to move with the norm.
+    """Follows the largest gradient; between measurements it is scaled with the gradient norm.
 
-    Telemetry repeats the last one that was looked for; that is always of this step where it was
-    skipped, and of the one after.
+    Telemetry repeats the last measured value. It is always measured in a skipped step and in the
+    step after one.
     """
 
     def __init__(self) -> None:
@@ -15,7 +15,7 @@ class LargestGradient:
         self._skipped = True
 
     def of(self, max_abs: float, grad_norm: float, finite: bool) -> tuple[float, bool]:
-        """That of one more step, and whether it is known to be its own."""
+        """The largest gradient of the next step, and whether it was measured in that step."""
         moved = grad_norm / self._norm if self._norm else math.nan
         still = max_abs == self._last and finite and not self._skipped
         self._skipped = not finite

@@ -1,4 +1,4 @@
-"""How far two programs disagree on the log-probabilities of the same tokens."""
+"""The difference between the log-probabilities of two programs for the same tokens."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,45 +8,45 @@ import jax.numpy as jnp
 
 from gainstage._core.gradients import float32_or_wider
 
-CLIP = 0.2  # of PPO
+CLIP = 0.2  # the clip range of PPO
 SERIES = 12  # terms of exp(x) - 1 - x, enough for float32 up to |x| = 1
 
 
 class Mismatch(NamedTuple):
-    """What `mismatch` returns, all float32 scalars. `ratio` is `exp(logp_b - logp_a)`."""
+    """The result of `mismatch`: float32 scalars. `ratio` is `exp(logp_b - logp_a)`."""
 
     mean_abs_diff: jax.Array  # of the log-probabilities, over tokens
     max_abs_diff: jax.Array
     mean_ratio: jax.Array  # over tokens
     max_ratio: jax.Array
-    k1: jax.Array  # mean of -log ratio: an estimate of the KL divergence that may be below 0
-    k3: jax.Array  # mean of ratio - 1 - log ratio: another, never below 0, with less variance
+    k1: jax.Array  # mean of -log ratio: an estimate of the KL divergence, which may be negative
+    k3: jax.Array  # mean of ratio - 1 - log ratio: an estimate >= 0, with less variance
     mean_sequence_log_ratio: jax.Array  # of the sums over each sequence
     max_abs_sequence_log_ratio: jax.Array  # exp of it is the worst ratio of a sequence
     outside_clip: jax.Array  # share of tokens with a ratio below 0.8 or above 1.2
 
 
 def mismatch(logp_a: Any, logp_b: Any, mask: Any = None) -> Mismatch:
-    """How far a trainer disagrees with the sampler on the tokens that the sampler has drawn.
+    """Measures how far trainer and sampler disagree on the tokens that the sampler drew.
 
-    In RL fine-tuning the two programs compute the same probabilities, but round differently. What
-    differs biases the policy gradient. In bfloat16 the difference is many times larger than in
-    float16. Call it in each training step, also inside of `jax.jit`, and log what it returns.
+    In RL fine-tuning the two programs compute the same probabilities, but round differently. The
+    difference biases the policy gradient; in bfloat16 it is many times larger than in float16. Call
+    this function in each training step, also inside `jax.jit`, and log the result.
 
     Args:
-        logp_a: log-probabilities of the tokens under the sampler, which drew them, of shape
-            (batch, length), of any floating dtype.
-        logp_b: those under the trainer, of the same shape.
-        mask: of the same shape, true (or 1) for the tokens that count, such as those of responses;
-            None for all. What the others hold does not matter.
+        logp_a: log-probabilities of the tokens under the sampler, of shape (batch, length) and any
+            floating dtype.
+        logp_b: log-probabilities under the trainer, of the same shape.
+        mask: an array of the same shape, true (or 1) for tokens that count, such as responses; None
+            for all. Values at other tokens are ignored.
 
     Returns:
-        A `Mismatch` of float32 scalars. All are NaN if no token counts, or if the two of one that
-        counts differ by NaN (one is NaN, or both are -inf).
+        A `Mismatch` of float32 scalars. All are NaN if no token counts, or if a difference at one
+        that counts is NaN (one value is NaN, or both are -inf).
 
     Raises:
-        TypeError: log-probabilities that are not floating.
-        ValueError: arrays that are not of one shape (batch, length).
+        TypeError: the log-probabilities are not floating.
+        ValueError: the arrays are not all of one shape (batch, length).
 
     Examples:
         >>> import jax.numpy as jnp
@@ -76,7 +76,7 @@ def mismatch(logp_a: Any, logp_b: Any, mask: Any = None) -> Mismatch:
     def mean(x: jax.Array, of: jax.Array = counts) -> jax.Array:
         return jnp.where(of, x, 0).sum() / of.sum()
 
-    # XLA for CPU drops NaN in `max`, so it is put back.
+    # XLA:CPU drops NaN in `max`, so it is put back.
     broken = jnp.isnan(log_ratio).any() | ~counts.any()
 
     def largest(x: jax.Array, of: jax.Array = counts) -> jax.Array:
@@ -99,7 +99,7 @@ def mismatch(logp_a: Any, logp_b: Any, mask: Any = None) -> Mismatch:
 
 
 def _k3(x: jax.Array) -> jax.Array:
-    """exp(x) - 1 - x: near 0 by its series, where the difference would lose all digits."""
+    """exp(x) - 1 - x; near 0 by its series, because the difference would lose all digits."""
     series = jnp.zeros_like(x)
     for n in range(SERIES + 1, 1, -1):
         series = series * x + 1 / math.factorial(n)

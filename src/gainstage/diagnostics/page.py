@@ -10,17 +10,17 @@ from gainstage.diagnostics.html import ACROSS, document, numbers, svg, table, te
 from gainstage.diagnostics.runs import Run, why_skipped
 
 DOWN = 200  # the height of a drawing in its own units
-BUCKETS = 500  # stretches of a curve of which its extremes are drawn
+BUCKETS = 500  # stretches of a long curve; the extremes of each are drawn
 CURVES = {"loss_scale": "Loss scale", "loss": "Loss", "grad_norm": "Norm of all gradients"}
 
 
 def page(run: Run, found: Findings, title: str) -> str:
-    """The page of a run, as HTML.
+    """Returns the page of a run, as HTML.
 
     Args:
-        run: what was recorded.
-        found: what there is to say of it.
-        title: its name, as text.
+        run: the recorded run.
+        found: its findings.
+        title: the name of the run, as text.
     """
     parts = [numbers(found.headline), _advice(found.advice)]
     parts += [_curve(run, name, heading) for name, heading in CURVES.items()]
@@ -74,7 +74,7 @@ def _bar(kind: str, share: float) -> str:
 
 
 def _curve(run: Run, name: str, heading: str) -> str:
-    """A curve with its axes; below the scale a lane for each cause of skipped steps."""
+    """Draws a curve with its axes; below the scale, one lane per cause of skipped steps."""
     values = run.get(name)
     gap = run.skipped if name == "grad_norm" else np.zeros_like(run.skipped)
     there = np.isfinite(values) & ~gap
@@ -112,7 +112,7 @@ WHY = {
 
 
 def _skips(run: Run, across: np.ndarray) -> tuple[str, str]:
-    """A lane for each cause of skipped steps, and a line that counts them."""
+    """Draws one lane per cause of skipped steps, and the line that counts them."""
     skips = {cause: mask for cause, mask in why_skipped(run).items() if mask.any()}
     lanes = "".join(_lane(cause, across[mask]) for cause, mask in skips.items())
     told = ", ".join(f"{mask.sum()} by {WHY[cause]}" for cause, mask in skips.items())
@@ -120,7 +120,7 @@ def _skips(run: Run, across: np.ndarray) -> tuple[str, str]:
 
 
 def _lane(cause: str, across: np.ndarray) -> str:
-    """One stroke for each skipped step, or for several that would lie on each other."""
+    """Draws one stroke per skipped step; strokes at one place are merged."""
     strokes = "".join(f"M{at} 0V10" for at in np.unique(across.round().astype(int)))
     kind = cause.split()[-1].lower()
     drawn = svg(10, f'<path class="{kind}" d="{strokes}"/>', f"Steps skipped: {cause}")
@@ -128,7 +128,7 @@ def _lane(cause: str, across: np.ndarray) -> str:
 
 
 def _axis(values: np.ndarray, base: int | None) -> tuple[np.ndarray, list[tuple[float, str]]]:
-    """Where finite values lie, from 0 at the top to `DOWN`, and the places and words of ticks."""
+    """The heights of finite values, from 0 (top) to `DOWN`, and the ticks with their labels."""
     if base is None:
         size = 10.0 ** math.floor(math.log10(max(float(np.abs(values).max()), 1e-300)))
         values = values / size  # so that no difference overflows
@@ -146,7 +146,7 @@ def _axis(values: np.ndarray, base: int | None) -> tuple[np.ndarray, list[tuple[
 
 
 def _base(name: str, values: np.ndarray) -> int | None:
-    """Of the logarithm that an axis shows, if it shows one."""
+    """The base of the axis' logarithm; None for a linear axis."""
     if not values.min() > 0:
         return None
     if name == "loss_scale":
@@ -155,7 +155,7 @@ def _base(name: str, values: np.ndarray) -> int | None:
 
 
 def _powers(low: float, high: float, base: int) -> list[tuple[float, str]]:
-    """The ticks of an axis of logarithms: powers, and 2 and 5 times those of ten if few."""
+    """The ticks of a logarithmic axis: powers; also 2 and 5 times powers of ten if few."""
     every = max(1, math.ceil((high - low) / 5))
     powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1, every)
     if base == 2 or every > 1:
@@ -171,7 +171,7 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _round_numbers(low: float, high: float, count: float) -> Iterable[float]:
-    """At least so many round numbers from `low` to `high`, if these are not the same."""
+    """At least this many round numbers from `low` to `high`, unless these are the same."""
     if high <= low:
         return [low]
     power = 10.0 ** math.floor(math.log10((high - low) / count))
@@ -181,13 +181,13 @@ def _round_numbers(low: float, high: float, count: float) -> Iterable[float]:
 
 
 def _path(across: np.ndarray, down: np.ndarray, stairs: bool, apart: np.ndarray) -> str:
-    """A curve; of one with many points the first, the extremes and the last of each stretch.
+    """The path of a curve; for many points, the first, last and extreme ones of each stretch.
 
     Args:
-        across, down: where its points are.
-        stairs: whether it goes across first, and then up or down.
-        apart: bool, for each point but the first: whether there is a gap before it. Of many points
-            only those gaps are drawn that are wide enough to be seen.
+        across, down: the coordinates of its points.
+        stairs: whether to draw steps: across first, then up or down.
+        apart: bool, for each point but the first: whether there is a gap before it. Of many points,
+            only visible gaps are drawn.
     """
     places, narrow = np.arange(len(across)), 0.0
     if len(places) > 4 * BUCKETS:

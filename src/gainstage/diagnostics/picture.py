@@ -1,4 +1,4 @@
-"""The picture of a recorded run: its loss, its scale with the skipped steps, and its norm."""
+"""The plot of a recorded run: its loss, its scale with the skipped steps, and its norm."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ BLUE, RED = "#00798c", "#d1495b"
 
 
 def draw(run: Run, title: str) -> Figure:
-    """One panel for each of loss, scale and norm that was recorded, one above the other."""
+    """One panel each for loss, scale and norm, if recorded, one above the other."""
     panels = {"loss": "Loss", "loss_scale": "Loss scale", "grad_norm": "Norm of all gradients"}
     there = [name for name in panels if np.isfinite(run.get(name)).any()]
     figure = Figure(figsize=(10, 1 + 2.6 * max(len(there), 1)), dpi=100, layout="constrained")
@@ -29,7 +29,7 @@ def _panel(axes: Axes, run: Run, name: str, title: str) -> None:
     numbers = np.where(np.isfinite(run.get(name)) & ~gap, run.get(name), np.nan)
     stairs: Any = {"drawstyle": "steps-post"} if name == "loss_scale" else {}
     if np.any(gap):
-        stairs = {"marker": ".", "markersize": 2}  # a step between two gaps is seen too
+        stairs = {"marker": ".", "markersize": 2}  # also shows a step between two gaps
     axes.plot(run.steps, numbers, color=BLUE, linewidth=1.8, **stairs)
     if (numbers[np.isfinite(numbers)] > 0).all():
         axes.set_yscale("log", base=2 if name == "loss_scale" else 10)

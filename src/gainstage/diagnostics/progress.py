@@ -22,12 +22,12 @@ except ModuleNotFoundError as error:
 
 
 class ProgressBar(Writer):
-    """A bar on standard error; it writes nothing else there, and nothing on standard output.
+    """A progress bar on standard error; it writes nothing to standard output.
 
     Args:
-        total: how many steps there will be.
-        description: the words before the bar.
-        every: after so many steps the numbers behind the bar are read, an integer >= 1.
+        total: the number of steps.
+        description: the text before the bar.
+        every: the number of steps between updates of the numbers behind the bar, >= 1.
 
     Examples:
         >>> from gainstage.diagnostics.progress import ProgressBar
@@ -46,7 +46,7 @@ class ProgressBar(Writer):
             TextColumn("{task.fields[numbers]}"),
             console=Console(stderr=True),
             disable=jax.process_index() > 0,
-            redirect_stdout=False,  # what the user prints goes where it would
+            redirect_stdout=False,  # leave the user's prints unchanged
             redirect_stderr=False,
         )
         self._task = self._bar.add_task(description, total=total, numbers="")

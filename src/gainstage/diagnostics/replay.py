@@ -1,9 +1,9 @@
 """Replay: what another rule would have done on a recorded run.
 
-A recorded step tells more than that it was skipped or not. What was finite at one scale is finite
-at every lower one; what overflowed overflows at every higher one; and what was not finite because
-of the data is not at any. So most decisions of another rule are known from the record, others from
-the steps around, and the rest are presumed, and counted.
+A record says more than whether its step was skipped. A step that was finite at one scale is finite
+at every lower scale. A step that overflowed overflows at every higher one. Bad data is not finite
+at any scale. So the record decides most steps of another rule, nearby steps decide others, and the
+rest are presumed and counted.
 """
 
 import functools
@@ -25,27 +25,27 @@ from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ad
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 
 FLOAT16 = 65504.0  # its largest number
-OWN = "max_abs is its own"  # of a step, and not of an earlier one
-NEAR = 50  # steps before and behind that are asked about a step which does not tell itself
+OWN = "max_abs is its own"  # whether it was measured in this step
+NEAR = 50  # nearby steps, before and after, that are used for a step that is not decided
 
 
 class Outcome(NamedTuple):
-    """What a rule did, or would have done: arrays with one element for each step it was asked of.
+    """What a rule did, or would have done: arrays with one element per step.
 
-    The mean distance, `bits`, is that of log2 of the scale from the highest scale that was applied
-    within 50 steps: below 0 where small gradients were given away.
+    `bits` is the mean of log2 of the scale over the highest scale that was applied within 50
+    steps. It is negative if small gradients were lost.
     """
 
     scales: np.ndarray  # float32
     skips: np.ndarray  # bool
     bad: np.ndarray  # bool: the skips that no scale would have avoided
-    known: np.ndarray  # bool: whether the step itself tells what becomes of it at this scale
-    presumed: np.ndarray  # bool: whether not even the steps around do
+    known: np.ndarray  # bool: whether the step itself decides what happens at this scale
+    presumed: np.ndarray  # bool: whether not even nearby steps decide it
     bits: float
 
 
 class Replay(NamedTuple):
-    """What was recorded, what each rule would have done, and why some cannot be asked."""
+    """The recorded outcome, that of each rule, and why some rules were left out."""
 
     recorded: Outcome
     outcomes: dict[str, Outcome]
@@ -53,31 +53,32 @@ class Replay(NamedTuple):
 
 
 class _Evidence(NamedTuple):
-    """What is known of each step: float32 scales, 0 or inf if nothing is."""
+    """What is known of each step: float32 scales, 0 or inf if nothing is known."""
 
-    fits: np.ndarray  # at this one and below it was finite
-    over: np.ndarray  # at this one and above it was not
-    near_fits: np.ndarray  # the highest that was applied around it
-    near_over: np.ndarray  # from here up the steps around say that it overflows
-    far_over: np.ndarray  # from here up the whole run says so
+    fits: np.ndarray  # at this scale and below the step was finite
+    over: np.ndarray  # at this scale and above it was not
+    near_fits: np.ndarray  # the highest scale that was applied nearby
+    near_over: np.ndarray  # from this scale up, nearby steps overflowed
+    far_over: np.ndarray  # from this scale up, the whole run suggests an overflow
 
 
 def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
-    """What rules would have done on a recorded run, each from its own first scale on.
+    """Replays rules on a recorded run, each from its own first scale.
 
-    What a step itself does not tell is asked of those around it. It overflows if of those within
-    50 two did so at such a scale or a lower one, or if one did and not two within 100 were finite
-    at it or a higher one; else it is finite if one within 50 was. Where they tell nothing it is
-    presumed to be finite, unless its gradients would be larger than any that were finite in the
-    whole run, and some not as large overflowed: `max_abs` tells their size, or else `grad_norm`. An
-    overflow that was not recorded is taken to leave infinities and no NaN.
+    If a step's own record does not decide, nearby steps do. The step overflows if two steps within
+    50 overflowed at this scale or a lower one. It also overflows if one did, unless two within 100
+    were finite at this scale or a higher one. Otherwise it is finite if one within 50 was.
+
+    If nearby steps do not decide, the step is presumed finite. The exception: its gradients would
+    be larger than any finite ones of the run, and smaller ones overflowed. `max_abs` gives their
+    size, or else `grad_norm`. A presumed overflow has infinities and no NaN.
 
     Args:
-        run: what was recorded, with `finite` and `loss_scale` of nearly every step. With `max_abs`
-            too, a higher scale is known to overflow where it takes that beyond float16; not in a
-            step that has it from an earlier one: there it is only taken to move with the norm.
-        rules: by any name; `default_rules(run)` if None. Rules that measure what the run does not
-            tell are left out.
+        run: a run with `finite` and `loss_scale` of nearly every step. With `max_abs`, a higher
+            scale is known to overflow if it takes that beyond float16. This needs a `max_abs` that
+            was measured in the step; one of an earlier step is only scaled with the norm.
+        rules: rules by any name; `default_rules(run)` if None. Rules that need what the run did
+            not record are left out.
 
     Raises:
         ValueError: less than nine tenths of the steps were recorded.
@@ -113,7 +114,7 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
 
 
 def default_rules(run: Run) -> dict[str, LossScale]:
-    """The rules that `gainstage report` asks, by the code that makes them."""
+    """Returns the rules that `gainstage report` replays, by the code that creates them."""
     scales = run.get("loss_scale")
     first = float(scales[np.isfinite(scales)][0]) if np.isfinite(scales).any() else 0.0
     rules: list[LossScale] = [
@@ -131,16 +132,16 @@ def default_rules(run: Run) -> dict[str, LossScale]:
 
 
 def advice(replayed: Replay, in_use: str = "") -> list[str]:
-    """One sentence, if another rule would have skipped less than half as many steps.
+    """Returns one sentence if another rule would have skipped less than half as many steps.
 
-    Its scale must not have been lower by more than 2 bits in the mean, for that way skips are
-    avoided by any rule, and at most one decision in twenty may be presumed. A fixed scale is never
-    advised: what comes after the run may be different.
+    Its mean scale must not be more than 2 bits lower, because any rule avoids skips that way. At
+    most one decision in twenty may be presumed. A fixed scale is never advised: it may not suit
+    what comes after the run.
 
     Args:
-        replayed: what `replay` returned.
-        in_use: the code of the rule of the run, which is never advised; nor is
-            `AdaptiveLossScale` in place of one with other arguments.
+        replayed: the result of `replay`.
+        in_use: the code of the run's rule, which is never advised. Nor is `AdaptiveLossScale` if
+            the run used it with other arguments.
     """
     recorded = replayed.recorded
     rules = {
@@ -163,8 +164,8 @@ def advice(replayed: Replay, in_use: str = "") -> list[str]:
 
 
 def _told(run: Run) -> Run:
-    """The run without the steps of which finiteness or scale is not known, with the largest
-    gradient of each of the others."""
+    """The run without steps whose finiteness or scale is unknown, and with the largest gradient of
+    each remaining step."""
     scale = run.get("loss_scale")
     there = np.isfinite(run.get("finite")) & (scale >= SMALLEST) & (scale <= LARGEST)
     steps = int(run.steps[-1]) - int(run.steps[0]) + 1
@@ -203,25 +204,25 @@ def _evidence(run: Run) -> _Evidence:
 
 
 def _size(run: Run) -> np.ndarray:
-    """How large the true gradients were: of skipped steps, as of the applied ones around."""
+    """The size of the true gradients; that of skipped steps is interpolated."""
     size = run.get("max_abs" if run.has("max_abs").any() else "grad_norm")
     places, told = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
     return np.interp(places, places[told], size[told]) if told.any() else np.ones(len(size))
 
 
 def _beyond_float16(run: Run) -> np.ndarray:
-    """The lowest scale that takes the largest gradient of an applied step beyond float16."""
+    """The lowest scale at which the largest gradient of an applied step exceeds float16."""
     largest = np.where(run.skipped | (run.get(OWN) != 1), np.nan, run.get("max_abs"))
     with np.errstate(all="ignore"):
         if (largest * run.get("loss_scale") > FLOAT16 * 1.001).any():
-            largest = np.full_like(largest, np.nan)  # this run's gradients are of a wider dtype
+            largest = np.full_like(largest, np.nan)  # the gradients have a wider dtype
         limit = np.where(largest > 0, FLOAT16 / largest, np.inf)
         single = limit.astype(np.float32)
         return np.where(single > limit, single, _above(single))
 
 
 def _windows(values: np.ndarray, fill: float, near: int) -> np.ndarray:
-    """Each element with those around it: a view with a row for each."""
+    """Each element with its neighbours: a view with one row per element."""
     padded = np.pad(values, near, constant_values=fill)
     return np.lib.stride_tricks.sliding_window_view(padded, 2 * near + 1)
 
@@ -231,7 +232,7 @@ def _above(scale: np.ndarray) -> np.ndarray:
 
 
 def _measured(run: Run) -> dict[str, np.ndarray]:
-    """What the run tells of what rules measure: arrays as `update` would get them."""
+    """The recorded numbers that rules need, as arrays for `update`."""
     with np.errstate(over="ignore"):
         found = {"loss": run.get("loss").astype(np.float32)}
         if run.has("max_abs").all():
@@ -243,7 +244,7 @@ def _measured(run: Run) -> dict[str, np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames="rule")
 def _scales(rule: LossScale, limits: jax.Array, measured: dict[str, jax.Array]) -> jax.Array:
-    """The scale of each step, of which `limits` has the lowest that overflows."""
+    """The scale of each step; `limits` has the lowest scale that overflows."""
 
     def step(state: Any, seen: Any) -> Any:
         limit, measured = seen

@@ -1,4 +1,4 @@
-"""`gainstage report RUN.jsonl`: tables in the terminal, and a page or a picture of a run."""
+"""`gainstage report RUN.jsonl`: tables in the terminal, and a page or a plot of a run."""
 
 import importlib
 import math
@@ -16,18 +16,18 @@ from gainstage.diagnostics.runs import read_run
 
 SHOWN = 5  # tensors that underflow
 WIDTH = 78  # of the text, for a terminal of 80 columns
-LONG = 34  # characters of a rule, which is then broken behind its bracket
+LONG = 34  # characters of a rule, after which it is broken behind its bracket
 
 
 def main(path: Path, output: Path) -> int:
-    """Reads a run, prints its tables, and writes its page or draws its picture.
+    """Reads a run, prints its tables, and writes its page or its plot.
 
     Args:
-        path: the file that `JsonLines` has written.
-        output: the file of the page, `.html`, or of the picture.
+        path: the file that `JsonLines` wrote.
+        output: the file of the page, `.html`, or of the plot.
 
     Returns:
-        The exit status: 0, or 1 if the file cannot be read, or the other not be written.
+        The exit status: 0, or 1 if the run cannot be read or the output cannot be written.
     """
     title = printable(path.name)
     try:

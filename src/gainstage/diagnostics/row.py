@@ -1,4 +1,4 @@
-"""A row of skipped steps, while it lasts: what it tells of its cause, and what to do."""
+"""A run of skipped steps in progress: its probable cause, and what to do."""
 
 import math
 from typing import NamedTuple
@@ -7,10 +7,10 @@ from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale, as_power
 
 LONG = 8  # skipped steps in a row
-LOWEST = 2.0**-14  # the largest gradient times the scale, below which float16 loses digits of all
-FAR = 2.0**24  # how far a scale falls, where the largest gradient is not known, before that is so
-NEVER = 2.0**-8  # the same, where no step has been finite: the scale to which it falls
-STAYS = 2.0**6  # a gradient that is still NaN at so much smaller a scale is not known to overflow
+LOWEST = 2.0**-14  # below this largest scaled gradient, all float16 gradients lose digits
+FAR = 2.0**24  # a fall this far reaches that point, if the largest gradient is not known
+NEVER = 2.0**-8  # a scale this low does, if no step was finite
+STAYS = 2.0**6  # a gradient that stays NaN over such a fall is not known to overflow
 HALVINGS = 12  # of `AdaptiveLossScale`, before it gives up although it knows the loss
 XRAY = (
     "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the "
@@ -25,11 +25,11 @@ UNTOLD = (
 
 
 class Fate(NamedTuple):
-    """What became of a row, as a recording shows it."""
+    """How a run of skipped steps ended, according to a recording."""
 
     length: int
     low: float  # the lowest scale
-    ended: float  # the scale of the first finite step after it, nan if there is none
+    ended: float  # the scale of the first finite step after it, NaN if there is none
 
 
 class Row:
@@ -37,22 +37,22 @@ class Row:
 
     Args:
         rule: the rule of the run, if it is known.
-        used: the largest gradient times the scale in the last finite step, nan if not known.
-        fitted: the scale of that step, nan if there was none.
+        used: the largest gradient times the scale in the last finite step, NaN if not known.
+        fitted: the scale of that step, NaN if there was none.
     """
 
     def __init__(self, rule: LossScale | None, used: float, fitted: float):
         self._rule, self._used, self._fitted = rule, used, fitted
-        self.length = self.held = 0  # steps; those at the end whose scale was the same
-        self.first = self.low = self.last = math.nan  # scales: the first, lowest and last
-        self.nan, self.inf = True, False  # whether all norms were NaN, and any infinite
-        self.recorded = False  # whether any loss was
+        self.length = self.held = 0  # all steps; the latest steps with the same scale
+        self.first = self.low = self.last = math.nan  # the first, lowest and last scale
+        self.nan, self.inf = True, False  # whether all norms were NaN, and whether any was inf
+        self.recorded = False  # whether any loss was recorded
         self.good_loss = self.bad_loss = True  # all losses were recorded and finite, or not finite
-        self._gave_up = False  # the rule lowered the scale, and soon took that back
+        self._gave_up = False  # the rule lowered the scale, and raised it again soon
         self._fate: Fate | None = None
 
     def add(self, loss: float | None, norm: float, scale: float) -> None:
-        """One more step; its loss is None if it was not recorded."""
+        """Adds a step; its loss is None if it was not recorded."""
         self._gave_up |= scale > self.last and self.length <= HALVINGS
         self.held = self.held + 1 if scale == self.last else 1
         self.length, self.last = self.length + 1, scale
@@ -67,15 +67,15 @@ class Row:
 
     @property
     def untold(self) -> bool:
-        """Whether `AdaptiveLossScale` gave up as early as it does where it has no loss."""
+        """Whether `AdaptiveLossScale` gave up as early as it does without a loss."""
         adaptive = isinstance(self._rule, AdaptiveLossScale) and self._fitted > 0
         return adaptive and self._gave_up and self.nan and not self.recorded
 
     def cause(self, fate: Fate | None = None) -> tuple[str, str]:
-        """The kind of alarm for this row, and what it says; empty if there is nothing to say.
+        """Returns the kind of alarm and its message; both are empty if there is none.
 
         Args:
-            fate: what became of the row, where that is known.
+            fate: how the skipped steps ended, if that is known.
         """
         self._fate, ended = fate, math.nan if fate is None else fate.ended
         if self.length < LONG:
@@ -93,7 +93,7 @@ class Row:
         if self.nan and self._deepest < self.first <= ended:
             return "data", f"{self._skipped()}. {self._outcome(ended)}"
         if isinstance(self._rule, FixedLossScale):
-            return "", ""  # which another alarm tells
+            return "", ""  # `Alarms` has another alarm for this case
         if self.nan and self._exhausted():
             return "data", (
                 f"{self._skipped()}. At the lowest hardly anything of them would be left in "
@@ -123,7 +123,7 @@ class Row:
         return " in the backward pass, for the loss was finite" if self.good_loss else ""
 
     def _exhausted(self) -> bool:
-        """Whether the scale has been where overflows end."""
+        """Whether the scale was so low that overflows would have ended."""
         if self._fitted > 0 and math.isfinite(self._used) and self._used > 0:
             return self._used * self._deepest / self._fitted < LOWEST
         return self._deepest <= self.first / FAR and (self._fitted > 0 or self._deepest <= NEVER)

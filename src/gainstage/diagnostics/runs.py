@@ -1,4 +1,4 @@
-"""Recorded runs: read from a file of JSON lines, and boiled down to a few numbers."""
+"""Recorded runs: read from a file of JSON lines, and summarised."""
 
 import json
 import math
@@ -17,26 +17,26 @@ from gainstage.diagnostics.row import STAYS
 from gainstage.rules.base import LossScale
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-WRONG = (ValueError, TypeError, RecursionError)  # what `json` says of text that is none
+WRONG = (ValueError, TypeError, RecursionError)  # the errors of `json` on other text
 
 Tensors = dict[str, dict[str, float]]
 
 
 class Run(NamedTuple):
-    """What was recorded of a run: arrays with one element a step, nan where there is none."""
+    """A recorded run: arrays with one element per step, NaN if a step has no number."""
 
     steps: np.ndarray  # int64, rising
     numbers: dict[str, np.ndarray]  # float64, by name
-    tensors: Mapping[str, dict[str, float]] = NOTHING  # what is known of each tensor, by name
+    tensors: Mapping[str, dict[str, float]] = NOTHING  # the reported numbers of each tensor
     gaps: Mapping[str, np.ndarray] = NOTHING  # bool, by name: the steps without such a number
-    made: Mapping[str, Any] = NOTHING  # what its first line says: "rule", "dtypes", "versions"
+    made: Mapping[str, Any] = NOTHING  # the first line: "rule", "dtypes", "versions"
 
     def get(self, name: str) -> np.ndarray:
-        """The numbers of this name: nan for all steps if there are none."""
+        """Returns the numbers of this name; NaN for all steps if there are none."""
         return self.numbers.get(name, np.full(len(self.steps), math.nan))
 
     def has(self, name: str) -> np.ndarray:
-        """Which steps have a number of this name, be it nan."""
+        """Returns which steps have a number of this name, even if it is NaN."""
         return np.full(len(self.steps), name in self.numbers) & ~self.gaps.get(name, np.False_)
 
     @property
@@ -56,20 +56,21 @@ class Run(NamedTuple):
 
 
 def read_run(path: str | Path) -> Run:
-    """A run that `JsonLines` has written.
+    """Reads a run that `JsonLines` wrote.
 
-    A step that is recorded twice, as after a return to a checkpoint, counts as it was the last
-    time, and those behind it not at all. Of the lines of `JsonLines.write_report` the last counts.
-    So does the last of the lines that say how the run was made, one for each start of it; files
-    without such a line are read too. A line that a killed process or a failed write has not ended
-    is skipped, with a warning unless it is the last.
+    If a step is recorded twice, as after a return to a checkpoint, the last record counts, and
+    earlier records of later steps are dropped. Of the lines of `JsonLines.write_report` the last
+    counts. So does the last line that describes the run, one per start; files without such a line
+    are read too. A line that a killed process or a failed write left incomplete is skipped, with a
+    warning unless it is the last.
 
     Args:
         path: the file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line that is no JSON object with an integer `step` and numbers, or no line.
+        ValueError: a line is not a JSON object with an integer `step` and numbers, or there are no
+            lines.
     """
     steps: list[int] = []
     records: list[dict[str, float]] = []
@@ -105,10 +106,10 @@ def read_run(path: str | Path) -> Run:
 def _records(
     path: Path, torn: list[int], made: dict[str, Any]
 ) -> Iterator[tuple[int, dict[str, float] | None, Tensors | None]]:
-    """The steps of a file, with their numbers, or with what a report says of the tensors.
+    """Yields the steps of a file with their numbers, or with a report's numbers of the tensors.
 
-    Skips the lines of failed writes, and adds their numbers to `torn`. What the last header says
-    is left in `made`.
+    Skips incomplete lines, and appends their line numbers to `torn`. Stores the last header in
+    `made`.
     """
     try:
         *lines, last = path.read_text(encoding="utf-8").split("\n")
@@ -141,7 +142,7 @@ def _records(
 
 
 def _tensors(report: Any) -> Tensors:
-    """What a report says of each tensor: counts and places are integers, the rest numbers."""
+    """Parses a report: counts and places are integers, the rest are numbers."""
     tensors = {}
     for name, known in report.items():
         tensors[name] = {key: float(value) for key, value in known.items()}
@@ -161,7 +162,7 @@ def _is_json(line: str) -> bool:
 
 
 def measures(run: Run) -> dict[str, Any]:
-    """The numbers of a run, by name; what was not recorded is left out."""
+    """Returns the summary of a run, by name, without what was not recorded."""
     skipped, scale, loss = run.skipped, run.get("loss_scale"), run.get("loss")
     tenth = max(1, len(run.steps) // 10)
     found: dict[str, Any] = {"steps": len(run.steps), "first": run.steps[0], "last": run.steps[-1]}
@@ -185,17 +186,17 @@ def measures(run: Run) -> dict[str, Any]:
 
 
 class Streak(NamedTuple):
-    """Steps in a row that were skipped, by their places in the run, and what ended them."""
+    """Skipped steps in a row, by their indices in the run, and the scale that ended them."""
 
     start: int
     stop: int
     first: float  # the scale of the first of them
     low: float  # their lowest scale
-    ended: float  # the scale of the finite step behind them, nan if there is none
+    ended: float  # the scale of the finite step after them, NaN if there is none
 
 
 def streaks(run: Run) -> list[Streak]:
-    """The rows of skipped steps, in order."""
+    """Returns the runs of skipped steps, in order."""
     scale, found = run.get("loss_scale"), []
     for start, stop in _rows(run.skipped).tolist():
         ended = scale[stop] if stop < len(scale) and run.get("finite")[stop] == 1 else math.nan
@@ -205,13 +206,13 @@ def streaks(run: Run) -> list[Streak]:
 
 
 def why_skipped(run: Run) -> dict[str, np.ndarray]:
-    """Which steps were skipped, by cause: three masks, of which at most one is true of a step.
+    """Returns which steps were skipped, by cause: three masks; at most one is true for a step.
 
-    "bad loss": the loss was not finite before any scaling: bad data, or an overflow in the forward
-    pass. "NaN": gradients stayed NaN where the scale fell, and were finite again at the scale at
-    which that began; or they stayed NaN to the end of the run, while the scale fell by `2**6` or
-    more. "overflow": all others: a row that ended at a lower scale was an overflow, and one with
-    infinities; of the rest that is only likely.
+    - "bad loss": the loss was not finite before scaling: bad data, or a forward overflow.
+    - "NaN": gradients stayed NaN while the scale fell. They were finite again at the first scale,
+      or stayed NaN to the end of the run while the scale fell by `2**6` or more.
+    - "overflow": all others. It is certain if the steps ended at a lower scale or had infinities,
+      and likely otherwise.
     """
     skipped, norm = run.skipped, run.get("grad_norm")
     loss = skipped & run.has("loss") & ~np.isfinite(run.get("loss"))
@@ -228,7 +229,7 @@ def why_skipped(run: Run) -> dict[str, np.ndarray]:
 
 
 def _infinite_in_part(run: Run, row: Streak) -> bool:
-    """Whether in this row some tensors were infinite, and others finite: an overflow."""
+    """Whether some tensors were infinite and others finite: an overflow."""
     first, last = run.steps[row.start], run.steps[row.stop - 1]
     within = [known for known in run.tensors.values() if first <= known["last"] <= last]
     infinite = any(known["inf"] and not known["nan"] for known in within)
@@ -236,12 +237,12 @@ def _infinite_in_part(run: Run, row: Streak) -> bool:
 
 
 def _rows(flags: np.ndarray) -> np.ndarray:
-    """Where the stretches of True begin, and where they have ended: two columns."""
+    """The starts and ends of the stretches of True: two columns."""
     return np.flatnonzero(np.diff(np.pad(flags.astype(np.int8), 1))).reshape(-1, 2)
 
 
 def _longest(flags: np.ndarray) -> int:
-    """The longest stretch of True."""
+    """The length of the longest stretch of True."""
     return int(np.diff(_rows(flags)).max(initial=0))
 
 

@@ -1,4 +1,4 @@
-"""Writers: they take what steps return, and read it back many steps at a time."""
+"""Writers: record the numbers of steps, and read many steps at a time from the device."""
 
 import abc
 import json
@@ -19,50 +19,50 @@ from gainstage.diagnostics.header import header
 from gainstage.rules.base import LossScale, as_power, as_rule
 
 Record = dict[str, Any]  # the step, and its numbers by name
-KEPT = 10_000  # records that are kept while they cannot be written
+KEPT = 10_000  # records that are stored while they cannot be written
 
 
 class Writer(abc.ABC):
-    """Puts the numbers of steps somewhere; subclass it and say where, in `put`.
+    """Writes the numbers of steps. Subclass it and implement `put`.
 
-    Whoever reads a number of the step just begun waits until it has ended. So a writer keeps the
-    arrays, and reads those of many steps at once. Among several processes only the first writes.
+    To read a number of the latest step is to wait for that step. So a writer keeps the arrays, and
+    reads those of many steps at once. With several processes, only the first writes.
 
-    A failed write, as on a full disk, does not stop the run: a warning says so once, and the
-    records, up to 10,000 of them, are written again at the next flush.
+    A failed write, for example on a full disk, does not stop the run. It warns once, and keeps up
+    to 10,000 records for the next flush.
 
     Args:
-        every: after so many steps the numbers are read and put away, an integer >= 1.
+        every: the number of steps between reads and writes, an integer >= 1.
 
     Raises:
-        TypeError, ValueError: `every` is no such integer.
+        TypeError, ValueError: `every` is not such an integer.
     """
 
     def __init__(self, every: int = 50):
         self.every = checks.integer("every", every, low=1)
         self._waiting: list[Record] = []
-        self._unwritten: list[Record] = []  # read, and to be written
-        self._failed = False  # whether the last write did
+        self._unwritten: list[Record] = []  # read, but not written yet
+        self._failed = False  # whether the last write failed
 
     @abc.abstractmethod
     def put(self, records: list[Record]) -> None:
-        """Puts away what several steps were like, as Python numbers, in the order of writing.
+        """Writes the records of several steps, as Python numbers, in the order of `write`.
 
-        After an `OSError` it is called again with the same records and newer ones.
+        After an `OSError` it is called again, with the same records and newer ones.
         """
 
     def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
-        """Takes the numbers of a step.
+        """Records the numbers of a step.
 
         Args:
-            step: its number since the run began, a Python integer >= 0. A number that has been
-                there before says that the run has gone back to it.
-            info: what `gainstage.telemetry` returned, if anything.
+            step: the index of the step, a Python integer >= 0. An earlier index means that the run
+                has gone back to that step.
+            info: the result of `gainstage.telemetry`, if any.
             **numbers: more scalars by name, such as `loss=loss`; arrays need not be ready.
 
         Raises:
-            TypeError: `step` is no integer, or a number no scalar.
-            ValueError: a number called `tensors`, as reports are.
+            TypeError: `step` is not an integer, or a number is not a scalar.
+            ValueError: a number has the name `tensors`, which reports use.
         """
         numbers = {**({} if info is None else info._asdict()), **numbers}
         if "tensors" in numbers:
@@ -75,10 +75,10 @@ class Writer(abc.ABC):
             self.flush()
 
     def flush(self) -> None:
-        """Puts away what is waiting.
+        """Writes all recorded numbers.
 
         Raises:
-            ValueError: a number whose memory has been given to a later step.
+            ValueError: the array of a number was donated to a later step.
         """
         waiting = [] if jax.process_index() else self._waiting
         dead = [
@@ -93,7 +93,7 @@ class Writer(abc.ABC):
                 f"Expected numbers that live until they are read; got {dead[0]}, which was "
                 f"donated to a later step. Let the compiled step return it."
             )
-        read = jax.device_get(waiting)  # an interrupt of the waiting loses nothing
+        read = jax.device_get(waiting)  # may be interrupted: `self._waiting` is still there
         pairs = zip(waiting, read, strict=True)
         records = [{n: _plain(numbers[n]) for n in record} for record, numbers in pairs]
         with deferred_signals():
@@ -118,7 +118,7 @@ class Writer(abc.ABC):
                 )
 
     def close(self) -> None:
-        """Puts away what is waiting, and ends; warns of what could not be written."""
+        """Writes all recorded numbers and ends; warns if some could not be written."""
         self.flush()
         lost, self._unwritten = len(self._unwritten), []
         if lost:
@@ -135,23 +135,22 @@ class Writer(abc.ABC):
 
 
 class JsonLines(Writer):
-    """Adds one JSON object a step to a file, for `gainstage report` or any other reader.
+    """Appends one JSON object per step to a file, for `gainstage report` or any other reader.
 
-    JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan".
-    The first line, and the first one after a restart, says how the run was made: its `rule`, the
-    `dtypes` of its parameters, and the `versions` of Gainstage and JAX.
+    JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan". The
+    first line, also after each restart, describes the run: its `rule`, the `dtypes` of its
+    parameters, and the `versions` of Gainstage and JAX.
 
     Args:
-        path: the file, made or added to.
+        path: the file; created if missing, else appended to.
         every: as for every `Writer`.
-        rule: the rule of the run, so that `gainstage report` can judge it; `opt.rule`, or what
-            `loss_scaled` was given.
-        params: a pytree of the parameters, of which the dtypes are written.
+        rule: the rule of the run, for `gainstage report`: `opt.rule`, or the rule of `loss_scaled`.
+        params: a pytree of the parameters, for their dtypes.
 
     Raises:
-        OSError: the file cannot be made.
-        TypeError: `rule` is no rule.
-        ValueError: the file holds something else.
+        OSError: the file cannot be created.
+        TypeError: `rule` is not a rule.
+        ValueError: the file has other contents.
 
     Examples:
         >>> import tempfile, pathlib
@@ -180,18 +179,18 @@ class JsonLines(Writer):
         super().__init__(every)
         self._path = Path(path)
         self._header: Any = header(None if rule is None else as_rule("rule", rule), params)
-        self._torn = False  # whether a failed write may have left a part of a line
+        self._torn = False  # whether a failed write may have left part of a line
         if not jax.process_index():
             _end_last_line(self._path)
 
     def write_report(self, step: int, report: Any) -> None:
-        """Adds a line of what is known of each tensor, behind all that was written before.
+        """Appends the numbers of each tensor, after all earlier records.
 
-        The last such line of a file is the one that `gainstage report` shows.
+        `gainstage report` shows the last such line of a file.
 
         Args:
-            step: the number of the last step that the report knows of, as for `write`.
-            report: what `gainstage.report` returned.
+            step: the last step that the report covers, as for `write`.
+            report: the result of `gainstage.report`.
         """
         step = checks.integer("step", step, low=0, high=2**53)
         self.flush()
@@ -216,7 +215,7 @@ class JsonLines(Writer):
 
 
 def described(record: Record) -> str:
-    """The numbers of a step in a few words, for a progress bar of any kind.
+    """Formats the numbers of a step in a few words, for any progress bar.
 
     Args:
         record: numbers by name, such as `info._asdict()`.
@@ -235,7 +234,7 @@ def described(record: Record) -> str:
 
 
 def _scalar(name: str, number: Any) -> Any:
-    """A number as it is now, though it may not be ready."""
+    """A number at its current value, which may not be ready yet."""
     number = number.value() if isinstance(number, Variable) else number
     if not isinstance(number, (bool, int, float, np.generic, np.ndarray, jax.Array)):
         raise TypeError(f"Expected a number for {name}; got {number!r}.")
@@ -245,7 +244,7 @@ def _scalar(name: str, number: Any) -> Any:
 
 
 def _end_last_line(path: Path) -> None:
-    """Ends the last line, or drops what of it a killed process or a failed write has left."""
+    """Ends the last line, or removes what a killed process or a failed write left of it."""
     start = b'{"step": '
     path.touch()
     with path.open("rb+") as file:

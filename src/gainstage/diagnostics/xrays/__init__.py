@@ -1,4 +1,4 @@
-"""X-ray of a step: which operation is not finite, in which layer, and what to do."""
+"""X-ray of a step: which operation is not finite, in which layer, and how to fix it."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,32 +37,32 @@ def xray(
     compiled: bool = True,
     progress: bool = True,
 ) -> "Xray":
-    """Runs one step operation by operation, with a float32 reference beside every result.
+    """Runs one step operation by operation, with a float32 reference of every result.
 
-    It finds the operations where non-finite numbers, or zeros that should be none, come from, says
-    which loss scales fit, and tries what would help. A step of a small network takes seconds, and
-    one of 10 million parameters a minute on two cores, most of it for compiling each operation.
+    It finds the operations where non-finite numbers or flushed zeros start, computes which loss
+    scales fit, and tries changes. On two CPU cores, a step of a small network takes seconds and one
+    of 10 million parameters a minute, most of it to compile each operation.
 
     Args:
         loss_fn: a function that returns a scalar loss, or (loss, aux).
-        *args: its arguments, as they were in the bad step. A skipped step leaves parameters as they
-            were, so those are still at hand.
-        opt_state: a state of `loss_scaled`, whose loss scale is taken.
-        scale: the loss scale itself, > 0, in the place of `opt_state`; 1 if both are missing. After
-            a skipped step the state has a lower one already: `gs.telemetry(...).loss_scale` is that
-            of the step.
-        argnums: the arguments to differentiate by.
+        *args: its arguments in the bad step. A skipped step does not change the parameters, so you
+            still have them.
+        opt_state: a state of `loss_scaled`, whose loss scale is used.
+        scale: the loss scale, > 0, instead of `opt_state`; 1 if both are missing. After a skipped
+            step the state has a lower scale already; use `gs.telemetry(...).loss_scale`.
+        argnums: the arguments to differentiate with respect to.
         has_aux: whether `loss_fn` returns (loss, aux).
-        using: what differentiates, as for `gainstage.value_and_grad`.
-        prescribe: whether to try changes, which runs the step again for each.
-        compiled: whether to compile the step too, and say where it differs.
-        progress: whether to show a bar, on a terminal.
+        using: the function that differentiates, as for `gainstage.value_and_grad`.
+        prescribe: whether to try changes; each runs the step again.
+        compiled: whether to compile the step too, and report differences.
+        progress: whether to show a progress bar, in a terminal.
 
     Returns:
-        An `Xray`, to be printed.
+        An `Xray`; `print` it.
 
     Raises:
-        TypeError, ValueError: no scalar loss, both `opt_state` and `scale`, or no such scale.
+        TypeError, ValueError: the loss is not a scalar, both `opt_state` and `scale` are given, or
+            the scale is invalid.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -87,18 +87,17 @@ def xray(
 
 
 class Xray:
-    """What one step was like; `print` it.
+    """The result of `xray`; `print` it.
 
     Attributes:
-        finite: whether loss and gradients are, operation by operation.
-        compiled_finite: whether they are in the compiled program, which may keep more digits where
-            it fuses operations. None if it was not compiled.
+        finite: whether loss and gradients are finite, run operation by operation.
+        compiled_finite: whether they are finite in the compiled program, which may keep more digits
+            where XLA fuses operations. None if it was not compiled.
         loss: the true loss.
         scale: the loss scale.
-        causes: why the step is not finite, or what it loses: a list of `Cause`. Empty if all is
-            well.
-        gradient_errors: of each gradient, the error relative to float32; the worst first. Of those
-            that are not finite it is nan.
+        causes: why the step is not finite, or what it loses: a list of `Cause`, or empty.
+        gradient_errors: the error of each gradient relative to float32, the worst first; NaN if the
+            gradient is not finite.
         remedies: changes that were tried, a list of `Remedy`.
         unseen: operations that the X-ray cannot look into, such as `shard_map` and Pallas kernels.
     """
@@ -127,10 +126,10 @@ class Xray:
             self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick)
 
     def windows(self, error: float = 0.01) -> dict[str, Window]:
-        """Which scales fit each layer: empty where the float32 reference is not finite either.
+        """Returns the scales that fit each layer; empty if a float32 reference is not finite.
 
         Args:
-            error: relative, that rounding one result to subnormal numbers may cause.
+            error: the relative error that rounding one result to subnormal numbers may cause.
         """
         if not all(bool(np.isfinite(np.asarray(jax.device_get(r))).all()) for r in
                    self._ran.references):  # fmt: skip
@@ -138,18 +137,18 @@ class Xray:
         return windows_of(self._ran, self.scale, error)
 
     def window(self, error: float = 0.01) -> Window:
-        """Which scales fit all layers."""
+        """Returns the scales that fit all layers."""
         return together(self.windows(error))
 
     def to_html(self, path: str | Path) -> None:
-        """Writes a page that needs nothing else and can be sent to somebody."""
+        """Writes a self-contained HTML page."""
         from gainstage.diagnostics.xrays.page import page
 
         Path(path).write_text(page(self), encoding="utf-8")
 
     @property
     def verdict(self) -> str:
-        """The first sentence: what is wrong, if anything is."""
+        """The first sentence: what is wrong, if anything."""
         at = f"at scale {as_power(self.scale)}"
         errors = self.gradient_errors
         if self.finite:
@@ -168,7 +167,7 @@ class Xray:
 
     @property
     def comparison(self) -> str:
-        """Where the compiled step differs, in words; empty if it does not."""
+        """How the compiled step differs, as text; empty if it does not."""
         if self.compiled_finite in (None, self.finite):
             return ""
         if self.compiled_finite:
@@ -177,9 +176,9 @@ class Xray:
 
     @property
     def conclusion(self) -> str:
-        """That neither a scale nor a precision can help; empty if one may."""
+        """Says that no scale and no precision can help; empty if one may."""
         hopeless = any(cause.kind in ("argument", "constant", "invalid") for cause in self.causes)
-        helps_not = "No scale and no precision helps: mend the data, or the formula."
+        helps_not = "No scale and no precision helps: fix the data, or the formula."
         return helps_not if hopeless else ""
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Why a step is not finite, or wrong: the first results that no operand explains."""
+"""The causes of a bad step: the first non-finite or wrong results with good operands."""
 
 import math
 from collections import defaultdict
@@ -10,9 +10,9 @@ from gainstage.diagnostics.xrays.places import layer_of
 from gainstage.diagnostics.xrays.precision import OPAQUE
 from gainstage.diagnostics.xrays.walk import Ran, Result
 
-LOST = 0.05  # relative error by underflow from which on it is a cause
-NEGLIGIBLE = 1e-5  # of the largest gradient: what cancels, and is rounding alone
-ADDS = frozenset(("add", "add_any", "sub"))  # where a small operand counts for little
+LOST = 0.05  # the relative error by underflow that counts as a cause
+NEGLIGIBLE = 1e-5  # of the largest gradient: below it a gradient cancels to rounding errors
+ADDS = frozenset(("add", "add_any", "sub"))  # operations in which a small operand matters little
 HINTS = {
     "log": "log(0): keep its operand above 0",
     "log1p": "log1p(-1): keep its operand above -1",
@@ -25,22 +25,22 @@ HINTS = {
 
 
 class Cause(NamedTuple):
-    """A result, or an argument, where non-finite numbers come from, or where numbers are lost."""
+    """A result or argument where non-finite numbers start, or where numbers are lost."""
 
     kind: str  # "overflow", "underflow", "invalid", "argument", "constant" or "unseen"
     operation: str  # the primitive, such as "dot_general"; "" for arguments and constants
     is_backward: bool
     dtype: str
     shape: tuple[int, ...]
-    layer: str  # the layer whose parameter is used here or was used last
-    place: str  # line, parameter and scope, in words
+    layer: str  # the layer of the parameter used here, or used last before
+    place: str  # line, parameter and scope, as text
     line: str  # file and line of the user
     iteration: int | None  # of the innermost loop around it
-    elements: int  # how many are not finite, or lost
-    of: int  # how many elements there are
-    float32: float  # the largest that float32 has here
+    elements: int  # the number of elements that are not finite, or lost
+    of: int  # the number of all elements
+    float32: float  # the largest value in float32
     message: str  # what happened, and what the limits are
-    result: int  # its place among the results of the X-ray
+    result: int  # its index among the results of the X-ray
 
     def __str__(self) -> str:
         if not self.operation:
@@ -52,7 +52,7 @@ class Cause(NamedTuple):
 
 
 def causes_of(ran: Ran) -> list[Cause]:
-    """What made loss or gradients non-finite: arguments first, then in the order of the program."""
+    """The causes of a non-finite loss or gradient: arguments first, then in program order."""
     arguments, born, masks = _traced(ran)
     found = [_argument(ran.results[i]) for i in arguments]
     if not found or born:
@@ -63,7 +63,7 @@ def causes_of(ran: Ran) -> list[Cause]:
 
 
 def _traced(ran: Ran) -> tuple[list[int], list[int], list[int]]:
-    """The arguments, the results that are born bad, and NaN out of infinities in the program."""
+    """The bad arguments, the results that are the first bad ones, and NaN from infinities."""
     results = ran.results
     outs = zip((ran.loss, *ran.gradients), ran.origins, strict=True)
     todo = [i for _, i in outs if i is not None and results[i].numbers.bad]
@@ -89,7 +89,7 @@ def _traced(ran: Ran) -> tuple[list[int], list[int], list[int]]:
 
 
 def _once(causes: Iterator[Cause]) -> list[Cause]:
-    """Without those of the same operation at the same place, such as in later iterations."""
+    """Drops repeated causes of one operation at one place, such as in later iterations."""
     known: dict[tuple[object, ...], Cause] = {}
     for cause in causes:
         key = (cause.operation, cause.is_backward, cause.place, cause.kind)
@@ -145,8 +145,8 @@ def _born(ran: Ran, result: Result) -> Cause:
 
 
 def losses_of(ran: Ran) -> list[Cause]:
-    """Where a finite step has lost more than a twentieth of a gradient: overflows that a later
-    operation turns into finite numbers, such as 1 / inf, and what is flushed, the worst first."""
+    """The causes of losing more than 5 % of a gradient in a finite step: overflows that a later
+    operation makes finite, such as 1 / inf, and flushed results, the worst first."""
     weights = importance(ran)
     return _swallowed(ran, weights) or _flushed(ran, weights)
 
@@ -191,7 +191,7 @@ def _flushed(ran: Ran, weights: dict[int, float]) -> list[Cause]:
 
 
 def lost_share(result: Result) -> float:
-    """The error of rounding to the dtype's subnormal numbers, relative to the root mean square."""
+    """The error of rounding to subnormal numbers, relative to the root mean square."""
     ref = result.ref
     if not ref.rms or ref.bad:
         return 0.0
@@ -200,7 +200,7 @@ def lost_share(result: Result) -> float:
 
 
 def importance(ran: Ran) -> dict[int, float]:
-    """How far a relative error of each result becomes one of a gradient: 1 if all of it does."""
+    """How much of a relative error of each result reaches a gradient: 1 if all of it does."""
     results, outs = ran.results, [i for i in ran.origins[1:] if i is not None]
     top = max((results[i].ref.rms for i in outs), default=0.0)
     weights = {i: 1.0 for i in outs if results[i].ref.rms > NEGLIGIBLE * top}

@@ -1,4 +1,4 @@
-"""What there is to know of the numbers of one array."""
+"""Statistics of the numbers in one array."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ HALF = frozenset(
 
 
 class Numbers(NamedTuple):
-    """Counts of elements, and sizes of those that are finite."""
+    """Counts of elements, and statistics of the finite ones."""
 
     size: int
     nan: int
@@ -24,12 +24,12 @@ class Numbers(NamedTuple):
 
     @property
     def bad(self) -> int:
-        """How many elements are not finite."""
+        """The number of elements that are not finite."""
         return self.nan + self.inf
 
 
 def numbers_of(x: Any) -> Numbers:
-    """Counts what is in an array of floating or complex numbers."""
+    """Returns the statistics of a floating or complex array."""
     a = np.asarray(jax.device_get(x))
     wide = a.dtype.kind == "c" or a.dtype == np.float64
     a = np.abs(a if wide else a.astype(np.float32)).ravel()
@@ -50,19 +50,19 @@ def numbers_of(x: Any) -> Numbers:
 def _rms(a: np.ndarray, top: float) -> float:
     if top == 0:
         return 0.0
-    if not 1e-15 < top < 1e15:  # the squares would leave float32
+    if not 1e-15 < top < 1e15:  # the squares would exceed float32
         a = a / np.asarray(top, a.dtype)
         return top * float(np.sqrt(np.dot(a, a) / a.size))
     return float(np.sqrt(np.dot(a, a) / a.size))
 
 
 def is_floating(x: Any) -> bool:
-    """Whether an array, or what describes one, holds floating or complex numbers."""
+    """Whether an array, or its description, has floating or complex numbers."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def is_half(x: Any) -> bool:
-    """Whether an array, or what describes one, is of less than 32 bits a number."""
+    """Whether an array, or its description, has numbers of less than 32 bits."""
     return getattr(x, "dtype", None) in HALF
 
 
@@ -72,12 +72,12 @@ def largest(dtype: Any) -> float:
 
 
 def smallest(dtype: Any) -> float:
-    """The smallest number above 0 of a dtype, subnormal numbers among them."""
+    """The smallest positive number of a dtype, including subnormal numbers."""
     return float(jnp.finfo(dtype).smallest_subnormal)
 
 
 def relative_error(x: Any, ref: Any, of_ref: Numbers) -> float:
-    """The norm of the difference over the norm of the reference; 0 where one is not finite."""
+    """The norm of the difference over the norm of the reference; 0 if one is not finite."""
     if of_ref.bad or not of_ref.rms:
         return 0.0
     a, b = (np.asarray(jax.device_get(v)) for v in (x, ref))

@@ -14,7 +14,7 @@ from gainstage.rules.base import as_power
 if TYPE_CHECKING:
     from gainstage.diagnostics.xrays import Xray
 
-LAYERS = 40  # that are drawn
+LAYERS = 40  # the number of layers that are drawn
 STYLE = """\
 .verdict { border-left: 4px solid var(--fits); background: var(--box); padding: .75rem 1rem;
   margin: 0 0 .75rem; font-size: 1.0625rem; overflow-wrap: anywhere; }
@@ -53,7 +53,7 @@ i.now.key { background: var(--ink); width: 2px; height: .9rem; vertical-align: -
 
 
 def page(x: "Xray") -> str:
-    """The page of an X-ray, as HTML.
+    """Returns the page of an X-ray, as HTML.
 
     Args:
         x: the X-ray.
@@ -106,7 +106,7 @@ def _cause(cause: Cause) -> str:
 
 
 def _tried(x: "Xray") -> str:
-    """The changes that were tried, or why none was."""
+    """Draws the changes that were tried, or why none was."""
     rows = [
         (
             printable(remedy.change, 10 * LONGEST),
@@ -125,14 +125,14 @@ def _tried(x: "Xray") -> str:
 
 
 class Axis(NamedTuple):
-    """What the rows of a drawing have in common: numbers from left to right, with their words."""
+    """The axis that the rows of a drawing share: numbers from left to right, with labels."""
 
     low: float
     high: float
     ticks: Mapping[int, str]
 
     def row(self, name: str, number: str, marks: Iterable[str], stress: bool = False) -> str:
-        """A name, a drawing and a number; `stress` makes the name bold."""
+        """Draws a row: a name, a drawing and a number; `stress` makes the name bold."""
         word = f"<b>{_words(name)}</b>" if stress else _words(name)
         grid = "".join(self.line(at) for at in self.ticks)
         return (
@@ -141,18 +141,18 @@ class Axis(NamedTuple):
         )
 
     def bar(self, low: float, high: float, kind: str = "") -> str:
-        """From one number to another; also from infinity, which is the edge."""
+        """Draws a bar between two numbers; infinity is drawn at the edge."""
         left, right = self._at(low), self._at(high)
         tag = "div" if kind == "shade" else "i"
         place = f"left:{left:.2f}%;width:{right - left:.2f}%"
         return f'<{tag} class="{kind}" style="{place}"></{tag}>'
 
     def line(self, at: float, kind: str = "") -> str:
-        """A vertical line."""
+        """Draws a vertical line."""
         return f'<div class="line {kind}" style="left:{self._at(at):.2f}%"></div>'
 
     def below(self) -> str:
-        """The words of the axis."""
+        """Draws the labels of the axis."""
         words = "".join(
             f'<span style="left:{self._at(at):.2f}%">{text(word)}</span>'
             for at, word in self.ticks.items()
@@ -165,7 +165,7 @@ class Axis(NamedTuple):
 
 
 def _windows(windows: Mapping[str, Window], scale: float) -> str:
-    """A bar for each layer on an axis of powers of two."""
+    """Draws a bar for each layer on an axis of powers of two."""
     if not windows:
         return ""
     now, fits = math.log2(scale), together(windows)
@@ -215,7 +215,7 @@ def _span(window: Window) -> str:
 
 
 def _errors(errors: Mapping[str, float]) -> str:
-    """A bar for each of the worst gradients, on an axis of powers of ten."""
+    """Draws a bar for each of the worst gradients, on an axis of powers of ten."""
     if not errors:
         return ""
     axis = Axis(-4.3, 0.3, {at: f"{10.0 ** (at + 2):g}%" for at in range(-4, 1)})

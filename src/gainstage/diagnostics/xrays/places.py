@@ -1,8 +1,8 @@
-"""Where in a model an equation stands: its layer, and its line in the user's files.
+"""The place of an equation: its layer in the model, and its line in the user's files.
 
-Frameworks do not all name their layers, so an equation is named by the parameter that it uses, or
-by the last one used on the way to it. An equation of the backward pass has the name of the forward
-one that it comes from.
+Not all frameworks name their layers. So an equation is named by the parameter that it uses, or by
+the last parameter used before it. An equation of the backward pass has the name of its forward
+equation.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ from gainstage._core._jax import user_frames
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 Frames = tuple[tuple[tuple[str, int, int], ...], ...]
-HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # of this package
-# Names that a layer gives to its parameters, in Flax, Keras, Equinox, Haiku and torch.
+HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # the folder of this package
+# The names of a layer's parameters in Flax, Keras, Equinox, Haiku and torch.
 OWN_NAMES = frozenset(
     ("kernel", "weight", "bias", "scale", "embedding", "embeddings", "gamma", "beta", "w", "b",
      "offset", "pos_embedding", "lora_a", "lora_b")
 )  # fmt: skip
 INDEXING = frozenset(
     ("gather", "dynamic_slice", "take")
-)  # what these take from a parameter is data
+)  # their results from a parameter count as data
 WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat|linearize)\(([^()]*)\)")
 ANONYMOUS = re.compile(
     r"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>"
@@ -38,24 +38,24 @@ ANONYMOUS = re.compile(
 class Note(NamedTuple):
     """What is known of a value besides its numbers."""
 
-    own: str = ""  # the parameter that it is another form of
-    near: str = ""  # the last parameter that was used on the way to it
-    id: int | None = None  # the result that it is
-    parts: "tuple[Note, ...]" = ()  # of what it is a stack of
+    own: str = ""  # the parameter of which it is another form
+    near: str = ""  # the last parameter that was used before it
+    id: int | None = None  # the id of its result
+    parts: "tuple[Note, ...]" = ()  # the notes of its parts, if it is a stack
     is_backward: bool = False  # whether it depends on the loss scale
-    order: float = math.inf  # of a cotangent: when the forward equation it belongs to was run
+    order: float = math.inf  # for a cotangent: when its forward equation was run
     is_data: bool = False  # whether it depends on the data, and is no constant or parameter
-    tag: int = 0  # log2 of a scale of its own that a cotangent has
+    tag: int = 0  # for a cotangent: log2 of its local scale
 
 
 class Place(NamedTuple):
-    """Where an equation stands."""
+    """The place of an equation."""
 
     near: str  # a parameter, or an argument if none has been used yet
-    at: bool  # whether the equation uses it, or stands behind
-    scope: str  # by `jax.named_scope`, as Flax Linen, Haiku and Keras have them
+    at: bool  # whether the equation uses it, or is after it
+    scope: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
     line: str  # file and line of the user
-    via: str  # the function of a library that the line calls
+    via: str  # the library function that the line calls
 
     def __str__(self) -> str:
         words = [self.line] if self.line else []
@@ -67,11 +67,11 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Knows the places of equations, in the order in which they are run."""
+    """Finds the places of equations, in the order in which they are run."""
 
     def __init__(self) -> None:
-        # By the frames of the user, and of the calls around: when, and at which parameter, forward
-        # equations of the line have been run.
+        # Maps the user's frames, with those of the calls around, to the forward equations of that
+        # line: when they were run, and at which parameter.
         self._forward: dict[Frames, list[tuple[int, str, bool]]] = defaultdict(list)
         self._calls: tuple[Frames, ...] = ()
         self._scopes: tuple[str, ...] = ()
@@ -79,14 +79,15 @@ class Places:
         self._order: list[tuple[str, bool]] = []  # the parameter at each forward equation
 
     def source(self, kind: str, name: str, own: bool) -> Note:
-        """The note of an argument or a constant of the program."""
+        """Returns the note of an argument or a constant of the program."""
         if own:
             return Note(own=name, near=name)
         return Note(near=name, is_data=kind == "argument")
 
     @contextlib.contextmanager
     def inside(self, eqn: Any) -> Iterator[None]:
-        """An equation that may be a call: what it calls has relative scopes, and often no line."""
+        """Enters an equation that may be a call: its inner equations have relative scopes, and
+        often no line."""
         kept = self._calls, self._scopes, self._line
         frames = _frames(eqn)
         self._calls += (tuple((f.file_name, f.start_line, f.start_column) for f in frames),)
@@ -98,7 +99,7 @@ class Places:
             self._calls, self._scopes, self._line = kept
 
     def of(self, eqn: Any, notes: Sequence[Note]) -> tuple[Place, Note]:
-        """The place of an equation that stands inside, and the note of its results."""
+        """Returns the place of the current equation, and the note of its results."""
         own = sorted({note.own for note in notes if note.own})
         data = [note for note in notes if note.is_data or note.is_backward]
         takes = eqn.primitive.name in INDEXING
@@ -120,9 +121,9 @@ class Places:
         return Place(near, at, _scope("/".join(self._scopes)), line, via), note
 
     def _behind(self, order: float) -> tuple[float, str, bool]:
-        """The forward equation that a backward one is the derivative of: the last of its line that
-        was run before those that its cotangents come from. If none is known, as of a custom_vjp, it
-        is the last of all before them."""
+        """Finds the forward equation of a backward one: the last of its line that was run before
+        those of its cotangents. If none is known, as for a custom_vjp, it is the last of all
+        before them."""
         for calls in _suffixes(self._calls):
             known = self._forward.get(calls, ())
             place = bisect_right(known, order, key=itemgetter(0))
@@ -142,12 +143,13 @@ class Places:
 
 
 def _suffixes(calls: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
-    """The calls around an equation without the outermost ones: a backward loop is another call."""
+    """The calls around an equation, then without the outermost ones: a backward loop is another
+    call."""
     return (calls[i:] for i in range(len(calls)) if calls[-1] or (i == 0 and any(calls)))
 
 
 def layer_of(place: Place) -> str:
-    """The layer of a place: the parameter without `kernel` or the like; its scope if that has a
+    """The layer of a place: the parameter without `kernel` or the like; its scope if it has a
     number instead of a name."""
     layer, _, last = place.near.rpartition("/")
     if last.isdigit() and place.scope:
@@ -160,7 +162,7 @@ def _frames(eqn: Any) -> list[Any]:
 
 
 def _line(frames: list[Any]) -> tuple[str, str] | None:
-    """The user's innermost line, and the function of a library that it calls."""
+    """The user's innermost line, and the library function that it calls."""
     own = next((f for f in frames if not _is_library(f.file_name)), None)
     if own is None:
         return None
@@ -174,7 +176,7 @@ def _is_library(file: str) -> bool:
 
 
 def _scope(stack: str) -> str:
-    """The names of a stack of scopes, without the transformations around them."""
+    """The names in a stack of scopes, without the transformations around them."""
     before = None
     while before != stack:
         before, stack = stack, WRAPPERS.sub(r"\1", stack)

@@ -1,4 +1,4 @@
-"""An equation of half precision, computed in float32."""
+"""Computes a half-precision equation in float32."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -26,19 +26,19 @@ SCATTER = MappingProxyType(
 
 
 def up(x: Any, var: Any) -> Any:
-    """A half-precision operand in float32."""
+    """Upcasts a half-precision operand to float32."""
     half = is_half(x) if hasattr(x, "dtype") else var is not None and is_half(var.aval)
     return jnp.asarray(x, jnp.float32) if half else x
 
 
 def down(x: Any, var: Any) -> Any:
-    """An operand in the dtype that the program has it in."""
+    """Casts an operand to its dtype in the program."""
     half = is_half(var.aval) and getattr(x, "dtype", None) != var.aval.dtype
     return jnp.asarray(x, var.aval.dtype) if half else x
 
 
 def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation in float32: of operands that are."""
+    """The results of an equation in float32, from float32 operands."""
     if eqn.primitive.name == "reduce_precision":
         return list(values)
     params = dict(eqn.params)
@@ -56,7 +56,7 @@ def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
         if eqn.primitive.name not in OPAQUE:
             return bind(eqn, values, params)
     except (TypeError, ValueError, NotImplementedError):
-        pass  # an operation that is not made for float32
+        pass  # the operation does not support float32
     lowered = [down(x, var) for x, var in zip(values, eqn.invars, strict=True)]
     return [up(x, None) for x in bind(eqn, lowered, eqn.params)]
 

@@ -1,4 +1,4 @@
-"""The program of a step, loss and gradients: a jaxpr whose arguments and results have names."""
+"""The program of a step (loss and gradients): a jaxpr with named arguments and results."""
 
 import functools
 import inspect
@@ -20,9 +20,9 @@ class Program(NamedTuple):
     jaxpr: Any  # as `jax.make_jaxpr` returns it
     arguments: list[jax.Array]  # without the scale
     names: list[str]  # of the arguments
-    is_parameter: list[bool]  # whether the loss is differentiated by it
-    gradients: list[str]  # the names of the results behind the loss
-    is_finite: Callable[..., jax.Array]  # of the scale and the arguments: the program, compiled
+    is_parameter: list[bool]  # whether the loss is differentiated with respect to it
+    gradients: list[str]  # the names of the results after the loss
+    is_finite: Callable[..., jax.Array]  # of the scale and the arguments: the compiled program
 
 
 def program_of(
@@ -36,14 +36,14 @@ def program_of(
 
     Args:
         loss_fn, argnums, has_aux, using: as for `gainstage.value_and_grad`.
-        args: the arguments of `loss_fn`. Leaves that are no arrays stay as they are.
+        args: the arguments of `loss_fn`. Leaves that are not arrays are constants.
     """
     by = {} if argnums == 0 else {"argnums": argnums}
     chosen = {n % max(len(args), 1) for n in np.atleast_1d(argnums).tolist()}
     words = _argument_names(loss_fn, len(args))
     names, arrays, is_parameter = [], [], []
     leaves, structure = jax.tree_util.tree_flatten_with_path(tuple(args))
-    # A number of the batch is an argument; one inside of a model, such as a dropout rate, is not.
+    # A number in the batch is an argument; one inside a model, such as a dropout rate, is not.
     places = [i for i, (path, leaf) in enumerate(leaves) if _is_array(leaf, len(path) == 1)]
     for i in places:
         path, leaf = leaves[i]
@@ -76,20 +76,20 @@ def program_of(
 
 
 def _name(path: Sequence[Any], argument: str, is_own: bool) -> str:
-    """The path of a parameter; of a list of arrays, and of other arguments, with the argument."""
+    """The path of a parameter; for a list of arrays, and other arguments, with the argument."""
     keys = joined(path)
     return keys if is_own and re.search("[a-zA-Z]", keys) else joined(path, argument)
 
 
 def joined(path: Sequence[Any], head: str = "") -> str:
-    """The keys of a path in a pytree, with slashes; without NNX's `value` at the end."""
+    """The keys of a path in a pytree, joined by slashes, without NNX's final `value`."""
     keys = [head] if head else []
     keys += [jax.tree_util.keystr((key,), simple=True) for key in path]
     return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
 
 
 def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:
-    """The names of the arguments of a function, as far as they are known."""
+    """The names of a function's arguments, if they are known."""
     try:
         known = [
             p.name

@@ -1,4 +1,4 @@
-"""A bar for the X-ray, where there is a terminal and rich is installed."""
+"""A progress bar for the X-ray, in a terminal with rich installed."""
 
 import contextlib
 import importlib.util
@@ -13,7 +13,7 @@ from gainstage.diagnostics.xrays.walk import count_of
 
 @contextlib.contextmanager
 def counted(program: Program, progress: bool) -> Iterator[Callable[[], Any]]:
-    """A function to call after each operation: it moves the bar, if one is shown."""
+    """Yields a function to call after each operation; it updates the bar, if there is one."""
     if not progress or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield lambda: None
         return

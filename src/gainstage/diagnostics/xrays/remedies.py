@@ -1,4 +1,4 @@
-"""What makes the step right: changes that have been tried by running it again."""
+"""Remedies: changes that make the step right, each tried by running it again."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from gainstage.diagnostics.xrays.walk import Changes, Ran, Result, run
 from gainstage.diagnostics.xrays.windows import Window, together
 from gainstage.rules.base import as_power
 
-GOOD = 0.01  # relative error of all gradients that ends the search
+GOOD = 0.01  # the relative error of all gradients at which the search ends
 MARGIN = 1  # powers of two below the largest scale that fits
 
 
 class Remedy(NamedTuple):
-    """One change, and what came of it."""
+    """A change that was tried, and its outcome."""
 
     kind: str  # "scale", "float32" or "local"
-    change: str  # what was changed, in words
-    places: tuple[str, ...]  # the lines, or layers, where
-    scale: float  # of the loss
+    change: str  # the change, as text
+    places: tuple[str, ...]  # the lines or layers that it changes
+    scale: float  # the loss scale
     is_finite: bool  # whether loss and gradients were
     loss: float
     error: float  # of all gradients together, relative to float32; nan if they were not finite
@@ -46,12 +46,12 @@ def remedies_for(
     windows: Mapping[str, Window],
     tick: Callable[[], Any],
 ) -> list[Remedy]:
-    """Changes that might make the step right, each tried.
+    """Tries changes that might make the step right.
 
     Args:
-        program, ran, scale: the step, and what came out of it at this scale.
-        causes: of what is wrong; none if nothing is.
-        windows: of the layers, as `windows_of` returns them.
+        program, ran, scale: the step, and its run at this scale.
+        causes: the causes of the problem, if there is one.
+        windows: the windows of the layers, as `windows_of` returns them.
         tick: called after each equation.
     """
     if not causes or any(c.kind not in ("overflow", "underflow") for c in causes):
@@ -78,7 +78,7 @@ class _Trial:
         return self._tried("scale", change, (), Changes(scale=scale))
 
     def with_local_scales(self, windows: Mapping[str, Window]) -> list[Remedy]:
-        """A scale for most layers, and one more for each of those that it does not fit."""
+        """Tries a scale for most layers, and a local scale for each layer that it does not fit."""
         bounds = {layer: w for layer, w in windows.items() if not w.is_empty}
         known = [w for w in bounds.values() if math.isfinite(w.low)]
         if len(bounds) < len(windows) or not known:
@@ -104,8 +104,8 @@ class _Trial:
         return [self._tried("local", change, tuple(each), changes)]
 
     def in_float32(self, causes: Sequence[Cause]) -> list[Remedy]:
-        """Float32 for what leaves the range of its dtype, and for what reads that; if it does not
-        help, for what is lost too."""
+        """Tries float32 for results outside the range of their dtype, and for operations that read
+        them. If that does not help, adds the results that are lost."""
         outside, lost = _outside(self._ran), _lost(self._ran, causes)
         both = outside + [r for r in lost if r not in outside]
         underflows = any(cause.kind == "underflow" for cause in causes)
@@ -149,18 +149,18 @@ def whole_error(
 
 
 def _outside(ran: Ran) -> list[Result]:
-    """The results that their dtype cannot hold."""
+    """The results that exceed their dtype."""
     half = (r for r in ran.results if r.is_half and not r.ref.bad)
     return [r for r in half if r.ref.max > largest(r.dtype) * 0.999]
 
 
 def _lost(ran: Ran, causes: Sequence[Cause]) -> list[Result]:
-    """The results whose rounding to subnormal numbers matters, and those that made a cause."""
+    """The results whose subnormal rounding matters, and those that led to a cause."""
     weights = importance(ran)
     half = (r for r in ran.results if r.is_half)
     ids = {r.id for r in half if lost_share(r) * weights.get(r.id, 0.0) > GOOD}
     todo = [cause.result for cause in causes if cause.kind == "underflow"]
-    while todo:  # what was lost before
+    while todo:  # operands that were already lost
         for i in ran.results[todo.pop()].operands:
             if ran.results[i].flushed and i not in ids:
                 ids.add(i)

@@ -1,4 +1,4 @@
-"""A program, run equation by equation, with a float32 reference beside every value."""
+"""Runs a program equation by equation, with a float32 reference of every value."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -31,63 +31,63 @@ CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_
 
 
 class Value(NamedTuple):
-    """An array as the program computes it, and as float32 would have it."""
+    """An array as the program computes it, and its float32 reference."""
 
-    x: Any  # in float32 where `Changes.islands` keeps it so
-    ref: Any  # the same object where nothing was rounded; None if no reference is kept
+    x: Any  # in float32 if `Changes.islands` keeps it so
+    ref: Any  # the same object if nothing was rounded; None if no reference is kept
     note: Note
 
 
 class Result(NamedTuple):
-    """What an equation has computed, or an argument or constant of the program."""
+    """The result of an equation, or an argument or constant of the program."""
 
     id: int
-    path: tuple[int, ...]  # of the equation: its places in the program and in those inside it
-    turns: tuple[int, ...]  # of the loops around it
+    path: tuple[int, ...]  # the indices of the equation in the program and its inner programs
+    turns: tuple[int, ...]  # the iterations of the loops around it
     op: str
     place: Place
     dtype: Any
     shape: tuple[int, ...]
     is_backward: bool
-    operands: tuple[int, ...]  # the results it was computed from
+    operands: tuple[int, ...]  # the ids of its operands
     numbers: Numbers
     ref: Numbers  # of the float32 reference
     error: float  # of all elements, relative to the reference
     is_born: bool  # not finite, though all operands are
-    derivative_of: str = ""  # the operation in the user's line, if this is another one
+    derivative_of: str = ""  # the operation in the user's line, if it is another one
 
     @property
     def is_half(self) -> bool:
-        """Whether the program holds it in less than 32 bits a number."""
+        """Whether its dtype in the program has less than 32 bits."""
         return self.dtype in HALF
 
     @property
     def flushed(self) -> int:
-        """How many elements are 0, and would not be in float32."""
+        """The number of elements that are 0, but not in float32."""
         return max(self.numbers.zero - self.ref.zero, 0) if self.is_half else 0
 
 
 class Changes(NamedTuple):
-    """What is different when a program is run again."""
+    """Changes to a program that is run again."""
 
     scale: float = 1.0
     islands: frozenset[tuple[int, ...]] = frozenset()  # paths of equations that stay in float32
-    local: Mapping[str, int] = MappingProxyType({})  # layer: log2 of a scale of its own
+    local: Mapping[str, int] = MappingProxyType({})  # layer: log2 of its own scale
     repaired: frozenset[tuple[int, ...]] = frozenset()  # paths of equations that stay finite
 
 
 class Ran(NamedTuple):
-    """What came out of a program."""
+    """The outcome of a run of a program."""
 
     loss: Any
     gradients: list[Any]
     references: list[Any]  # of the loss and the gradients, in float32
-    origins: list[int | None]  # the results that they are
+    origins: list[int | None]  # the ids of their results
     results: list[Result]
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradients are."""
+        """Whether loss and gradients are finite."""
         return all(_finite(x) for x in (self.loss, *self.gradients))
 
 
@@ -100,10 +100,10 @@ def run(
     """Runs a program equation by equation.
 
     Args:
-        program: as `program_of` returns it.
-        changes: what to do otherwise.
-        watch: whether to keep a reference and the numbers of every result; else only loss and
-            gradients are known.
+        program: the result of `program_of`.
+        changes: the changes to make.
+        watch: whether to keep a reference and the statistics of every result. If False, only loss
+            and gradients are returned.
         tick: called after each equation.
     """
     walk = _Walk(changes, watch, tick)
@@ -120,7 +120,7 @@ def run(
 
 
 def count_of(jaxpr: Any) -> int:
-    """How many equations will be run; a `while` loop counts as one turn."""
+    """The number of equations that will be run; a `while` loop counts as one iteration."""
     total = 0
     for eqn in open_jaxpr(jaxpr).eqns:
         inner = [count_of(p) for p in _jaxprs(eqn)]
@@ -139,7 +139,7 @@ def count_of(jaxpr: Any) -> int:
 
 
 class _Walk:
-    """The state of a run: the results so far, and where in the program it is."""
+    """The state of a run: the results so far, and the current place in the program."""
 
     def __init__(self, changes: Changes, watch: bool, tick: Callable[[], Any]):
         self.results: list[Result] = []
@@ -147,7 +147,7 @@ class _Walk:
         self._places = Places()
 
     def source(self, kind: str, x: Any, name: str, own: bool) -> Value:
-        """An argument or a constant of the program, with a result that stands for it."""
+        """Wraps an argument or a constant of the program, with a result for it."""
         note = self._places.source(kind, name, own)
         if not self._watch:
             return Value(x, None, note)
@@ -164,7 +164,7 @@ class _Walk:
         return Value(x, ref, note)
 
     def unscaled(self, value: Value) -> Any:
-        """An output of the program, without the scale that its layer has of its own."""
+        """An output of the program, divided by the local scale of its layer."""
         return value.x if not value.note.tag else value.x * 2.0**-value.note.tag
 
     def run(
@@ -174,7 +174,7 @@ class _Walk:
         path: tuple[int, ...] = (),
         turns: tuple[int, ...] = (),
     ) -> list[Value]:
-        """The results of a jaxpr, for these arguments."""
+        """Runs a jaxpr on these arguments."""
         jaxpr, consts = open_jaxpr(closed), list(getattr(closed, "consts", ()))
         env: dict[Any, Value] = {}
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -265,7 +265,7 @@ class _Walk:
         )  # fmt: skip
 
     def _derivative_of(self, eqn: Any, values: list[Value]) -> str:
-        """The derivative of a square root is a number over it."""
+        """Recognises the derivative of a square root: a number divided by the root."""
         if eqn.primitive.name != "div":
             return ""
         above, below = (value.note for value in values)
@@ -294,7 +294,7 @@ class _Walk:
             rows.append(outs[carries:])
         if params["reverse"]:
             rows.reverse()
-        if not rows:  # a loop of no turn
+        if not rows:  # a loop without iterations
             avals = [var.aval for var in open_jaxpr(params["jaxpr"]).outvars[carries:]]
             empty = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in avals]
             return [
@@ -351,7 +351,7 @@ def _read(env: Mapping[Any, Value], var: Any) -> Value:
 
 
 def _last_uses(jaxpr: Any) -> dict[Any, int]:
-    """The equation that uses each variable last; one behind all for the results."""
+    """The last equation that uses each variable; results are used after all equations."""
     last = {}
     for n, eqn in enumerate(jaxpr.eqns):
         last |= {var: n for var in eqn.invars if not isinstance(var, Literal)}
@@ -364,7 +364,7 @@ def _jaxprs(eqn: Any) -> list[Any]:
 
 
 def _inner(eqn: Any) -> Any:
-    """The program that an equation only calls, if it does."""
+    """The inner program of an equation that is only a call, or None."""
     if eqn.primitive.name not in CALLS:
         return None
     found = _jaxprs(eqn)
@@ -373,7 +373,7 @@ def _inner(eqn: Any) -> Any:
 
 
 def _scaled(value: Value, tag: int) -> Any:
-    """A cotangent with the scale of the layer that uses it."""
+    """A cotangent, rescaled to the local scale of the layer that uses it."""
     if not value.note.is_backward or tag == value.note.tag or not is_floating(value.x):
         return value.x
     factor = jnp.float32(2.0 ** (tag - value.note.tag))

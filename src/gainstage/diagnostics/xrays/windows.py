@@ -1,4 +1,4 @@
-"""Which loss scales fit: for each layer, and for all together."""
+"""The loss scales that fit, for each layer and for all together."""
 
 import math
 from collections.abc import Mapping
@@ -13,12 +13,12 @@ UNKNOWN = -math.inf, math.inf
 
 
 class Window(NamedTuple):
-    """The scales that fit, as powers of two: from `2**low` to `2**high`, both among them."""
+    """The scales that fit, as powers of two: from `2**low` to `2**high`, inclusive."""
 
-    low: float  # below, float16 rounds off more than the error that was asked for
-    high: float  # above, something overflows
-    lowest: str = ""  # where the least scale comes from
-    highest: str = ""  # where the largest one comes from
+    low: float  # below it, float16 rounding exceeds the requested error
+    high: float  # above it, something overflows
+    lowest: str = ""  # the result that limits `low`
+    highest: str = ""  # the result that limits `high`
 
     @property
     def is_empty(self) -> bool:
@@ -27,14 +27,14 @@ class Window(NamedTuple):
 
 
 def windows_of(ran: Ran, scale: float, error: float) -> dict[str, Window]:
-    """The window of each layer whose backward pass is in half precision.
+    """Returns the window of each layer whose backward pass is in half precision.
 
-    The backward pass is linear in the scale, so the float32 reference of one scale tells all.
+    The backward pass is linear in the scale, so the float32 reference at one scale is enough.
 
     Args:
-        ran: with its references.
-        scale: that it was run at.
-        error: relative, that rounding one result to subnormal numbers may cause.
+        ran: a run with its references.
+        scale: the scale of that run.
+        error: the relative error that rounding one result to subnormal numbers may cause.
     """
     weights, at = importance(ran), math.log2(scale)
     windows: dict[str, Window] = {}
@@ -57,7 +57,7 @@ def windows_of(ran: Ran, scale: float, error: float) -> dict[str, Window]:
 
 
 def together(windows: Mapping[str, Window]) -> Window:
-    """The scales that fit all layers."""
+    """Returns the scales that fit all layers."""
     if not windows:
         return Window(*UNKNOWN)
     low = max(windows, key=lambda layer: windows[layer].low)
