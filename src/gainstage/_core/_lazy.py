@@ -1,4 +1,4 @@
-"""Packages whose modules are imported when they are used (PEP 562)."""
+"""Lazy imports of a package's modules (PEP 562)."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import Any
 def lazy(
     namespace: dict[str, Any], *modules: str
 ) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package: its modules by name, and what is public of it.
+    """Returns `__getattr__` and `__dir__` of a package with lazy modules.
 
     Args:
         namespace: the package's `globals()`.

@@ -1,9 +1,9 @@
-"""The one bridge from imperative code on variables to pure functions.
+"""The bridge from imperative code on variables to pure functions.
 
-An update rule is imperative code that assigns to variables. It becomes a pure function, and so a
-compiled program, by binding values to the variables, running the code, and reading them back:
-`functional` does that, `jit` compiles it. A *state* is any pytree whose leaves are variables.
-`select` makes a pure function of a state a transaction.
+An update rule is imperative code that assigns to variables. It becomes a pure function when values
+are bound to the variables, the code runs, and the values are read back. `functional` does that,
+and `jit` compiles it. A *state* is any pytree whose leaves are variables. `select` makes a pure
+function of a state a transaction.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 
 def variables_in(state: Any) -> list[Variable]:
-    """The variables of a state, in order; a state may be one variable, or any iterable of them.
+    """The variables of a state, in order. A state is a variable, a pytree or an iterable of them.
 
     Raises:
-        TypeError: a leaf that is no variable.
-        ValueError: the same variable twice.
+        TypeError: a leaf is not a variable.
+        ValueError: a variable occurs twice.
     """
     known = isinstance(state, (Variable, Mapping, list, tuple))
     variables = jax.tree.leaves(state if known else list(state))
@@ -43,17 +43,17 @@ def variables_in(state: Any) -> list[Variable]:
 
 
 def read(state: Any) -> Any:
-    """The values of a state, in the same structure."""
+    """Reads the values of a state, in the same structure."""
     return jax.tree.map(lambda variable: variable._value, state)
 
 
 def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = False) -> None:
-    """Puts `values` into the variables: all of them, or none.
+    """Writes `values` into the variables: all of them, or none.
 
     Args:
-        variables: where to.
-        values: arrays that fit, or those that the variables hold already.
-        shared: whether somebody else may hold them.
+        variables: the variables to write.
+        values: arrays that fit, or the current values.
+        shared: whether others may hold the arrays.
     """
     if getattr(recording, "now", None):
         for variable, value in zip(variables, values, strict=True):
@@ -62,7 +62,7 @@ def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = F
     if any(issubclass(kind, Tracer) for kind in set(map(type, values))):
         for variable, value in zip(variables, values, strict=True):
             if value is not variable._value:
-                variable._check_that_it_stays(value)  # all of them, before any is stored
+                variable._check_that_it_stays(value)  # check all before any is stored
         Variable._put(variables, values, shared)
         return
     with deferred_signals():
@@ -70,7 +70,7 @@ def write(variables: Sequence[Variable], values: Sequence[Any], shared: bool = F
 
 
 def assign(variables: Sequence[Variable], values: Sequence[Any]) -> None:
-    """`Variable.assign` for several: all of them, or, if one value does not fit, none."""
+    """`Variable.assign` for several variables; assigns none if a value does not fit."""
     new = [v._assignable(value) for v, value in zip(variables, values, strict=True)]
     write(variables, new, shared=True)  # the caller may hold the same arrays
 
@@ -81,10 +81,10 @@ def bound(
     values: Sequence[jax.Array],
     shardings: Sequence[Any] | None = None,
 ) -> Iterator[None]:
-    """Binds `values` to the variables, which hold their own again on exit.
+    """Binds `values` to the variables, and restores their own values on exit.
 
-    While bound a variable has the dtype of what it holds (and the sharding, if `shardings` is
-    given), and may hold traced values. Another thread that reads it gets its own value.
+    A bound variable has the dtype of its value, and its sharding if `shardings` is given. It may
+    hold traced values. Another thread that reads it gets its own value.
     """
     own = Variable._held(variables)
     shardings = [variable._sharding for variable in variables] if shardings is None else shardings
@@ -97,9 +97,9 @@ def bound(
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Variable]]:
-    """Undoes on exit what is assigned meanwhile in this trace; yields the list of the variables.
+    """Undoes all assignments of this trace on exit; yields the list of the assigned variables.
 
-    Until then each holds what it was assigned, which may be traced.
+    Until then each variable holds its assigned value, which may be traced.
     """
     before, variables, own = getattr(recording, "now", None), [], []
     recording.now = get_opaque_trace_state(), variables, own
@@ -111,7 +111,7 @@ def recorded() -> Iterator[list[Variable]]:
 
 
 def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
-    """The pure function behind an `fn` that reads and assigns the variables of `state`.
+    """Returns a pure function of an `fn` that reads and assigns the variables of `state`.
 
     Args:
         fn: any function; its assignments to variables of `state` become results.
@@ -120,11 +120,11 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
     Returns:
         `pure(values, *args, **kwargs) -> (result, new_values)`, where `values` and `new_values`
         have the structure of `state`. It changes no variable, so `jax.jit`, `jax.vmap`, `jax.grad`
-        and `lax.scan` take it.
+        and `lax.scan` accept it.
 
     Raises:
-        TypeError: a leaf of `state` that is no variable.
-        ValueError: the same variable twice; at the call, values that do not fit.
+        TypeError: a leaf of `state` is not a variable.
+        ValueError: a variable occurs twice; from the call, the values do not fit.
 
     Examples:
         >>> import gainstage as gs
@@ -152,33 +152,34 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
                 result = fn(*args, **kwargs)
                 return result, structure.unflatten(read(variables))
         finally:
-            # Once more: a signal may have interrupted `bound` in doing so.
+            # Again, because a signal may have interrupted `bound` while it did so.
             Variable._unbind(variables, own)
 
-    del pure.__wrapped__  # whose signature is another
+    del pure.__wrapped__  # its signature is another one
     return pure
 
 
 class jit:  # noqa: N801 - reads as the function it stands for
-    """Compiles `fn`, its assignments to the variables of `state` included, into one XLA program.
+    """Compiles `fn`, including its assignments to the variables of `state`, with XLA.
 
-    Everything else that `fn` reads is a constant of the program, as under `jax.jit`: a weight decay
-    or a schedule that is changed later. A learning rate that is a callable of no argument is an
-    error.
+    Everything else that `fn` reads is a constant of the program, as under `jax.jit`: for example a
+    weight decay or a schedule that is changed later. A learning rate that is a callable of no
+    argument is an error.
 
     Args:
-        fn: a function of arrays (pytrees of them), to be called as often as you like.
-        state: a pytree of variables: all that `fn` reads or assigns.
-        donate: whether the old values' memory is reused for the new ones. An array that `value()`
-            has handed out is copied first, so it stays readable. A program that calls back into
-            Python (`jax.pure_callback`, `io_callback`, `debug.callback`) keeps the old values until
-            it has ended, because a callback may raise: it takes twice the memory, and waits.
+        fn: a function of arrays, or of pytrees of them.
+        state: a pytree of all variables that `fn` reads or assigns.
+        donate: whether the memory of the old values is reused for the new ones. An array that
+            `value()` has returned is copied first, so it stays readable. A program with callbacks
+            (`jax.pure_callback`, `io_callback`, `debug.callback`) is not donated, because a
+            callback may raise. It needs twice the memory, and the call waits until it ends.
 
-    An exception or a signal (Ctrl-C) in a call leaves all variables as before or as after it.
+    After an exception or a signal (Ctrl-C) in a call, all variables have their values from before
+    the call, or all have those from after it.
 
     Raises:
-        TypeError: a leaf of `state` that is no variable.
-        ValueError: the same variable twice; at the call, a variable in use but not in `state`.
+        TypeError: a leaf of `state` is not a variable.
+        ValueError: a variable occurs twice; from the call, `fn` uses a variable not in `state`.
 
     Examples:
         >>> import gainstage as gs
@@ -194,18 +195,18 @@ class jit:  # noqa: N801 - reads as the function it stands for
         pure = functional(fn, self._state)
 
         def program(values: Any, args: Any, kwargs: Any) -> Any:
-            # XLA gives a donated buffer to the first result of its shape: the state goes first, in
-            # the order of the arguments, so that each new value takes the place of its old one.
+            # XLA gives a donated buffer to the first result of its shape. With the state first, in
+            # the order of the arguments, each new value takes the buffer of its old one.
             result, values = pure(values, *args, **kwargs)
             return values, result
 
-        # A layout that is equivalent but written otherwise would be compiled for once more.
+        # An equivalent sharding that is written differently would cause another compilation.
         shardings = [variable._sharding for variable in self._state]
         self._keeping = jax.jit(program, out_shardings=(shardings, None))
         self._compiled = self._keeping
         if donate:
             self._compiled = jax.jit(program, donate_argnums=0, out_shardings=(shardings, None))
-        self._calls_back: bool | None = None  # whether the program does; not known before its first
+        self._calls_back: bool | None = None  # whether it has callbacks; None before the first call
         functools.update_wrapper(self, fn, updated=())
 
     def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
@@ -219,9 +220,9 @@ class jit:  # noqa: N801 - reads as the function it stands for
         return values, args, kwargs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the program, and puts the new values into the variables."""
+        """Runs the program, and writes the new values into the variables."""
         arguments = self._arguments(args, kwargs)
-        if is_inside():  # of `jax.grad`, say, where it may turn out that nothing can be stored
+        if is_inside():  # for example of `jax.grad`, where nothing may be stored in the end
             values, result = self._keeping(*arguments)
             write(self._state, values)
             return result
@@ -242,12 +243,12 @@ class jit:  # noqa: N801 - reads as the function it stands for
         return f"<gainstage.jit of {name}: {len(self._state)} variables, donate={self._donate}>"
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The lowered program for these arguments, as `jax.jit(f).lower` gives it."""
+        """Returns the lowered program for these arguments, as `jax.jit(f).lower`."""
         return self._compiled.lower(*self._arguments(args, kwargs))
 
 
 def _calls_back(program: Any) -> bool:
-    """Whether a jaxpr, or one inside of it, calls Python code that may raise."""
+    """Whether a jaxpr, or one inside it, calls Python code that may raise."""
     for equation in program.eqns:
         if "callback" in equation.primitive.name:
             return True
@@ -263,17 +264,17 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
-    """Runs `fn` uncompiled; its assignments to `state` happen when it has ended well, or never."""
+    """Runs `fn` uncompiled; its assignments to `state` are made at its end, or not at all."""
     result, values = functional(fn, state)(read(state), *args)
     assign(variables_in(state), jax.tree.leaves(values))
     return result
 
 
 def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
-    """Compiles a function of pytrees where it is called eagerly, once for each kind of arguments.
+    """Compiles a function of pytrees when it is called eagerly, once per kind of arguments.
 
-    An eager `lax.cond` or loop over a new closure is compiled at every call, and JAX keeps all of
-    these programs. Leaves that are no arrays are constants of the program.
+    Otherwise each eager `lax.cond` or loop over a new closure is compiled, and JAX keeps all of
+    these programs. Leaves that are not arrays are constants of the program.
     """
     untyped: Any = fn
 
@@ -300,12 +301,12 @@ _ARRAY, _ARRAYS = object(), (jax.Array, np.ndarray, np.generic)
 
 
 def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
-    """`(result, new)` of `fn(old)`, with `old` in the place of `new` where `applies` does not hold.
+    """Returns `(result, new)` of `fn(old)`, with `old` instead of `new` if `applies` is False.
 
-    For a result that stands only if `applies` holds, and is to be fused with what is done to it: it
-    is computed from what was kept. A `where` around all of `fn` would make XLA compute each new
-    value twice, for the state and for the result, and copy the old one, which the first has
-    overwritten. An eager call has nothing to fuse: there `fn` simply runs.
+    The result is valid only if `applies` is True. It is computed from the selected state, so that
+    XLA fuses it with its use. With a `where` around `fn`, XLA would compute each new value twice
+    (for the state and for the result) and copy the old one, which the first has overwritten. An
+    eager call has nothing to fuse: it simply runs `fn`.
     """
     inside = is_inside()
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
@@ -350,12 +351,12 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
 
 
 def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:
-    """A NamedTuple of arrays (or more such tuples), with a variable in the place of each.
+    """Replaces the arrays in a NamedTuple (or nested ones) by variables.
 
     Args:
         state: the tuple; None in it stays None.
         owner: the prefix of the variables' names.
-        documented: the names of fields that are called otherwise outside.
+        documented: public names of fields, if they are different.
     """
 
     def one(name: str, value: Any) -> Any:

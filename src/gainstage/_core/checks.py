@@ -1,4 +1,4 @@
-"""Checks of arguments where they enter: "Expected <what>; got <value>."."""
+"""Checks of arguments, with errors of the form "Expected <what>; got <value>."."""
 
 import math
 import numbers
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero: outside of
-# these bounds either a loss scale or its reciprocal would be 0 in float32.
+# XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero. Beyond these
+# bounds a loss scale or its reciprocal would be 0 in float32.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 
@@ -23,7 +23,7 @@ def real(
     high: float = math.inf,
     below: float = math.inf,
 ) -> float:
-    """`value` as a float, if it is a finite real number inside the bounds and no bool.
+    """Returns `value` as a float, if it is a finite real number inside the bounds and not a bool.
 
     Args:
         name: the argument's name, for the error.
@@ -32,8 +32,8 @@ def real(
         low, high: inclusive bounds.
 
     Raises:
-        TypeError: no real number, or a bool.
-        ValueError: not finite, or out of bounds.
+        TypeError: `value` is not a real number, or is a bool.
+        ValueError: `value` is not finite, or out of bounds.
     """
     expected = _expected("a finite number", above, low, high, below)
     if isinstance(value, (jax.Array, np.ndarray)) and value.ndim == 0:
@@ -42,7 +42,7 @@ def real(
         raise TypeError(f"Expected {expected} for {name}; got {value!r}.")
     try:
         number = float(value)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int larger than any float
         number = math.inf
     if not (math.isfinite(number) and above < number < below and low <= number <= high):
         raise ValueError(f"Expected {expected} for {name}; got {value!r}.")
@@ -50,28 +50,28 @@ def real(
 
 
 def shortest(value: Any) -> float:
-    """A float32 as one would write it: 0.1, not 0.10000000149011612."""
+    """Returns the shortest decimal of a float32: 0.1, not 0.10000000149011612."""
     exact = float(value)
     return exact if exact.is_integer() else float(str(np.float32(value)))
 
 
 def in_float32(limit: float) -> float:
-    """A limit as clipping takes it: beyond what float32 holds it would be 0 or inf there."""
+    """Clips a limit to the normal numbers of float32, where it could become 0 or inf."""
     known = np.finfo(np.float32)
     return min(max(limit, float(known.tiny)), float(known.max))
 
 
 def loss_scale(name: str, value: Any, high: float = LARGEST) -> float:
-    """`value` as a float, if it is a number that a loss can be multiplied and divided by."""
+    """Returns `value` as a float, if it is a valid loss scale."""
     return real(name, value, low=SMALLEST, high=high)
 
 
 def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:
-    """`value` as an int, if it is an integer in [low, high] and no bool.
+    """Returns `value` as an int, if it is an integer in [low, high] and not a bool.
 
     Raises:
-        TypeError: no number, or a bool.
-        ValueError: a number with a fraction, or out of bounds.
+        TypeError: `value` is not a number, or is a bool.
+        ValueError: `value` has a fraction, or is out of bounds.
     """
     number = real(name, value)
     if number != int(number) or not low <= number <= high:
@@ -81,10 +81,10 @@ def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value`, if it is a bool.
+    """Returns `value`, if it is a bool.
 
     Raises:
-        TypeError: anything else.
+        TypeError: `value` is anything else.
     """
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"Expected a bool for {name}; got {value!r}.")
@@ -92,11 +92,11 @@ def flag(name: str, value: Any) -> bool:
 
 
 def condition(name: str, value: Any) -> jax.Array:
-    """`value` as a bool array, if it is a bool scalar: Python's, numpy's, or an array's.
+    """Returns `value` as a bool array, if it is a bool scalar of Python, numpy or JAX.
 
     Raises:
-        TypeError: anything else.
-        ValueError: an array of bools that is no scalar.
+        TypeError: `value` is anything else.
+        ValueError: `value` is an array of bools, not a scalar.
     """
     is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.dtype(bool)
     if not is_bool:
@@ -107,10 +107,10 @@ def condition(name: str, value: Any) -> jax.Array:
 
 
 def older_name(name: str, value: Any, older: str, given: Any) -> Any:
-    """The value of an argument that a caller gave by its older name, with a warning.
+    """Returns the value that a caller passed by an argument's older name, with a warning.
 
     Raises:
-        TypeError: it was given by both names.
+        TypeError: the argument was passed by both names.
     """
     if value is not None:
         raise TypeError(f"`{name}` cannot be combined with `{older}`, its older name.")

@@ -1,4 +1,4 @@
-"""Objects that can be described by their constructor's arguments, and made again from them."""
+"""Objects that are described by their constructor's arguments, and created again from them."""
 
 import dataclasses
 import functools
@@ -8,15 +8,15 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, get_args
 
-# How a step runs, not what it computes: not part of a configuration.
+# They decide how a step runs, not what it computes: not part of a configuration.
 _LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
-# What a constructor raises by itself on arguments that a damaged file may hold.
+# The errors of constructors for arguments from a damaged file.
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_NOT_KEPT = object()  # an argument that the object did not keep as an attribute
+_NOT_KEPT = object()  # marks an argument that the object does not store as an attribute
 
 
 def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
-    """`from_config`, with an error of ours for whatever is no configuration of its class."""
+    """Wraps `from_config` to raise our own error if the argument is not a configuration."""
 
     @functools.wraps(from_config)
     def checked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -36,14 +36,14 @@ def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Configurable:
-    """A base whose subclasses keep each constructor argument in an attribute of the same name.
+    """A base whose subclasses store each constructor argument in an attribute of the same name.
 
-    A subclass that hands on what it does not know, as `*args, **kwargs`, gets the full signature
-    of its constructor all the same, and one `get_config` serves all of them.
+    A subclass that passes unknown arguments on, as `*args, **kwargs`, still gets the full signature
+    of its constructor. One `get_config` serves all subclasses.
     """
 
     __signature__: ClassVar[inspect.Signature]
-    _given: set[str]  # what the caller passed, None not counted: None says "as usual"
+    _given: set[str]  # arguments that the caller passed; None means the default, so it is omitted
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -53,23 +53,23 @@ class Configurable:
             cls.from_config = classmethod(explained(own.__func__))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        # A wrapper must tell an option that was given from one that has its default.
+        # A wrapper must distinguish a given option from a default.
         self = super().__new__(cls)
         try:
             passed = cls.__signature__.bind_partial(*args, **kwargs).arguments
         except TypeError:
-            passed = {}  # the constructor itself says better what is wrong
+            passed = {}  # the constructor itself raises a better error
         object.__setattr__(self, "_given", {k for k, v in passed.items() if v is not None})
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments, JSON-serializable but for callables."""
+        """Returns the constructor's arguments, JSON-serializable except for callables."""
         names = [name for name in type(self).__signature__.parameters if name not in _LEFT_OUT]
         arguments = {name: self._argument(name) for name in names}
         return {name: value for name, value in arguments.items() if value is not _NOT_KEPT}
 
     def _argument(self, name: str) -> Any:
-        """The constructor's argument as it is now."""
+        """The current value of a constructor argument."""
         return getattr(self, name, _NOT_KEPT)
 
     @classmethod
@@ -77,14 +77,14 @@ class Configurable:
     def from_config(
         cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
     ) -> Self:
-        """The object that `get_config` (or Keras) describes; `config` is not changed.
+        """Returns the object that `get_config` (or Keras) describes; does not change `config`.
 
         Args:
             config: the constructor's arguments.
-            custom_objects: classes by name, for a subclass whose arguments hold other objects.
+            custom_objects: classes by name, for a subclass whose arguments contain other objects.
 
         Raises:
-            TypeError, ValueError: no configuration of this class.
+            TypeError, ValueError: `config` is not a configuration of this class.
         """
         parameters = cls.__signature__.parameters
         defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -92,7 +92,7 @@ class Configurable:
 
 
 def _full_signature(cls: type) -> inspect.Signature:
-    """The signature of `cls.__init__`, with the parameters of those after it for `*args`."""
+    """The signature of `cls.__init__`; `*args` and `**kwargs` become the bases' parameters."""
     parameters: list[inspect.Parameter] = []
     for base in reversed(cls.__mro__):
         if issubclass(base, Configurable) and "__init__" in vars(base):
@@ -103,9 +103,9 @@ def _full_signature(cls: type) -> inspect.Signature:
 def _with_own(
     init: Callable[..., None], inherited: list[inspect.Parameter]
 ) -> list[inspect.Parameter]:
-    """The parameters of a constructor, and those that it hands on.
+    """The parameters of a constructor, and those that it passes on.
 
-    Where `**kwargs` is typed as `Unpack` of a `TypedDict`, those alone are handed on.
+    If `**kwargs` is typed as `Unpack` of a `TypedDict`, only its keys are passed on.
     """
     own = list(inspect.signature(init).parameters.values())[1:]
     kinds = {parameter.kind: parameter for parameter in own}
@@ -122,22 +122,22 @@ def _with_own(
 
 
 class Fields:
-    """A base of frozen dataclasses, which are described by their fields."""
+    """A base of frozen dataclasses that are described by their fields."""
 
     def get_config(self) -> dict[str, Any]:
-        """The constructor's arguments."""
+        """Returns the constructor's arguments."""
         fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
         return {field.name: getattr(self, field.name) for field in fields}
 
     @classmethod
     @explained
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """The object that `get_config` describes."""
+        """Returns the object that `get_config` describes."""
         return cls(**config)
 
 
 def serialize(obj: Any) -> dict[str, Any]:
-    """The description of an object that has `get_config`, in the form that Keras uses."""
+    """Returns the description of an object with `get_config`, in Keras's format."""
     cls = type(obj)
     return {
         "module": cls.__module__,
@@ -148,7 +148,7 @@ def serialize(obj: Any) -> dict[str, Any]:
 
 
 def readable(config: Any) -> Any:
-    """A configuration as JSON can hold it: a callable or other object by its name alone."""
+    """Returns a configuration as JSON data; callables and other objects become their names."""
 
     def name(value: Any) -> str:
         return getattr(value, "__qualname__", type(value).__qualname__)
@@ -159,20 +159,21 @@ def readable(config: Any) -> Any:
 def deserialize(
     description: Mapping[str, Any], base: type, custom_objects: Mapping[str, type] | None = None
 ) -> Any:
-    """The object that a description stands for.
+    """Creates the object that a description describes.
 
-    A class is searched among the subclasses of what is expected in that place: a configuration can
-    make Python import or call nothing else.
+    The class is searched among the subclasses of `base`, so that a configuration can make Python
+    import or call nothing else.
 
     Args:
-        description: what `serialize` or Keras wrote; it is not changed.
-        base: the expected class. Among several subclasses of one name the one of the same module
-            wins, then one that is not derived from another of them, then the one defined last.
-        custom_objects: classes by name, to search first, here and in what the object contains.
+        description: the result of `serialize`, or of Keras; it is not changed.
+        base: the expected class. Of several subclasses with one name, the order of preference is:
+            the same module, not derived from another of them, defined last.
+        custom_objects: classes by name, searched first, also for inner objects.
 
     Raises:
-        TypeError: a configuration with an argument of the wrong kind.
-        ValueError: no description, no such class, or a configuration that is none of it.
+        TypeError: an argument in the configuration has the wrong type.
+        ValueError: it is not a description, or there is no such class, or its configuration is
+            invalid.
     """
     parts = description if isinstance(description, Mapping) else {}
     name, module, config = (parts.get(key) for key in ("class_name", "module", "config"))
@@ -194,7 +195,7 @@ def deserialize(
 
 
 def family(base: type) -> Iterator[type]:
-    """Every subclass of a class, and theirs."""
+    """Yields every subclass of a class, recursively."""
     for subclass in base.__subclasses__():
         yield subclass
         yield from family(subclass)

@@ -1,4 +1,4 @@
-"""What is done to gradients between the backward pass and the update: pure functions of pytrees."""
+"""Operations on gradients between the backward pass and the update: pure functions of pytrees."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ def float32_or_wider(dtype: Any) -> np.dtype:
 
 
 def upcast(tree: Any) -> Any:
-    """The floating leaves of a pytree in float32 or wider; the others as they are."""
+    """Upcasts the floating leaves of a pytree to float32 or wider."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = map(jnp.asarray, leaves)
     return structure.unflatten(
@@ -32,10 +32,10 @@ def upcast(tree: Any) -> Any:
 
 
 def scaled(loss: Any, scale: Any) -> jax.Array:
-    """A loss times the scale, in float32 or wider: a float16 one would overflow.
+    """Returns a loss times the scale, in float32 or wider; float16 could overflow.
 
     Raises:
-        TypeError: several losses, or something else than an array.
+        TypeError: `loss` is not a single array.
     """
     if not jax.tree_util.all_leaves([loss]) or loss is None:
         raise TypeError(f"Expected one loss, an array; got {loss!r}. Add several up before.")
@@ -44,23 +44,22 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
 
 
 def with_square(gradient: jax.Array) -> jax.Array:
-    """The gradient, clipped to numbers whose square is finite: `2**63` in float32."""
+    """Clips a gradient to numbers whose square is finite: `2**63` in float32."""
     largest = 2.0 ** (jnp.finfo(gradient.dtype).maxexp // 2 - 1)
     return jnp.clip(gradient, -largest, largest)
 
 
 def real_parts(arrays: Iterable[Any]) -> list[Any]:
-    """The arrays, with the real and the imaginary part in the place of each complex one."""
+    """The arrays; each complex one is replaced by its real and imaginary parts."""
     parts = [[x.real, x.imag] if jnp.iscomplexobj(x) else [x] for x in arrays]
     return [part for both in parts for part in both]
 
 
 def row_major(gradient: Any) -> Any:
-    """A gradient on one device, stored in the order of its variable's elements; None stays None.
+    """Stores a gradient on one device in its variable's element order; None stays None.
 
-    XLA for CPU may compute that of a product in half precision transposed. Left to itself it would
-    store it both ways, for the check and for the update. An array on several devices it would
-    gather.
+    XLA:CPU may compute the gradient of a half-precision product transposed. It would then store it
+    both ways, for the check and for the update. An array on several devices would be gathered.
     """
     if not isinstance(gradient, Tracer) or gradient.ndim < 2 or gradient.dtype == float0:
         return gradient
@@ -70,23 +69,23 @@ def row_major(gradient: Any) -> Any:
 
 
 class Gradient(NamedTuple):
-    """A gradient as it came, and the scalars that make it the one to use: small until it is."""
+    """A gradient and the scalars that multiply it, in a small dtype until it is used."""
 
     array: jax.Array
     factors: tuple[jax.Array, ...] = ()
 
     def value(self) -> jax.Array:
-        """The gradient, in float32 or wider."""
+        """The product, in float32 or wider."""
         value = self.array
         if not jnp.iscomplexobj(value):
             value = value.astype(float32_or_wider(value.dtype))
-        # XLA computes a product again in every kernel that wants it, but would store a quotient.
+        # XLA recomputes a product in every kernel that uses it, but would store a quotient.
         for factor in self.factors:
             value = value * factor.astype(value.dtype)
         return value
 
     def on(self, sharding: Any) -> "Gradient":
-        """The gradient in this layout, if it is one on a mesh."""
+        """The gradient with this sharding, if it is one on a mesh."""
         return self._replace(array=placed(self.array, sharding))
 
     def times(self, *factors: jax.Array) -> "Gradient":
@@ -98,10 +97,10 @@ Gradients = list[Gradient | None]
 
 
 def unscale(grads: Any, scale: jax.Array) -> Any:
-    """The true gradients of a loss that was multiplied by `scale`, never in half precision.
+    """Returns the true gradients of a loss that was multiplied by `scale`, in float32 or wider.
 
-    What casts to float8 have seen comes with them, and is no gradient: it stays as it is. So does
-    the gradient by an integer.
+    The counts of float8 casts among the gradients are not unscaled. Nor are gradients with respect
+    to integers.
     """
     inverse = functools.cache(lambda dtype: 1 / scale.astype(dtype))
 
@@ -117,20 +116,20 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
 
 
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
-    """Arrays, or None, as gradients of a loss that was multiplied by `scale`."""
+    """Wraps arrays, or None, as gradients of a loss that was multiplied by `scale`."""
     inverse = functools.cache(lambda dtype: () if scale is None else (1 / scale.astype(dtype),))
     return [None if g is None else Gradient(g, inverse(float32_or_wider(g.dtype))) for g in grads]
 
 
 def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Array]) -> Gradients:
-    """The gradients, clipped.
+    """Clips gradients.
 
     Args:
         grads: a gradient, or None, per variable.
         limits: by name, at most one of `clipnorm` (the norm of each), `global_clipnorm` (the norm
             of all together) and `clipvalue` (the absolute value of each element).
-        norms: for the first, that of each gradient; for the second, that of all; else empty.
-            Where one is not finite the gradients become nan: times 1 / inf they would vanish.
+        norms: for `clipnorm` the norm of each gradient, for `global_clipnorm` the norm of all, else
+            empty. A non-finite norm makes its gradients NaN; times 1 / inf they would become 0.
     """
     if "clipvalue" in limits:
         limit = limits["clipvalue"]
@@ -143,7 +142,7 @@ def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Arra
 
 
 def _factors(norm: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
-    """Two factors that together clip a norm: their product may be 0 in float32."""
+    """Two factors that together clip a norm; in float32 their product may be 0."""
     first = jnp.where(norm * 2.0**-100 > limit, 2.0**-100, 1.0)
     second = limit / jnp.maximum(norm * first, limit)
     return first, jnp.where(jnp.isfinite(norm), second, jnp.nan)

@@ -1,4 +1,4 @@
-"""Small variables that an optimizer updates together, with one buffer for each kind of slot."""
+"""Groups of small variables that are updated together, with one buffer per kind of slot."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,17 +12,17 @@ from gainstage._core.gradients import Gradients
 from gainstage._core.packing import SMALL, join, offsets, part
 from gainstage._core.variable import Variable
 
-MOST = 32  # variables in a group: XLA compiles equal parts of equal groups once
+MOST = 32  # variables in a group: XLA compiles equal parts of equal groups only once
 
 
 class Group:
-    """Variables whose slots of one kind are one flat buffer, in the variables' order."""
+    """Variables whose slots of one kind share one flat buffer, in the variables' order."""
 
     def __init__(self, name: str, members: Sequence[Variable]):
         self.name, self.members = name, list(members)
         self.shapes = [variable.shape for variable in members]
         self.slots: list[Variable] = []
-        self.started: set[tuple[Variable, str, int]] = set()  # the parts whose first value is known
+        self.started: set[tuple[Variable, str, int]] = set()  # the parts that were initialized
 
     @property
     def table(self) -> list[list[Any]]:
@@ -31,7 +31,7 @@ class Group:
         return [[variable.name, list(shape), start] for variable, shape, start in rows]
 
     def update(self, grads: Gradients, update_step: Callable[[Any, Variable], Any]) -> None:
-        """Calls `update_step` once, with the values of all bound to the first variable."""
+        """Calls `update_step` once, with all values bound to the first variable."""
         if all(gradient is None for gradient in grads):
             return
         first, slots = self.members[0], self.slots
@@ -52,7 +52,7 @@ class Group:
 
 
 def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
-    """The values of gradients as one flat array; what is common to all is done after joining."""
+    """Gradients as one flat array; operations that all share run after joining."""
     kinds = {g and (g.array.dtype, *map(id, g.factors)) for g in grads}
     first = grads[0]
     if first is not None and len(kinds) == 1:
@@ -63,7 +63,7 @@ def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
 
 
 def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> list[Group]:
-    """Groups of small variables, two or more, on one device, with slots of one dtype."""
+    """Groups small variables on one device, at least two each, with slots of one dtype."""
     small: dict[Any, list[Variable]] = {}
     for variable in variables:
         if variable.size <= SMALL and variable._sharding is None:

@@ -1,7 +1,7 @@
-"""The guard around an update: the one place that reads gradients, decides, and moves the scale.
+"""The guard around an update: the only code that reads gradients, decides and updates the scale.
 
-What becomes of the state where a step is skipped is a value: `Select`, `Branch`, or one of two
-windows of accumulation, each with a few small pure functions.
+A policy says what happens to the state in a skipped step: `Select`, `Branch`, or one of two
+accumulation windows. Each is a value with a few small pure functions.
 """
 
 import dataclasses
@@ -23,9 +23,10 @@ Update = Callable[..., tuple[Any, Any]]  # (state, mask) -> (result, state)
 
 
 def run_if(applies: jax.Array, update: Update, state: Any, *mask: jax.Array) -> Any:
-    """The state after `update` where `applies` holds; elsewhere it does not even run.
+    """Returns the state after `update` if `applies`, else the state; the update then does not run.
 
-    Eagerly it runs, and its results are selected: an eager `lax.cond` is compiled at every call.
+    Eagerly it always runs, and its results are selected: JAX compiles an eager `lax.cond` at every
+    call.
     """
     if not is_inside():
         return select(applies, lambda state: update(state, *mask), state)[1]
@@ -33,21 +34,21 @@ def run_if(applies: jax.Array, update: Update, state: Any, *mask: jax.Array) -> 
 
 
 class Select:
-    """An update always runs, and its kernels select what they store: for what is mostly applied.
+    """The update always runs, and a select stores its results: for steps that are mostly applied.
 
-    XLA can then fuse it with what comes before.
+    XLA can fuse it with earlier computations.
     """
 
     def take(
         self, applies: jax.Array, counts: jax.Array, update: Update, state: Any
     ) -> tuple[Any, Any, jax.Array]:
-        """Updates the state, or not.
+        """Updates the state, or skips the update.
 
         Args:
-            applies: whether the gradients are finite, and nobody has vetoed the step.
-            counts: whether the step counts in its window: not if it was vetoed alone.
-            update: takes the state and, where it runs on gradients that are not finite, `applies`.
-            state: what it changes.
+            applies: whether the gradients are finite and the step is not vetoed.
+            counts: whether the step counts in its window; False if it was only vetoed.
+            update: a function of the state and, if it runs on non-finite gradients, `applies`.
+            state: the state that it changes.
 
         Returns:
             The result, the state, and whether the update was applied.
@@ -58,13 +59,13 @@ class Select:
     def scale_due(
         self, state: Any, finite: jax.Array, counts: jax.Array
     ) -> tuple[jax.Array | None, jax.Array]:
-        """Whether the scale is updated after this step, None for always; and whether what it
-        reacts to was finite. The state is that before the step."""
+        """Returns whether the scale is updated after this step (None: always), and whether the
+        gradients that it reacts to were finite. `state` is the state before the step."""
         return None, finite
 
 
 class Branch(Select):
-    """An update runs behind a conditional."""
+    """The update runs inside a conditional."""
 
     def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
         return None, run_if(applies, update, state), applies
@@ -72,30 +73,30 @@ class Branch(Select):
 
 @dataclasses.dataclass(frozen=True)
 class Window(Branch):
-    """Steps are microbatches of a window; one that is not finite extends it.
+    """Steps are microbatches of a window; a non-finite one extends it.
 
     Args:
-        steps: microbatches in a window.
+        steps: the number of microbatches in a window.
     """
 
     steps: int
-    counter: ClassVar[tuple[str, Any] | None] = None  # name and first value of what is counted
+    counter: ClassVar[tuple[str, Any] | None] = None  # name and first value of the window count
 
     def ends(self, state: Any) -> jax.Array:
         """Whether this microbatch, if it counts, is the last of its window."""
         return (state.iterations + 1) % self.steps == 0
 
     def close(self, state: Any) -> tuple[Any, jax.Array | None]:
-        """At its end: the state, and whether there is an update, None for always."""
+        """Ends the window: returns the state, and whether there is an update (None: always)."""
         return state, None
 
     def has_started(self, state: Any) -> jax.Array:
-        """Whether there has been anything finite yet."""
+        """Whether any microbatch was finite yet."""
         return state.iterations > 0
 
 
 class DropWindow(Window):
-    """One that is not finite counts, and spoils its window: there is no update at its end."""
+    """A non-finite microbatch counts; its window then ends without an update."""
 
     counter = ("good_microbatches", 0)
 
@@ -129,31 +130,31 @@ WINDOWS = {"extend": Window, "drop_window": DropWindow}
 
 
 class GuardState(NamedTuple):
-    """What a guard remembers; of arrays, or of the variables that hold them."""
+    """The state of a guard, as arrays or as variables."""
 
     scale: Any  # the rule's state, None for a scale that never changes
-    observed: Any = None  # with telemetry, what it knows
-    measured: Any = ()  # of the window so far, by name
+    observed: Any = None  # the telemetry, if enabled
+    measured: Any = ()  # the measurements of the window so far, by name
 
 
 class Reading(NamedTuple):
     """How the gradients of a step are read."""
 
-    scale: jax.Array | float = 1.0  # what they were multiplied by
-    limits: Mapping[str, float] | None = None  # the clip option whose norms have to be finite
-    onto: Sequence[Any] = ()  # accumulators that they are added to
-    shardings: Sequence[Any] = ()  # where each lies; empty if unknown
-    leaves: Sequence[Any] | None = None  # the arrays to check, where not the gradients themselves
+    scale: jax.Array | float = 1.0  # the scale of the gradients
+    limits: Mapping[str, float] | None = None  # the clip option whose norms must be finite
+    onto: Sequence[Any] = ()  # the accumulators that they are added to
+    shardings: Sequence[Any] = ()  # the sharding of each; empty if unknown
+    leaves: Sequence[Any] | None = None  # the arrays to check, if not the gradients themselves
 
 
 class Outcome(NamedTuple):
-    """What a guarded update comes to."""
+    """The outcome of a guarded update."""
 
     result: Any
-    inner: Any  # the new state of what is guarded, or the old one
+    inner: Any  # the guarded state, new or unchanged
     state: GuardState
-    finite: jax.Array  # whether the gradients were
-    applied: jax.Array  # whether they were used: for an update, or for that of their window
+    finite: jax.Array  # whether the gradients were finite
+    applied: jax.Array  # whether they were used, for an update or for the one of their window
 
 
 def guarded(
@@ -173,27 +174,27 @@ def guarded(
     """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
     Args:
-        rule: how the scale is updated; None if it never is.
-        update: `(norms, inner, mask) -> (result, inner)`: the step, given the norms that clipping
-            divides by, and a mask where it has to run on gradients that are not finite.
-        state: what the guard remembers.
-        inner: what `update` changes: any pytree.
+        rule: the rule that updates the scale; None if it is fixed.
+        update: `(norms, inner, mask) -> (result, inner)`: the step. `norms` are the norms that
+            clipping divides by, and `mask` is given if it runs on non-finite gradients.
+        state: the state of the guard.
+        inner: the state that `update` changes: any pytree.
         grads: arrays or None.
         reading: how to read them.
-        policy: what becomes of `inner` where the step is skipped.
+        policy: what happens to `inner` if the step is skipped.
         loss: the true loss, if it is known.
-        apply_if: a bool scalar; if False the update is skipped, though the scale still reacts to
-            the gradients.
-        loss_scale: that of this step's loss, by default the rule's.
-        every: after so many steps telemetry counts exponents.
+        apply_if: a bool scalar. If False, the update is skipped; the scale still reacts to the
+            gradients.
+        loss_scale: the scale of this step's loss, by default the rule's.
+        every: the number of steps between telemetry's counts of exponents.
     """
     scale, limits, onto, shardings, leaves = reading
     with_norm = state.observed is not None
     leaves = grads if leaves is None else leaves
     finite, norms, norm = inspect(leaves, scale, limits, onto, shardings, with_norm)
     applies = finite if apply_if is None else finite & apply_if
-    # A microbatch that was only vetoed is none of its window. One that is not finite is, for that
-    # may be why it was vetoed.
+    # A microbatch that was only vetoed does not count in its window. A non-finite one counts, even
+    # if it was vetoed: that may be the reason for the veto.
     counts = jnp.ones_like(finite) if apply_if is None else apply_if | ~finite
 
     step = functools.partial(update, norms)
@@ -212,7 +213,7 @@ def guarded(
         stats = observed(stats, grads, *about)
     due, good = policy.scale_due(inner, finite, counts)
     so_far = state.measured
-    if due is not None:  # the scale is updated between windows, from what was measured in one
+    if due is not None:  # the scale is updated between windows, from the measurements of one
         measured = measured_of_both(so_far, measured)
         so_far = {n: jnp.where(counts, v, so_far[n]) for n, v in measured.items()}
         so_far = {n: jnp.where(due, jnp.zeros_like(v), v) for n, v in so_far.items()}

@@ -1,4 +1,4 @@
-"""The options that every optimizer takes: their names, and what they may be."""
+"""The options of every optimizer: their names and valid values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
@@ -24,14 +24,14 @@ class Options(TypedDict, total=False):
 
 
 class WrapperOptions(Options, total=False):
-    """All keywords that a wrapper takes beside its own: those, and how the step runs."""
+    """All keywords that a wrapper takes beside its own."""
 
     jit_compile: bool
     mesh: Mesh | None
 
 
 class OptimizerOptions(WrapperOptions, total=False):
-    """All keywords that a subclass of `Optimizer` hands on to it."""
+    """All keywords that a subclass of `Optimizer` passes on to it."""
 
     name: str | None
     group_small: bool
@@ -40,11 +40,11 @@ class OptimizerOptions(WrapperOptions, total=False):
 
 
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
-# They decide which state there is, so they are settled when the optimizer is built.
+# They decide which state exists, so they are fixed when the optimizer is built.
 BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_microbatch"])
-# There is no None for them.
+# They cannot be None.
 ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
-# What becomes of a window with a microbatch that is not finite: see `guard`.
+# What a non-finite microbatch does to its window: see `guard`.
 POLICIES = ("extend", "drop_window")
 
 
@@ -76,21 +76,21 @@ OPTIONS = _CHECKS.keys()
 
 
 def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
-    """The value of an option as it is kept.
+    """Checks an option, and returns its value.
 
     Args:
         name: one of `OPTIONS`.
-        value: what the caller gave; None is "off" for all but those in `ALWAYS`.
+        value: the value; None means "off", except for those in `ALWAYS`.
         others: options already set, by name.
 
     Raises:
-        TypeError: the wrong kind of thing.
-        ValueError: out of range, or a second clip option.
+        TypeError: `name` is unknown, or `value` has the wrong type.
+        ValueError: `value` is out of range, or there is a second clip option.
     """
     if name not in OPTIONS:
         raise TypeError(
-            f"Expected options among {sorted(OPTIONS)}; got {name!r}. What belongs to the inner "
-            f"optimizer or to the loss-scale rule is given there."
+            f"Expected options among {sorted(OPTIONS)}; got {name!r}. Set options of the inner "
+            f"optimizer, or of the loss-scale rule, there."
         )
     if value is None:
         if name in ALWAYS:

@@ -8,18 +8,18 @@ import jax
 from jax import lax
 
 Key = TypeVar("Key", bound=Hashable)
-SMALL = 4096  # elements: an array of at most so many is joined with others
-BUNDLE = 64  # arrays: XLA for GPUs fuses what computes them into a `concatenate` of so many
-CHUNK = 2**15  # elements: so many float32 fit into a core's cache
+SMALL = 4096  # elements: the largest array that is joined with others
+BUNDLE = 64  # arrays: XLA:GPU fuses the computation of so many into one `concatenate`
+CHUNK = 2**15  # elements: this many float32 numbers fit into a core's cache
 
 
 def join(arrays: Iterable[jax.Array]) -> jax.Array:
-    """All elements of arrays of one dtype, in order, as one flat array."""
+    """Joins all elements of arrays of one dtype, in order, into one flat array."""
     return lax.concatenate([x.reshape(-1) for x in arrays], 0)
 
 
 def part(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Arrays of these shapes out of what `join` made of them."""
+    """Splits the result of `join` into arrays of these shapes."""
     return [
         lax.slice(flat, (start,), (start + math.prod(shape),)).reshape(shape)
         for start, shape in zip(offsets(shapes), shapes, strict=True)
@@ -27,7 +27,7 @@ def part(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
 
 
 def offsets(shapes: Sequence[tuple[int, ...]]) -> list[int]:
-    """Where each of the arrays starts in the joined one."""
+    """The first element of each array in the joined one."""
     starts = [0]
     for shape in shapes:
         starts.append(starts[-1] + math.prod(shape))
@@ -37,9 +37,9 @@ def offsets(shapes: Sequence[tuple[int, ...]]) -> list[int]:
 def bundle(
     keys: Sequence[Key], *columns: Sequence[jax.Array]
 ) -> list[tuple[Key, tuple[jax.Array, ...]]]:
-    """Keys and rows of arrays of one shape, with small rows of one key and dtypes joined.
+    """Joins the small rows of one key and one dtype; returns keys and rows of arrays.
 
-    Only for a reduction over everything: which array an element came from is lost.
+    Use it only for a reduction over everything, because the array of an element is lost.
     """
     large, small = [], dict[Any, Any]()
     for key, row in zip(keys, zip(*columns, strict=True), strict=True):
@@ -56,15 +56,15 @@ def bundle(
 
 
 def fold(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array, longest: int = CHUNK) -> Any:
-    """`fn(so_far, *arrays)`, a reduction, as a loop over chunks of large arrays.
+    """Computes `fn(so_far, *arrays)`, a reduction, as a loop over chunks of large arrays.
 
-    XLA for CPU (jaxlib 0.10.2) stores what it reduces, unless that is the input itself or one of a
-    few float32 operations on it. What a chunk takes fits into the cache.
+    XLA:CPU (jaxlib 0.10.2) stores the operand of a reduction, unless it is the input itself or one
+    of a few float32 operations on it. The operand of a chunk fits into the cache.
 
     Args:
-        fn: takes the result so far and chunks of the arrays, and returns the new result.
+        fn: a function of the result so far and chunks of the arrays; returns the new result.
         so_far: a pytree of small arrays, of the types that `fn` returns.
-        arrays: of one shape, on one device.
+        arrays: arrays of one shape, on one device.
         longest: the most elements of a chunk; 0 for no loop.
     """
     chunk = chunk_of(arrays[0].size, longest)
@@ -79,11 +79,11 @@ def fold(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array, longest: int =
 
 
 def chunk_of(size: int, longest: int) -> int:
-    """Elements of the chunks of an array of so many; all where it should not be divided."""
+    """The number of elements per chunk of an array; all of them if it should not be divided."""
     chunk = next((n for n in range(min(size // 2, longest), 0, -1) if size % n == 0), 1)
     return size if size <= SMALL or chunk < SMALL // 4 else chunk
 
 
 def chunk_for(arrays: Sequence[jax.Array]) -> int:
-    """Elements of a chunk that takes up half a percent of what the arrays do, in float32."""
+    """The number of elements of a chunk: 0.5 % of the arrays' elements, within bounds."""
     return min(max(sum(x.size for x in arrays) // 200, CHUNK), 8 * CHUNK)

@@ -1,4 +1,4 @@
-"""One reading of the gradients: whether all are finite, and the norms that clipping needs."""
+"""Reads the gradients once: whether all are finite, and the norms that clipping needs."""
 
 import functools
 import math
@@ -27,27 +27,27 @@ from gainstage._core.variable import placed
 
 
 class Inspection(NamedTuple):
-    """What one reading of scaled gradients says about the true ones."""
+    """The properties of the true gradients, from one reading of the scaled ones."""
 
     finite: jax.Array  # bool scalar: whether all their elements, and the norms, are finite
-    norms: list[jax.Array]  # what clipping divides by, as `gradients.clip` takes it
-    norm: jax.Array | None  # of all of them together, if requested
+    norms: list[jax.Array]  # the norms that clipping divides by, for `gradients.clip`
+    norm: jax.Array | None  # the norm of all gradients together, if requested
 
 
 class Request(NamedTuple):
-    """What to read beside the finiteness of the gradients."""
+    """What to read beside whether the gradients are finite."""
 
-    norms: bool = False  # norms
-    each: bool = False  # one for each gradient; else one of all together
-    limit: float = math.inf  # what norms are clipped to
-    bounded: bool = False  # whether the norm of the sums with the accumulators is finite
+    norms: bool = False  # whether to compute norms
+    each: bool = False  # whether to compute one norm per gradient, instead of one for all
+    limit: float = math.inf  # the limit that norms are clipped to
+    bounded: bool = False  # whether to check the norm of the sums with the accumulators
 
 
-# Squares of float32 numbers cover half of its exponents. A norm is found from the sum of the
-# squares times the first of these factors for which that sum is finite.
+# The squares of float32 numbers use half of its exponents. A norm is computed from the squares
+# times the first of these factors for which their sum is finite.
 FACTORS = (2.0**80, 1.0, 2.0**-90)
 FLUSHED = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
-# Devices send norms as squares too: a single one in two ranges, of which this is the border.
+# Devices also send norms as squares: a single norm in two ranges, separated by this value.
 LARGE = 2.0**12
 
 
@@ -60,25 +60,25 @@ def inspect(
     shardings: Sequence[Any] = (),
     norm: bool = False,
 ) -> Inspection:
-    """Reads scaled gradients once, for the finiteness and the norms of the true ones.
+    """Reads scaled gradients once: whether the true ones are finite, and their norms.
 
-    On a mesh every device reads its own part, and one `psum` of 4 bytes, and 4 for each norm,
-    combines them. A norm is right wherever it is a float32 number; on a mesh if it is above
+    On a mesh each device reads its own shards. One `psum` of 4 bytes, and 4 per norm, combines
+    them. Norms are correct over the whole range of float32. On a mesh they are correct above
     `2**-104`, and with `clipnorm` from `2**-40` to `2**70` times the limit.
 
     Args:
-        grads: arrays of any floating dtype, or None; complex ones without shardings.
-        scale: what they were multiplied by.
-        limits: the clip option in force, as for `gradients.clip`.
-        onto: finite accumulators, to which the true gradients will be added: the sums have to be
-            finite, and so has the norm of all of them if `limits` has one.
-        shardings: that of each, None for those that are on one device; if empty, only what
-            the arrays themselves say is known.
-        norm: whether to compute the norm of all of them together, even if clipping needs none; nan
-            of finite gradients inside of `jax.shard_map(check_vma=False)`.
+        grads: arrays of any floating dtype, or None; complex ones only without shardings.
+        scale: the scale of the gradients.
+        limits: the active clip option, as for `gradients.clip`.
+        onto: finite accumulators to which the true gradients will be added. Their sums are checked,
+            and the norm of all sums too, if `limits` has one.
+        shardings: the sharding of each gradient, None if it is on one device. If empty, only the
+            arrays' own types are known.
+        norm: whether to compute the norm of all gradients even if clipping needs none. Inside
+            `jax.shard_map(check_vma=False)` it is NaN for finite gradients.
 
     Raises:
-        ValueError: a limit for a norm inside of `jax.shard_map(check_vma=False)`.
+        ValueError: clipping by a norm inside `jax.shard_map(check_vma=False)`.
     """
     if any(map(jnp.iscomplexobj, grads)):
         grads = real_parts([g for g in grads if g is not None])
@@ -98,7 +98,7 @@ def inspect(
         (name,) = limits
         raise ValueError(
             f"{name} needs to know which gradients differ between devices, and "
-            f"jax.shard_map(check_vma=False) does not tell. Use check_vma=True, or clip the "
+            f"jax.shard_map(check_vma=False) does not say. Use check_vma=True, or clip the "
             f"gradients before the step."
         )
     if not here:
@@ -121,7 +121,7 @@ def inspect(
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Whether every element of a pytree is finite: a bool scalar, true of an empty tree."""
+    """Returns whether every element of a pytree is finite: a bool scalar, True if it is empty."""
     return inspect([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]).finite
 
 
@@ -129,7 +129,7 @@ def all_finite(tree: Any) -> jax.Array:
 def norms(
     grads: Sequence[Any], limits: Mapping[str, float], shardings: Sequence[Any] = ()
 ) -> list[jax.Array]:
-    """What `gradients.clip` divides by, of gradients that are not scaled."""
+    """Returns the norms that `gradients.clip` divides by, for unscaled gradients."""
     clips = any(name != "clipvalue" for name in limits)
     return inspect(grads, 1.0, limits, shardings=shardings).norms if clips else []
 
@@ -140,7 +140,7 @@ def _read_mesh(
     request: Request,
     shardings: Sequence[NamedSharding],
 ) -> tuple[jax.Array, Any]:
-    """Reads sharded arrays: every device its part, then one sum over all."""
+    """Reads sharded arrays: each device its shards, then one sum over all devices."""
     mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
     axes = [axes_of(spec) for spec in specs]
     everywhere: Any = jax.shard_map(
@@ -162,13 +162,13 @@ def _read(
     everywhere: Sequence[str],
     ordered: bool = True,
 ) -> tuple[jax.Array, Any]:
-    """Whether the true gradients of all devices are finite, and their norms.
+    """Reads the gradients on all devices: whether the true ones are finite, and their norms.
 
     Args:
-        columns: the gradients on this device, and accumulators if there are some.
+        columns: the gradients on this device, and the accumulators if there are any.
         scale, request: as for `_read_here`.
-        axes: the axes of the mesh along which each gradient differs.
-        everywhere: all axes; empty off a mesh.
+        axes: for each gradient, the mesh axes along which it varies.
+        everywhere: all mesh axes; empty off a mesh.
         ordered: as for `_read_here`.
     """
     if request.each or not ordered:
@@ -176,7 +176,7 @@ def _read(
     else:
         pairs = bundle(axes, *columns)
     finite, norms = _read_here([row for _, row in pairs], scale, request, everywhere, ordered)
-    if everywhere and request.norms:  # what several devices hold alike counts on the first of them
+    if everywhere and request.norms:  # count replicas once, on their first device
         first = {own: is_first(axis for axis in everywhere if axis not in own) for own in axes}
         norms = jnp.where(jnp.array([first[own] for own, _ in pairs]), norms, 0)
     if request.norms and not request.each:
@@ -196,18 +196,17 @@ def _read_here(
     everywhere: Sequence[str],
     ordered: bool,
 ) -> tuple[jax.Array, Any]:
-    """Whether the true gradients on this device are finite, and the norm of each row.
+    """Reads the gradients on this device: whether the true ones are finite, and each row's norm.
 
-    A CPU adds up float32 numbers, or their squares, faster than it does anything else with them,
-    and terms of a finite sum are finite. Only where a sum proves nothing, because it is too large
-    or not finite itself, a CPU reads all a second time. Any other device asks each element at once.
+    A finite sum proves that all of its terms are finite, and a CPU computes sums of float32 numbers
+    or of their squares fastest. If the sum is too large or not finite, it proves nothing; the CPU
+    then reads the gradients a second time. Other devices check each element at once.
 
     Args:
         rows: gradients, each with its accumulator if there is one.
-        scale: what the gradients were multiplied by.
+        scale: the scale of the gradients.
         request: what to read.
-        everywhere: all axes of the mesh; over all of its devices the norm of the sums has to be
-            finite.
+        everywhere: all mesh axes, for the norm of the sums over all devices.
         ordered: whether the arrays are known to be on this device.
     """
     scale = jnp.asarray(
@@ -229,15 +228,15 @@ def _read_here(
 
 
 def _at_once(rows: Sequence[tuple[jax.Array, ...]], scale: jax.Array) -> jax.Array:
-    """Whether the true gradients are finite: one kernel of a GPU for each row, and one for all."""
+    """Whether the true gradients are finite: one GPU kernel per row, and one for all rows."""
     each = []
     for gradient, *onto in rows:
         x = gradient.astype(float32_or_wider(gradient.dtype))
         finite = jnp.isfinite(sum(onto, x * (1 / scale).astype(x.dtype)))
-        # XLA for GPUs would reduce a matrix to one number in two kernels.
+        # XLA:GPU would reduce a matrix to one number in two kernels.
         last = -1 if finite.ndim > 1 and finite.shape[-1] >= 64 else None
         each.append(finite.all(axis=last).reshape(-1))
-    # The barrier keeps XLA from reducing each vector in a kernel of its own.
+    # The barrier keeps XLA from a separate kernel for the reduction of each vector.
     return lax.optimization_barrier(jnp.concatenate(each)).all() if len(each) > 1 else each[0].all()
 
 
@@ -249,16 +248,16 @@ def _quickly(
     everywhere: Sequence[str],
     ordered: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Whether sums over scaled gradients prove that all is finite, and these sums: of the elements,
-    or of their squares if there are norms to read or accumulators to add them to."""
+    """Computes sums over scaled gradients, and whether they prove that all is finite. They are sums
+    of squares if norms are requested or there are accumulators, else of the elements."""
     squares = request.norms or adds
 
     longest, term = chunk_for(arrays), jnp.square if squares else lambda x: x
 
     @jax.jit  # traced once for each shape
     def in_chunks(before: jax.Array, x: jax.Array) -> jax.Array:
-        # A CPU adds chunks to one another on all of its cores, but adds up one on a single core. It
-        # starts from 0, but XLA does not know: so the loops take turns, and share their memory.
+        # A CPU adds chunks to each other on all cores, but sums one chunk on a single core. The
+        # start is 0, but XLA must not know: the loops then run in turn and share their memory.
         start = jnp.full(chunk_of(x.size, longest), jnp.isnan(before)).astype(jnp.float32)
         more: Any = lambda so_far, x: so_far + term(x.astype(jnp.float32))  # noqa: E731
         return jnp.sum(fold(more, start, x.reshape(-1), longest=longest))
@@ -266,7 +265,7 @@ def _quickly(
     before, each = jnp.zeros(()), []
     before = varying_like(before, arrays) if everywhere else before
     for x in arrays:
-        if ordered and x.dtype == jnp.float16:  # XLA for CPU would store it in float32
+        if ordered and x.dtype == jnp.float16:  # XLA:CPU would store it in float32
             before = in_chunks(before, x)
             each.append(before.astype(scale.dtype))
         else:
@@ -275,12 +274,13 @@ def _quickly(
     sums = jnp.stack(each)
     total = jnp.sum(sums)
     if not squares:
-        # With a scale below 1 an element may overflow that the sum says nothing about.
+        # With a scale below 1 an element may overflow although the sum is finite.
         largest = jnp.asarray(max(float(jnp.finfo(x.dtype).max) for x in arrays), scale.dtype)
         return jnp.isfinite(total) & jnp.isfinite(largest / scale), sums
     # What is below 2**100 moves no finite sum, or norm, of float32 beyond the largest number.
+    # Elements below 2**100 cannot make a finite float32 sum, or norm, overflow.
     proved = jnp.sqrt(total) / scale < 2.0**100
-    # Squares that were flushed to zero are those of norms far below any other limit.
+    # Squares that were flushed to zero belong to norms far below any other limit.
     small = request.limit * scale <= 2.0**-30
     return proved & (~small | (sums > FLUSHED).all()), sums
 
@@ -293,11 +293,11 @@ def _exactly(
     sums: jax.Array | None = None,
     ordered: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """What `_read_here` returns, from each element.
+    """Returns the result of `_read_here` from a check of each element.
 
     Args:
         rows, scale, request, everywhere, ordered: as for `_read_here`.
-        sums: on a CPU, those of `_quickly`.
+        sums: on a CPU, the sums from `_quickly`.
     """
     on_cpu = sums is not None
     factors: Any = jnp.asarray(FACTORS, scale.dtype)
@@ -315,12 +315,12 @@ def _exactly(
         new = sum(onto, x * inverse)
         terms = [x * factor for factor in factors] + [new * bound] * request.bounded
         more = [jnp.sum(jnp.square(term)).astype(scale.dtype) for term in terms]
-        # XLA for CPU (jaxlib 0.10.2) stores what `isfinite` returns.
+        # XLA:CPU (jaxlib 0.10.2) stores the result of `isfinite`.
         finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
         return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
 
     def read(scalars: Any, so_far: Any, *row: jax.Array) -> Any:
-        stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA for CPU, in float32
+        stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
         longest = CHUNK if ordered and stored else 0
         return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
 
@@ -329,8 +329,8 @@ def _exactly(
     for i, row in enumerate(rows):
         own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
         # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,
-        # which overflows. On a CPU each row waits for the one before: XLA would store scalars that
-        # are common to several rows as arrays of their shape.
+        # which overflows. On a CPU each row waits for the one before; otherwise XLA would store
+        # scalars that several rows share as arrays of their shape.
         before = finite if on_cpu else True
         *scalars, _ = lax.optimization_barrier([1 / scale, bound, *own, before])
         nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
@@ -347,9 +347,9 @@ def _exactly(
 
 
 def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
-    """The norms of true gradients, of the sums of the squares of scaled ones times each factor."""
-    # In this order nothing overflows or vanishes that the result does not. The barrier keeps XLA
-    # (jaxlib 0.10.2) from computing a / b / c as a / (b c).
+    """The norms of true gradients, from the sums of squares of scaled ones times each factor."""
+    # In this order an intermediate overflows or underflows only if the result does. The barrier
+    # keeps XLA (jaxlib 0.10.2) from computing a / b / c as a / (b c).
     divisors = jnp.maximum(factors, 1), jnp.minimum(factors, 1) * jnp.maximum(scale, 1)
     each = jnp.sqrt(sums)
     for divisor in (*divisors, jnp.minimum(scale, 1)):
@@ -359,12 +359,12 @@ def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _times(x: jax.Array, factor: float) -> jax.Array:
-    """`x * factor`, to be squared: XLA would compute `(c x)**2` as `c**2 x**2`, which overflows."""
+    """`x * factor`, to be squared; XLA would compute `(c x)**2` as `c**2 x**2`, which overflows."""
     return x * lax.optimization_barrier(jnp.asarray(factor, x.dtype))
 
 
 def _together(norms: jax.Array) -> jax.Array:
-    """The norm of all arrays together, given those of each."""
+    """The norm of all arrays together, from the norm of each."""
     largest = jnp.max(norms, initial=0)
     whole = largest * jnp.sqrt(jnp.sum(jnp.square(norms / largest)))
     return jnp.where((largest > 0) & jnp.isfinite(largest), whole, jnp.sum(norms))
@@ -373,20 +373,20 @@ def _together(norms: jax.Array) -> jax.Array:
 def _packed(norms: jax.Array, request: Request) -> jax.Array:
     """Norms of parts, as numbers whose sum over all devices gives the norms of the whole.
 
-    They are squares, and behind them a number that leaves room for what is not finite: for a single
-    norm it is the square of one that is `LARGE`, else 0.
+    They are squares, followed by one number that becomes inf if something is not finite. For a
+    single norm, that number is its square if it is at least `LARGE`, else 0.
     """
     if request.each:
         return jnp.append(jnp.square(_times(norms, _unit(request))), 0)
     large = norms >= LARGE
     small = _times(jnp.where(large, 0, norms), 2.0**41)
-    # The norm of finite elements may be infinite: then send a number that is too large.
+    # The norm of finite elements may be inf: then send a number that is too large.
     rest = jnp.minimum(_times(jnp.where(large, norms, 0), 2.0**-75), 2.0**55)
     return jnp.square(jnp.append(small, rest))
 
 
 def _unpacked(packed: jax.Array, request: Request) -> jax.Array:
-    """The norms of the whole, given the sum of what all devices have `_packed`."""
+    """The norms of the whole, from the sum of all devices' `_packed`."""
     norms = jnp.sqrt(packed[:-1])
     if request.each:
         return norms / _unit(request)
@@ -395,5 +395,5 @@ def _unpacked(packed: jax.Array, request: Request) -> jax.Array:
 
 
 def _unit(request: Request) -> float:
-    """The power of two that norms are multiplied by before they are squared."""
+    """The power of two by which norms are multiplied before they are squared."""
     return 2.0 ** min(max(-20 - math.frexp(request.limit)[1], -100), 100)

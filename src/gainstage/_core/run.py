@@ -1,4 +1,4 @@
-"""How a step is run: checked, differentiated, compiled, or inside of somebody else's trace."""
+"""Runs a step: checked, differentiated, compiled, or inside another trace."""
 
 import contextlib
 import itertools
@@ -21,12 +21,12 @@ VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 
 
 class WithLoss(list[Any]):
-    """Gradients, or (gradient, variable) pairs, that know the true loss they are of.
+    """A list of gradients, or of (gradient, variable) pairs, with their true loss.
 
     Args:
         elements: the gradients or pairs.
         loss: the true loss.
-        aux: what the loss returned beside it.
+        aux: the auxiliary output of the loss.
         assigned: the variables that the loss assigned, with their new values.
     """
 
@@ -41,27 +41,27 @@ class WithLoss(list[Any]):
         self.loss, self.aux, self.assigned = loss, aux, assigned or {}
 
     def of(self, elements: Iterable[Any]) -> "WithLoss":
-        """Other elements of the same loss."""
+        """Returns a list of other elements with the same loss."""
         return WithLoss(elements, self.loss, self.aux, self.assigned)
 
 
 def loss_of(elements: Any) -> Any:
-    """The loss that a list knows, if it does."""
+    """The loss of a `WithLoss`, else None."""
     return elements.loss if isinstance(elements, WithLoss) else None
 
 
 class Runner:
-    """Runs a step on the variables it is about, and keeps its compiled program."""
+    """Runs a step on its variables, and caches its compiled program."""
 
     def __init__(self) -> None:
         self.program: jit | None = None
-        self._version: Any = None  # of the constants of the program
-        self._kind: Any = None  # of the last gradients, if a step took them as they came
-        self._decisions: list[Any] | None = None  # whether steps were applied, if anybody asks
+        self._version: Any = None  # the version of the program's constants
+        self._kind: Any = None  # the kind of the last gradients, if they needed no change
+        self._decisions: list[Any] | None = None  # whether steps were applied, if requested
 
     @contextlib.contextmanager
     def decisions(self) -> Iterator[list[Any]]:
-        """The list of whether each step that is taken meanwhile was applied, None for always."""
+        """Collects whether each step inside the `with` was applied; None means always."""
         self._decisions = decisions = []
         try:
             yield decisions
@@ -75,11 +75,11 @@ class Runner:
         check: Callable[..., list[Any]],
         order: list[Variable],
     ) -> list[Any]:
-        """`check(grads, variables)`, without a second check of gradients of the kind of the last.
+        """Returns `check(grads, variables)`; skips the check if the kind is that of the last step.
 
         Args:
-            grads, variables: as `apply` got them.
-            check: returns the gradients as a step takes them: one, or None, for each of `order`.
+            grads, variables: as in `apply`.
+            check: returns the gradients in the form of a step: one, or None, for each of `order`.
             order: the variables that the optimizer was built with.
         """
         signature = _signature(grads, variables)
@@ -105,16 +105,16 @@ class Runner:
         Args:
             apply: a method, `(grads, rate, loss, apply_if)`, that changes `variables` and
                 `weights`, and returns whether the step was applied.
-            variables: the optimizer's.
-            weights: those that it was built with.
+            variables: the optimizer's variables.
+            weights: the variables that it was built with.
             args: gradients, loss and `apply_if`.
-            rate: returns a learning rate that Python has to compute for each step, else None.
-            version: of the constants of `apply`; None to run it uncompiled.
+            rate: returns the learning rate if Python computes it for each step, else None.
+            version: the version of the constants of `apply`; None to run it uncompiled.
         """
         grads, *more = args
         if any([variable._traces for variable in variables]):
-            self._kind = None  # nothing was asked about where arrays lie
-            applied = apply(grads, None, *more)  # already inside of a traced function
+            self._kind = None  # the shardings of traced gradients were not checked
+            applied = apply(grads, None, *more)  # already inside a traced function
         elif version is None:
             applied = run(apply, (variables, weights), grads, rate(), *more)
         else:
@@ -127,8 +127,8 @@ class Runner:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose object it does not keep: one that keeps it in turn would only be freed, with
-    all of its arrays, when Python collects cycles."""
+    """A method with a weak reference to its object. An object that holds its own method would be
+    freed, with all of its arrays, only when Python collects cycles."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -138,14 +138,14 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _signature(grads: list[Any], variables: Any) -> Any:
-    """All that is checked about a step's arguments, at little cost; None if they are not arrays."""
+    """A cheap key of all that is checked about a step's arguments; None if they are not arrays."""
     classes = set(map(type, grads))
     if any(issubclass(cls, Tracer) or not issubclass(cls, jax.Array) for cls in classes):
         return None
     if variables is not None and not isinstance(variables, (list, tuple)):
         return None
     order = None if variables is None else list(variables)
-    # Lists of what mostly is the same object are compared quickly; a set of it would be hashed.
+    # Lists of mostly identical objects are compared quickly; a set would be hashed.
     return order, [gradient.aval for gradient in grads], [gradient.sharding for gradient in grads]
 
 
@@ -156,14 +156,14 @@ def differentiate(
     has_aux: bool = False,
     may_assign: bool = False,
 ) -> WithLoss:
-    """The (gradient, variable) pairs of the scaled loss: None for what it does not depend on.
+    """Returns the (gradient, variable) pairs of the scaled loss; None if it is independent of one.
 
     Args:
         loss: a function of no argument that returns the loss.
-        variables: what to differentiate by.
-        scale_loss: what multiplies the loss by the scale.
+        variables: the variables to differentiate with respect to.
+        scale_loss: the function that multiplies the loss by the scale.
         has_aux: whether `loss` returns (loss, aux).
-        may_assign: whether the loss may assign other variables, which stay as they are.
+        may_assign: whether the loss may assign other variables; here they keep their values.
     """
     if not callable(loss):
         raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
@@ -194,14 +194,14 @@ def differentiate(
             "that reads variables itself; pass it `variable.value()` as an argument."
         )
         raise
-    # A gradient is None where nothing flows back to: known from the program, not from zeros.
+    # A gradient is None if the program does not depend on the variable; zeros do not prove that.
     depends = used_arguments(jax.make_jaxpr(linear)(values))
     (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
-    if not is_inside():  # a result may be the very array of a weight, which a step reuses
+    if not is_inside():  # a result may share the buffer of a weight, which a step donates
         memory = set(itertools.chain(*map(_buffers, jax.tree.leaves((grads, more)))))
         for variable, array in zip(variables, values, strict=True):
             if not memory.isdisjoint(_buffers(array)):
-                variable.value()  # which marks it as held
+                variable.value()  # marks it as held by others
     grads = [g if used else None for g, used in zip(grads, depends, strict=True)]
     value, aux, new = more
     return WithLoss(
@@ -218,11 +218,11 @@ def _with_aux(result: Any) -> tuple[Any, Any]:
 
 
 def assign_if_applied(new: Mapping[Variable, jax.Array], decisions: Sequence[Any]) -> None:
-    """Assigns what a loss has assigned, if its step was applied.
+    """Assigns the values that a loss has assigned, if its step was applied.
 
     Args:
         new: the variables with their values.
-        decisions: as `Runner.decisions` lists them; empty if no step was taken.
+        decisions: the list from `Runner.decisions`; empty if no step was taken.
     """
     if not decisions or not new:
         return
@@ -239,19 +239,19 @@ def _selected(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax
 
 
 def _buffers(array: Any) -> list[int]:
-    """Where the parts of an array that are in this process lie in memory."""
+    """The memory addresses of an array's shards in this process."""
     if not isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return []
     return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
-    """Gradients as arrays that fit their variables, None staying None; or an error.
+    """Returns gradients as arrays that fit their variables; None stays None. Raises otherwise.
 
     Args:
-        grads: one for each variable, or None.
-        variables: those variables.
-        placed: whether to move gradients to where their variables lie.
+        grads: one gradient, or None, per variable.
+        variables: the variables.
+        placed: whether to move gradients to the devices of their variables.
     """
     if len(grads) != len(variables):
         raise wrong_count("gradients", grads, variables)
@@ -287,7 +287,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
 
 
 def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variable]) -> list[Any]:
-    """One gradient or None for each variable that an optimizer was built with."""
+    """Orders gradients by the optimizer's variables; a missing one is None."""
     ordered: list[Any] = [None] * len(variables)
     for gradient, place in zip(grads, places, strict=True):
         ordered[place] = gradient
@@ -301,7 +301,7 @@ VERBS = ("minimize", "compute_gradients", "apply_gradients", "apply", "stateless
 
 
 def check_verbs(optimizer: Any, caller: str, verbs: Sequence[str] = VERBS) -> None:
-    """A TypeError if the user's class overrides one of `verbs`, which `caller` does not call."""
+    """Raises a TypeError if the user's class overrides one of `verbs`, which `caller` bypasses."""
     for verb in verbs:
         owner = next(cls for cls in type(optimizer).__mro__ if verb in vars(cls))
         if owner.__module__.partition(".")[0] != "gainstage":
@@ -312,7 +312,7 @@ def check_verbs(optimizer: Any, caller: str, verbs: Sequence[str] = VERBS) -> No
 
 
 def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
-    """A ValueError if the weights belong to a transformation of JAX and the state does not."""
+    """Raises a ValueError if the weights are inside a JAX transformation but the state is not."""
     bound = [v.name for v in weights if isinstance(v, Variable) and v._is_bound]
     if bound and not any(variable._is_bound for variable in variables):
         raise ValueError(
@@ -323,7 +323,7 @@ def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
 
 
 def check_floating(variables: Sequence[Variable]) -> None:
-    """A TypeError that names the first variable that cannot be trained."""
+    """Raises a TypeError that names the first variable without a floating dtype."""
     for variable in variables:
         if not jnp.issubdtype(variable.dtype, jnp.floating):
             raise TypeError(

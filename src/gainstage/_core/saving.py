@@ -1,4 +1,4 @@
-"""Saving and loading a flat list of variables: all of it, or an error."""
+"""Saves and loads a flat list of variables: all of it, or an error."""
 
 import itertools
 import json
@@ -15,11 +15,11 @@ from gainstage._core._jax import Tracer
 from gainstage._core.bridge import assign
 from gainstage._core.variable import Variable, owned
 
-Checks = Mapping[Variable, Callable[[str, Any], Any]]  # of some variables' new values
+Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
 
 
 def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks) -> None:
-    """Sets variables, in order, or, if one value does not fit, none."""
+    """Sets variables, in order; changes none if a value does not fit."""
     if len(weights) != len(variables):
         raise wrong_count("weights", weights, variables)
     fitted = [fitted_weight(v, w, more) for v, w in zip(variables, weights, strict=True)]
@@ -27,7 +27,7 @@ def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks)
 
 
 def fitted_weight(variable: Variable, weight: Any, more: Checks) -> jax.Array:
-    """A value as a variable takes it, or a ValueError."""
+    """Returns a value as an array that fits the variable, or raises a ValueError."""
     try:
         value = _converted(weight, variable.dtype)
     except (TypeError, ValueError, RecursionError) as error:
@@ -42,14 +42,14 @@ def fitted_weight(variable: Variable, weight: Any, more: Checks) -> jax.Array:
 
 
 def as_names(variables: Sequence[Variable], table: Any) -> dict[str, jax.Array]:
-    """Their values by name, and the table of groups, if there is one."""
+    """Returns the values by name, and the table of groups, if there is one."""
     named = dict(zip(unique_names(variables), variables, strict=True))
     groups = {"groups": jnp.asarray(_packed(table))} if table else {}
     return {name: variable.value() for name, variable in named.items()} | groups
 
 
 def from_names(variables: Sequence[Variable], table: Any, state: Mapping[str, Any]) -> list[Any]:
-    """The values that `as_names` returned, in the variables' order."""
+    """Returns the values from `as_names`, in the variables' order."""
     names = unique_names(variables)
     check_names("state", state, [*names, *(["groups"] if table else [])])
     _check_groups(table, state)
@@ -57,9 +57,9 @@ def from_names(variables: Sequence[Variable], table: Any, state: Mapping[str, An
 
 
 def into_store(variables: Sequence[Variable], table: Any, store: MutableMapping[str, Any]) -> None:
-    """Puts their values, as numpy arrays under "0", "1", ..., into `store`."""
+    """Writes the values to `store`, as numpy arrays under "0", "1", ..."""
     for variable in variables:
-        variable._read()  # an error, before anything is stored
+        variable._read()  # raises before anything is stored
     for i, variable in enumerate(variables):
         store[str(i)] = variable.numpy()
     if table:
@@ -67,7 +67,7 @@ def into_store(variables: Sequence[Variable], table: Any, store: MutableMapping[
 
 
 def from_store(variables: Sequence[Variable], table: Any, store: Any) -> list[Any]:
-    """The values that `into_store` stored, in the variables' order."""
+    """Returns the values from `into_store`, in the variables' order."""
     if not hasattr(store, "keys"):
         raise TypeError(f"Expected a store with keys; got {reprlib.repr(store)}.")
     _check_groups(table, store)
@@ -87,7 +87,7 @@ def _packed(table: Any) -> np.ndarray:
 
 
 def _check_groups(groups: Any, store: Any) -> None:
-    """The buffers that were saved hold what they hold here, in the same places."""
+    """Checks that the saved buffers have the same parts as here."""
     saved = store["groups"] if "groups" in store else np.frombuffer(b"[]", np.uint8)
     try:
         table = json.loads(np.asarray(saved).tobytes())
@@ -98,7 +98,7 @@ def _check_groups(groups: Any, store: Any) -> None:
 
 
 def shown(scalar: Variable) -> str:
-    """A scalar variable's value as one would write it, or what there is in its place."""
+    """Formats a scalar variable's value, or says why it is not available."""
     value = scalar._value
     if not isinstance(value, jax.Array) or isinstance(value, Tracer) or value.is_deleted():
         return "unknown"
@@ -106,7 +106,7 @@ def shown(scalar: Variable) -> str:
 
 
 def unique_names(variables: Sequence[Variable]) -> list[str]:
-    """The variables' names, each but the first of a kind with its number."""
+    """The variables' names; repeated names get a number."""
     names: dict[str, None] = {}
     for variable in variables:
         numbered = (f"{variable.name}#{n}" for n in itertools.count(2))
@@ -115,7 +115,7 @@ def unique_names(variables: Sequence[Variable]) -> list[str]:
 
 
 def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
-    """A value for every name and no other, or an error that says which."""
+    """Checks that there is a value for every name and no other; the error names the difference."""
     if not isinstance(values, Mapping):
         raise TypeError(f"Expected a dictionary of the {what}; got {reprlib.repr(values)}.")
     missing = [name for name in names if name not in values]
@@ -128,9 +128,9 @@ def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> N
 
 
 def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
-    """An array in the dtype of a variable.
+    """Converts a value to an array in the dtype of a variable.
 
-    Floating numbers may be rounded by it, but not made infinite, and everything else is kept."""
+    Floating numbers may be rounded, but not become infinite; other numbers must not change."""
     array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
     if _kind(array.dtype) > _kind(dtype):
         raise TypeError(f"{array.dtype} in {dtype}")
@@ -145,13 +145,13 @@ def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
 
 
 def _kind(dtype: Any) -> int:
-    """Each kind of numbers goes into those after it; the last is what is no real number."""
+    """The rank of a dtype: each kind of numbers fits into later ones; the last is not real."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating)
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 
 def wrong_count(what: str, values: Sequence[Any], variables: Sequence[Variable]) -> ValueError:
-    """The error where there is not one value for each variable."""
+    """The error for a number of values that differs from the number of variables."""
     names = [variable.name for variable in variables]
     return ValueError(
         f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."

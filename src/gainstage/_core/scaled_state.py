@@ -1,4 +1,4 @@
-"""The state of `loss_scaled`, and how to find it inside of an optax state."""
+"""The state of `loss_scaled`, and the search for it in an optax state."""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +8,14 @@ import jax
 class LossScaledState(NamedTuple):
     """The state of `loss_scaled`."""
 
-    loss_scale: Any  # the rule's, with at least `scale`
-    inner: Any  # the wrapped transformation's
-    applied: Any = True  # bool scalar: whether the last step was, True before the first
-    observed: Any = None  # with `telemetry`, what it asks
+    loss_scale: Any  # the rule's state, with at least `scale`
+    inner: Any  # the state of the wrapped transformation
+    applied: Any = True  # bool scalar: whether the last step was applied, True before the first
+    observed: Any = None  # the telemetry, if enabled
 
 
 def loss_scaled_state(opt_state: Any) -> LossScaledState:
-    """The one state of `loss_scaled` anywhere inside of an optax state, or a ValueError."""
+    """The only state of `loss_scaled` inside an optax state; raises a ValueError otherwise."""
 
     found = states_in(opt_state)
     if len(found) != 1:
@@ -31,18 +31,18 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
 
 
 def states_in(tree: Any) -> list[LossScaledState]:
-    """All states of `loss_scaled` inside of an optax state."""
+    """All states of `loss_scaled` inside an optax state."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
     return [node for node in nodes if isinstance(node, LossScaledState)]
 
 
 def _unboxed(state: LossScaledState) -> LossScaledState:
-    """The scalars themselves, where a library has put each into a box of its own, as Flax does."""
+    """The scalars of a state, out of the boxes that a library such as Flax puts them in."""
 
     def unboxed(x: Any) -> Any:
         if x is None or hasattr(x, "_fields"):
             return x and type(x)(*map(unboxed, x))
         return jax.tree.leaves(x)[0]
 
-    told = map(unboxed, (state.applied, state.observed))
-    return LossScaledState(unboxed(state.loss_scale), state.inner, *told)
+    more = map(unboxed, (state.applied, state.observed))
+    return LossScaledState(unboxed(state.loss_scale), state.inner, *more)

@@ -1,11 +1,11 @@
-"""Signals wait while arrays change hands.
+"""Defers signals while arrays are donated.
 
-Python runs the handler of a signal between two instructions of the main thread, and the handler may
-raise, as that of Ctrl-C does. A step that reuses the memory of its arguments must not end there:
-between the call and the storing of its results nobody has a value.
+Python runs a signal handler between two instructions of the main thread. The handler may raise, as
+the one of Ctrl-C does. A step that donates its arguments must not end between the call and the
+storing of its results, because then the values are lost.
 """
 
-# The functions of `signal`, whose wrappers take 20 us of a step to look handlers up in an enum.
+# The functions of `signal`; its wrappers take 20 us of a step for an enum lookup.
 import _signal  # pyright: ignore[reportMissingImports]
 import signal
 import threading
@@ -17,9 +17,9 @@ _NUMBERS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal
 
 
 class deferred_signals:  # noqa: N801 - is called like a function, `with deferred_signals():`
-    """Handlers of signals that arrive inside of the `with` run at its end.
+    """Defers signal handlers that are due inside the `with` until its end.
 
-    In other threads it does nothing: Python runs handlers in the main thread alone.
+    In other threads it does nothing: Python runs handlers only in the main thread.
     """
 
     def __enter__(self) -> Self:
@@ -33,13 +33,13 @@ class deferred_signals:  # noqa: N801 - is called like a function, `with deferre
                     if callable(handler):
                         self._handlers[number] = handler
                         _signal.signal(number, self._wait)
-            except BaseException:  # of a handler that has not been replaced yet
+            except BaseException:  # from a handler that is not replaced yet
                 self.__exit__()
                 raise
         return self
 
     def _wait(self, number: int, frame: Any) -> None:
-        if self._over:  # but not put back yet
+        if self._over:  # the handlers are not all restored yet
             self._handlers[number](number, frame)
         else:
             self._waiting.append(number)
@@ -54,7 +54,7 @@ class deferred_signals:  # noqa: N801 - is called like a function, `with deferre
 
 
 def _deliver(numbers: list[int]) -> None:
-    """Raises signals again, the others too if a handler ends with an exception."""
+    """Raises signals again, and the remaining ones even if a handler raises."""
     if numbers:
         try:
             _signal.raise_signal(numbers[0])

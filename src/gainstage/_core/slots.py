@@ -1,4 +1,4 @@
-"""The variables that an optimizer's `build` adds: by name and kind, made where they belong."""
+"""The variables that an optimizer's `build` adds."""
 
 import functools
 from collections import Counter
@@ -23,21 +23,21 @@ class Slots:
     """The variables that `build` of an optimizer adds.
 
     Args:
-        owner: the optimizer's name, which is put before theirs.
-        shard_over: the mesh axes over which the state of a variable is divided more.
+        owner: the optimizer's name, the prefix of theirs.
+        shard_over: the mesh axes over which a variable's state is sharded further.
     """
 
     def __init__(self, owner: str, shard_over: tuple[str, ...]):
         self.owner, self.shard_over = owner, shard_over
         self.all: list[Variable] = []
-        self.of: dict[tuple[Variable, str, int], Variable] = {}  # the last: which of those alike
+        self.of: dict[tuple[Variable, str, int], Variable] = {}  # the int counts equal ones
         self.groups: list[Group] = []  # of small variables, which share buffers
         self.group_of: dict[Variable, Group] = {}
-        self._added: dict[Any, Variable] = {}  # those beside `of` that builds have added
-        self._asked: Counter[Any] = Counter()  # how many of each kind this build has asked for
+        self._added: dict[Any, Variable] = {}  # other variables that builds have added
+        self._asked: Counter[Any] = Counter()  # the number of each kind in this build so far
 
     def start_build(self) -> None:
-        """From here on variables that an earlier build has added are returned again."""
+        """Starts a build, which reuses the variables of an earlier build."""
         self._asked.clear()
 
     def add(
@@ -48,7 +48,7 @@ class Slots:
         name: str | None,
         in_build: bool,
     ) -> Variable:
-        """A new variable; in a build, that which an earlier one got in its place."""
+        """Adds a variable; in a build, reuses the one of an earlier build."""
         dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
         kind = (name, tuple(shape), dtype)
         key = (*kind, self._asked[kind])
@@ -64,7 +64,7 @@ class Slots:
         return variable
 
     def add_like(self, reference: Variable, name: str, initializer: Initializer) -> Variable:
-        """A new slot of a variable, or that which an earlier build got in its place."""
+        """Adds a slot of a variable, or reuses the one of an earlier build."""
         number = self._asked[reference, name]
         self._asked[reference, name] += 1
         key, group = (reference, name, number), self.group_of.get(reference)
@@ -79,7 +79,7 @@ class Slots:
         return self.of[key]
 
     def like(self, reference: Variable, name: str, initializer: Initializer = "zeros") -> Variable:
-        """A variable of the shape and sharding of another, in float32 or wider."""
+        """Creates a variable of the shape and sharding of another, in float32 or wider."""
         dtype = gradients.float32_or_wider(reference.dtype)
         sharding = sharding_of_state(reference, self.shard_over)
         start = functools.partial(_initialized, initializer, reference.shape, dtype, sharding)
@@ -95,7 +95,7 @@ class Slots:
         return slot
 
     def group(self, variables: Sequence[Variable]) -> None:
-        """From here on small variables share buffers."""
+        """Makes small variables share buffers."""
         self.groups = groups_of(variables, gradients.float32_or_wider)
         for group in self.groups:
             self.group_of |= dict.fromkeys(group.members, group)
@@ -103,7 +103,7 @@ class Slots:
     def _of_group(
         self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
     ) -> Variable:
-        others = "zeros" if callable(initializer) else initializer  # they have their own
+        others = "zeros" if callable(initializer) else initializer  # set by their own request
         parts = [
             self.like(variable, name, initializer if variable is reference else others)
             for variable in group.members
@@ -121,10 +121,10 @@ class Slots:
     def _start_part(
         self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
     ) -> None:
-        """Starts one variable's part of a buffer that another one has asked for."""
+        """Initializes one variable's part of a buffer that another variable has created."""
         group.started.add((reference, name, number))
         if not callable(initializer):
-            return  # it is that of the other
+            return  # all parts have the same initializer
         slot, place = self.of[reference, name, number], group.members.index(reference)
         part = self.like(reference, name, initializer)
         if slot._is_planned:
@@ -151,5 +151,5 @@ def _initialized(
         )
     if sharding is None:
         return create(shape, dtype)
-    # Every device makes its own part: the whole need not fit into one.
+    # Each device creates its own shards: the whole may not fit on one.
     return jax.jit(lambda: create(shape, dtype), out_shardings=sharding)()

@@ -1,4 +1,4 @@
-"""What loss-scale rules and telemetry need of a step beside the finiteness of its gradients."""
+"""The measurements of a step that loss-scale rules and telemetry need."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,45 +15,45 @@ from gainstage._core.gradients import divided, upcast
 from gainstage._core.packing import CHUNK, bundle, fold
 from gainstage._core.sharding import on_one_device, varying, varying_like
 
-# The exponents of float16: what is below 2**-25 becomes 0, what is below 2**-14 loses digits.
+# Exponents of float16: numbers below 2**-25 become 0, numbers below 2**-14 lose digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
-DIGITS = 10  # binary ones behind the first
-LOWEST, HIGHEST = -40, 40  # what is beyond is counted here
-BINS = HIGHEST - LOWEST + 2  # one for each exponent, and the first for zeros
-LOOK = 17  # applied steps between looks for the largest element; a prime, so that tasks take turns
+DIGITS = 10  # binary digits behind the first
+LOWEST, HIGHEST = -40, 40  # exponents beyond are counted here
+BINS = HIGHEST - LOWEST + 2  # one per exponent, and the first for zeros
+LOOK = 17  # applied steps between measurements of `max_abs`; prime, so that tasks take turns
 
 
 class StepInfo(NamedTuple):
-    """What the last step was like: device scalars, to be returned from a compiled step."""
+    """The telemetry of the last step: device scalars, to be returned from a compiled step."""
 
     finite: jax.Array  # bool: whether its gradients were finite; True before the first
-    loss_scale: jax.Array  # float32: the scale of its loss; the next step's may be another
-    skipped_steps: jax.Array  # int32: how many steps have been skipped so far
-    # float32: of all true gradients together, before clipping; 0 at first, nan inside of
-    # `jax.shard_map(check_vma=False)`, where parts and copies cannot be told apart
+    loss_scale: jax.Array  # float32: the scale of its loss; the next step's may differ
+    skipped_steps: jax.Array  # int32: the number of skipped steps so far
+    # float32: the norm of all true gradients together, before clipping; 0 at first; NaN inside
+    # `jax.shard_map(check_vma=False)`, where shards and replicas cannot be distinguished
     grad_norm: jax.Array
-    applied_steps: jax.Array  # int32: how many have not
+    applied_steps: jax.Array  # int32: the number of applied steps so far
     # float32: the largest finite element of the true gradients, 0 at first; of this step, or of the
-    # last in which it was looked for
+    # last step in which it was measured
     max_abs: jax.Array
-    # bool: whether it was applied, and not skipped; a finite one is not where `apply_if` is False
+    # bool: whether the step was applied; with `apply_if` False, a finite step is skipped too
     applied: jax.Array | bool = True
 
 
 class Exponents(NamedTuple):
     """How large the elements of each gradient were, times the loss scale, when last counted."""
 
-    step: jax.Array  # int32: when, -1 for never
-    scale: jax.Array  # float32: the scale then
-    counts: jax.Array  # float32, one row a gradient: elements that are 0, then by exponent
+    step: jax.Array  # int32: the step of the count, -1 for never
+    scale: jax.Array  # float32: the scale of that step
+    counts: jax.Array  # float32, one row per gradient: elements that are 0, then by exponent
     overflowed: jax.Array  # float32: the lowest scale of a skipped step that no finite one reached
 
 
 class Observed(NamedTuple):
-    """All of it."""
+    """All telemetry in a state."""
 
     info: StepInfo
-    causes: jax.Array  # int32, one row a gradient: steps with an inf, with a NaN, first and last
+    causes: jax.Array  # int32, one row per gradient: steps with an inf, with a NaN, first and last
     exponents: Exponents | None
 
 
@@ -65,18 +65,18 @@ def measure(
     scale: jax.Array | None = None,
     ordered: bool = False,
 ) -> dict[str, jax.Array]:
-    """What a loss-scale rule asks for in its `measures`, of true gradients and the true loss.
+    """Returns the `measures` of a rule, of the true gradients and the true loss.
 
-    A CPU reads `max_abs` of finite gradients as a maximum and a minimum, which is the fastest it
-    can; only where not all are finite it asks each element. Any other device does so at once.
+    On a CPU, `max_abs` of finite gradients is a maximum and a minimum, the fastest way; only if not
+    all are finite it checks each element. Other devices check each element at once.
 
     Args:
         names: any of `max_abs`, `any_nan`, `any_inf`, `loss`.
         grads: a pytree of gradients.
-        finite: whether all their elements are known to be; a Python bool settles it.
-        loss: the true loss, if it is known. Measured, it is inf where it is nan, and nan where it
-            is not known.
-        scale: what the gradients were multiplied by; None if they are true.
+        finite: whether all elements are finite; a Python bool decides at tracing time.
+        loss: the true loss, if it is known. The measured loss is inf if it is NaN, and NaN if it is
+            not known.
+        scale: the scale of the gradients; None if they are unscaled.
         ordered: whether they are known to be on one device.
 
     Raises:
@@ -93,7 +93,7 @@ def measure(
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if not manual:
         return measured
-    # Inside of `jax.shard_map` each device has measured its own part, and all have to agree.
+    # Inside `jax.shard_map` each device measures its own shards, and all must agree.
     together = {"max_abs": lax.pmax, "loss": lax.pmean}
     return {
         name: together[name](varying(value, manual), manual)
@@ -104,16 +104,16 @@ def measure(
 
 
 def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
-    """What has been measured of several microbatches, and of one more: of the losses the last, but
-    the first that is not finite."""
+    """Combines the measurements of earlier microbatches with those of one more. Of the losses it
+    keeps the last, or the first that is not finite."""
     combined = {name: known.combine for name, known in _MEASURES.items()}
     combined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
     return {name: combined[name](before[name], value) for name, value in more.items()}
 
 
 class _Measure(NamedTuple):
-    nothing: Any  # what it is of no gradients
-    of: Callable[[jax.Array], jax.Array]  # an array of true gradients, not all of them finite
+    nothing: Any  # the value for no gradients
+    of: Callable[[jax.Array], jax.Array]  # the value for an array, which may be non-finite
     combine: Callable[[jax.Array, jax.Array], jax.Array]
 
 
@@ -168,21 +168,21 @@ def _of_gradients(
 def _largest(x: jax.Array) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.max(jnp.abs(upcast(x)))
-    # Not `max` of `abs`, which XLA for CPU would store in float16 (jaxlib 0.10.2).
+    # Not `max` of `abs`, which XLA:CPU would store in float16 (jaxlib 0.10.2).
     return jnp.maximum(upcast(jnp.max(x)), -upcast(jnp.min(x)))
 
 
 def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
-    """Before the first step, on so many gradients.
+    """Returns the telemetry before the first step.
 
     Args:
         scale: the first loss scale.
-        count: how many gradients there are.
-        every: after so many steps exponents are counted; None for never.
+        count: the number of gradients.
+        every: the number of steps between counts of exponents; None for never.
     """
 
     def zero(dtype: Any = jnp.float32) -> jax.Array:
-        return jnp.zeros((), dtype)  # one of its own each time: all of them may be donated
+        return jnp.zeros((), dtype)  # a new array each time, because all may be donated
 
     info = StepInfo(
         finite=jnp.array(True),
@@ -212,20 +212,20 @@ def observed(
     every: int | None,
     ordered: bool = False,
 ) -> Observed:
-    """After one more step.
+    """Returns the telemetry after one more step.
 
-    One conditional holds what is seldom due: causes of a skipped step, or exponents.
+    Rare work, the causes of a skipped step or exponents, is inside one conditional.
 
     Args:
-        before: what was known before it.
-        grads: its gradients, arrays or None, which are read only where the step is skipped, or the
-            largest element or exponents are due.
-        scale: what they were multiplied by: `loss_scale`, or 1 if they are the true ones.
+        before: the telemetry before the step.
+        grads: its gradients, arrays or None. They are read only if the step is skipped, or if
+            `max_abs` or exponents are due.
+        scale: the scale of the gradients: `loss_scale`, or 1 if they are unscaled.
         finite: whether they are finite.
         applied: whether the step was applied.
-        norm: of all true gradients together.
-        max_abs: their largest finite element, if it has been measured.
-        loss_scale: the scale of its loss.
+        norm: the norm of all true gradients together.
+        max_abs: their largest finite element, if it was measured.
+        loss_scale: the scale of the step's loss.
         every: as for `at_first`.
         ordered: as for `measure`.
     """
@@ -282,13 +282,13 @@ def observed(
 
 
 def _lowest_overflow(before: jax.Array, scale: jax.Array, finite: jax.Array) -> jax.Array:
-    """The lowest scale of a skipped step; a finite step at that scale or above refutes it."""
+    """The lowest scale of a skipped step, until a step is finite at that scale or above."""
     kept = jnp.where(scale >= before, jnp.inf, before)
     return jnp.where(finite, kept, jnp.minimum(before, scale)).astype(jnp.float32)
 
 
 def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool, int | None]:
-    """The two settings as they are kept, or a TypeError or ValueError."""
+    """Checks the two settings; raises a TypeError or ValueError."""
     telemetry = checks.flag("telemetry", telemetry)
     if underflow_every is None:
         return telemetry, None
@@ -298,7 +298,7 @@ def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool,
 
 
 def leaves_and_none(tree: Any) -> list[Any]:
-    """The leaves of a tree, None being one."""
+    """The leaves of a tree, with None as a leaf."""
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
@@ -324,7 +324,7 @@ def _more_causes(
 
 
 def _exponents(gradient: jax.Array, scale: jax.Array, longest: int) -> jax.Array:
-    """How many elements are 0, and how many have each exponent from `LOWEST` on."""
+    """Counts elements that are 0, then elements of each exponent from `LOWEST` on."""
 
     def more(so_far: jax.Array, part: jax.Array) -> jax.Array:
         x = jnp.abs(jnp.atleast_1d(part)).astype(jnp.float32) * scale
@@ -335,8 +335,8 @@ def _exponents(gradient: jax.Array, scale: jax.Array, longest: int) -> jax.Array
             rows = jnp.sum(place == bin, axis=tuple(range(1, x.ndim)), dtype=jnp.int32)
             return jnp.sum(rows.astype(jnp.float32 if x.ndim > 1 else jnp.int32))
 
-        # Comparisons, not a scatter: on a mesh every device counts its own part. One bin after
-        # the other, for XLA would store the comparisons with all of them.
+        # Comparisons, not a scatter: on a mesh each device counts its own shards. One bin after the
+        # other, because XLA would store the comparisons with all bins.
         return so_far + lax.map(count, jnp.arange(BINS, dtype=jnp.int8)).astype(jnp.float32)
 
     none = varying_like(jnp.zeros(BINS, jnp.float32), [gradient])
@@ -344,6 +344,6 @@ def _exponents(gradient: jax.Array, scale: jax.Array, longest: int) -> jax.Array
 
 
 def _summed(counts: jax.Array) -> jax.Array:
-    """Over all devices, where inside of `jax.shard_map` each has seen its own part."""
+    """Sums counts over all devices, inside `jax.shard_map`; each has counted its own shards."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return lax.psum(varying(counts, axes), tuple(axes)) if axes else counts

@@ -21,7 +21,7 @@ from gainstage.schedules import LearningRateSchedule
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """How a step is taken, whatever its rule; each value as `check_option` has returned it."""
+    """The options of a step, for any rule; each value is checked by `check_option`."""
 
     weight_decay: float | None = None
     clipnorm: float | None = None
@@ -36,7 +36,7 @@ class StepOptions:
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> "StepOptions":
-        """The options that a caller gave, among other things."""
+        """Selects and checks the options among a caller's arguments."""
         values: dict[str, Any] = {}
         for name in OPTIONS:
             values[name] = check_option(name, given[name], values)
@@ -44,30 +44,30 @@ class StepOptions:
 
     @property
     def limits(self) -> dict[str, float]:
-        """The clip option in force, if any, with its limit."""
+        """The active clip option, if any, with its limit."""
         limits = {name: getattr(self, name) for name in sorted(CLIPS)}
         return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
 
     @property
     def limits_of_steps(self) -> dict[str, float]:
-        """The clip option whose norm has to be finite for a step: none with accumulation, which
+        """The clip option whose norm must be finite in each step; none with accumulation, which
         clips the mean."""
         return {} if self.gradient_accumulation_steps else self.limits
 
     def under(self, over: Mapping[str, Any]) -> "StepOptions":
-        """These options where `over`, those of a wrapper, says nothing else."""
-        if any(over.get(clip) is not None for clip in CLIPS):  # one is in force, of whichever kind
+        """These options, overridden by the options `over` of a wrapper."""
+        if any(over.get(clip) is not None for clip in CLIPS):  # a clip option replaces any other
             over = dict.fromkeys(CLIPS) | dict(over)
         return dataclasses.replace(self, **over)
 
 
 class LearningRate:
-    """What an optimizer was given as `learning_rate`: a number, or a callable.
+    """The `learning_rate` of an optimizer: a number, or a callable.
 
-    A number lives in a variable, so that a compiled step takes a new one without being compiled
-    again. A callable of the step is traced into the step; a callable of no argument is called by
-    Python, once per eager step, and its value enters the step as an argument. Inside of a traced
-    function, which would keep its first value, the latter is an error.
+    A number is stored in a variable, so a new one needs no compilation. A callable of the step is
+    traced into the step. A callable of no argument runs in Python, once per eager step, and its
+    value is an argument of the step. Inside a traced function, which would keep its first value, it
+    is an error.
 
     Raises:
         TypeError: neither a number nor a callable of at most one argument.
@@ -96,10 +96,10 @@ class LearningRate:
         return self.variable is None and not self._takes_step
 
     def now(self) -> jax.Array | None:
-        """The value to pass to a compiled step; None where the step finds its rate itself.
+        """Returns the value to pass to a compiled step; None if the step computes its rate itself.
 
         Raises:
-            ValueError: a callable of no argument, inside of a traced function.
+            ValueError: it is a callable of no argument, inside a traced function.
         """
         if not self.is_called:
             return None
@@ -117,7 +117,7 @@ class LearningRate:
         return jax.device_put(np.float32(checks.real("the result of learning_rate()", rate)))
 
     def at(self, step: jax.Array, number: jax.Array | None = None) -> jax.Array:
-        """The rate of the step after `step` others, given the number that its variable holds."""
+        """Returns the rate at `step`, given the number that its variable holds."""
         if self.variable is not None:
             return self.variable.value() if number is None else number
         if self._takes_step:
@@ -127,7 +127,7 @@ class LearningRate:
         return rate
 
     def get_config(self) -> Any:
-        """A number, a schedule's description, or the callable itself."""
+        """Returns a number, the description of a schedule, or the callable itself."""
         if self.variable is not None:
             return checks.shortest(self.variable)
         if isinstance(self.source, LearningRateSchedule):
@@ -136,7 +136,7 @@ class LearningRate:
 
 
 def _takes_step(rate: Callable[..., Any]) -> bool:
-    """Whether a callable wants an argument: one without a default, or any number of them."""
+    """Whether a callable requires an argument: one without a default, or any number of them."""
     parameters = inspect.signature(rate).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     positional = [p for p in required if p.kind is not p.KEYWORD_ONLY]
@@ -149,32 +149,32 @@ def _takes_step(rate: Callable[..., Any]) -> bool:
 
 
 class StepState(NamedTuple):
-    """All that a step reads and changes; of arrays, or of the variables that hold them."""
+    """All that a step reads and changes, as arrays or as variables."""
 
     weights: list[Any]
-    iterations: Any  # of microbatches, where several make up an update
-    rate: Any  # None where it is a callable's
+    iterations: Any  # counts microbatches, if several make one update
+    rate: Any  # None for a callable
     averages: list[Any]
     accumulators: list[Any]
-    masters: list[Any]  # None for a weight that has none
-    window_count: Any  # what the window counts, None if nothing
+    masters: list[Any]  # None for a weight without a master copy
+    window_count: Any  # the window count, None if there is none
     slots: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step after the finite check, in an order that never changes: accumulate, clip, decoupled
-    weight decay, the rule, moving average, constraints, one cast, `iterations` + 1.
+    """A step after the finite check. Its order is fixed: accumulate, clip, decoupled weight decay,
+    the rule, moving average, constraints, one cast, `iterations` + 1.
 
     Args:
-        options: those in force.
+        options: the active options.
         rule: `(state, gradients, rate) -> state`, on weights in float32 or wider.
         rate: the learning rate.
-        variables: the weights' own, for names, dtypes, constraints and shardings.
-        shardings: those of each weight's state, None off a mesh.
-        decays: whether weight decay changes each.
-        window: of microbatches; None for an update in every step.
-        skips: whether steps that are not finite are skipped, here or by whoever calls.
+        variables: the weights' variables, for names, dtypes, constraints and shardings.
+        shardings: the sharding of each weight's state, None off a mesh.
+        decays: whether each weight decays.
+        window: the accumulation window; None for an update in every step.
+        skips: whether non-finite steps are skipped, here or by the caller.
     """
 
     options: StepOptions
@@ -193,7 +193,7 @@ class Step:
         norms: Sequence[jax.Array] = (),
         rate: jax.Array | None = None,
     ) -> StepState:
-        """The state after a step; `norms` are those that clipping divides by, without a window."""
+        """Returns the state after a step; `norms` are for clipping, without a window."""
         rate = self.rate.at(state.iterations, state.rate) if rate is None else rate
         grads = [g and g.on(sharding) for g, sharding in zip(grads, self.shardings, strict=True)]
         before, state = state, state._replace(weights=self._in_float32(state))
@@ -217,7 +217,7 @@ class Step:
         )
 
     def _in_float32(self, state: StepState) -> list[jax.Array]:
-        """The weights in float32 or wider: their master copies, where those round to them."""
+        """The weights in float32 or wider: master copies, if they round to the weights."""
         weights = []
         for weight, master, sharding in zip(
             state.weights, state.masters, self.shardings, strict=True
@@ -249,7 +249,7 @@ class Step:
             ]
             norms = norms_of(means, self.options.limits, self.shardings)
             conditions = [] if whole is None else [whole]
-            if norms and self.skips:  # that of the mean has not been read before
+            if norms and self.skips:  # the norm of the mean was not checked before
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
 
             def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
@@ -279,12 +279,12 @@ class Step:
         return self.rule(state, grads, rate)
 
     def _average(self, state: StepState) -> StepState:
-        """Moves the averages towards the weights, and, when due, the weights onto them."""
+        """Updates the averages, and, when due, sets the weights to them."""
         frequency = self.options.ema_overwrite_frequency
         updates = state.iterations // (self.options.gradient_accumulation_steps or 1)
         momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
-        # A 1 that XLA does not know. XLA for CPU may round `b * c` in `a + b * c`, or may not; with
-        # jax 0.12 that depends on the mesh. In `a + b * c * one` the product is always rounded.
+        # A 1 that XLA cannot fold. XLA:CPU may or may not round `b * c` in `a + b * c`; with jax
+        # 0.12 that depends on the mesh. In `a + b * c * one` the product is always rounded.
         one = jnp.where(updates < 0, 0.0, 1.0)
         averages, weights = [], []
         for new, old, sharding in zip(state.weights, state.averages, self.shardings, strict=True):

@@ -1,4 +1,4 @@
-"""What an optimizer stores: all that its step reads and changes, and the options in force."""
+"""The store of an optimizer: all that its step reads and changes, and its options."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,12 +21,12 @@ from gainstage.rules.base import LossScale, start
 
 
 class Computed(Variable):
-    """What is computed from other variables: it reads like a variable, and cannot be assigned.
+    """A read-only variable that is computed from other variables.
 
     Args:
         name: as for every variable.
-        compute: returns the value now.
-        set_by: what to do in the place of assigning, for the error.
+        compute: returns the current value.
+        set_by: what to do instead of assigning, for the error.
     """
 
     def __init__(self, name: str, compute: Callable[[], jax.Array], set_by: str):
@@ -46,11 +46,11 @@ class Computed(Variable):
 
 
 class Guard:
-    """What a store knows of the wrapper around its optimizer; `guarded` skips the steps.
+    """The wrapper around an optimizer, as its store sees it; `guarded` skips the steps.
 
     Args:
-        owner: its name.
-        over: the options that it was given, which go before the optimizer's.
+        owner: the name of the wrapper.
+        over: the wrapper's options, which override the optimizer's.
     """
 
     def __init__(self, owner: str, over: Mapping[str, Any] | None = None):
@@ -59,13 +59,13 @@ class Guard:
     is_part = False  # whether the owner takes the steps of several optimizers
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
-        """Makes what depends on the weights; called before the store counts as built."""
+        """Creates the state that depends on the weights; called before the store is built."""
 
     def changed(self) -> None:
-        """Called when compiled steps have to be compiled again."""
+        """Called when steps have to be compiled again."""
 
 
-# How the documents call what a rule counts.
+# The public names of a rule's state.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
@@ -74,9 +74,9 @@ class ScaleGuard(Guard):
 
     Args:
         owner: the wrapper's name.
-        over: the options that it was given.
-        rule: how the scale is updated.
-        mesh: on which its variables are replicated, by default that of the weights.
+        over: the wrapper's options.
+        rule: the rule that updates the scale.
+        mesh: the mesh that replicates its variables, by default that of the weights.
         telemetry, every: as for `LossScaleOptimizer`.
     """
 
@@ -94,7 +94,7 @@ class ScaleGuard(Guard):
         self.state = GuardState(variables_like(start(self._rule), self.owner, _DOCUMENTED))
 
     def share(self, scale: Any) -> None:
-        """From now on the rule's state is that of another object, which holds these variables."""
+        """Shares the rule's state with another object, which holds these variables."""
         self.state = self.state._replace(scale=scale)
 
     def set_option(self, name: str, value: Any) -> None:
@@ -122,10 +122,10 @@ def scaled_by(scale: jax.Array, factor: float | None) -> jax.Array:
 
 
 class Store:
-    """All that an optimizer's step reads and changes, and the options it is taken with.
+    """All that an optimizer's step reads and changes, and its options.
 
-    A wrapper holds the store of its inner optimizer, and a guard, which the store knows as long as
-    there is a wrapper.
+    A wrapper uses the store of its inner optimizer, and owns a guard. The store has a reference to
+    the guard as long as the wrapper exists.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class Store:
         shard_over: tuple[str, ...],
     ):
         self.owner, self.options, self.mesh = owner, options, mesh
-        self.version = 0  # of all that is a constant of a compiled step
+        self.version = 0  # of the constants of a compiled step
         self.iterations = Variable(0, jnp.int32, f"{owner}/iteration", trainable=False)
         self.rate = LearningRate(learning_rate, owner)
-        self.index: dict[Variable, int] = {}  # the trainable variables, with their places
-        self.shardings: list[Any] = []  # where the state of each lies, None off a mesh
+        self.index: dict[Variable, int] = {}  # the trainable variables, with their indices
+        self.shardings: list[Any] = []  # the sharding of each one's state, None off a mesh
         self.averages: list[Variable] = []
         self.accumulators: list[Variable] = []
         self.masters: dict[Variable, Variable] = {}
@@ -150,32 +150,32 @@ class Store:
         self._guard: weakref.ref[Guard] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_guard": None}  # which a copy of the guard's owner puts back
+        return {**vars(self), "_guard": None}  # a copy of the guard's owner sets it again
 
     @property
     def guard(self) -> Guard | None:
-        """What is known of the wrapper that skips steps which are not finite."""
+        """The guard of the wrapper that skips non-finite steps, if there is one."""
         return self._guard and self._guard()
 
     def set_guard(self, guard: Guard) -> None:
-        """From now on `guard` skips steps, and its options are in force; `build` calls it."""
+        """Sets the guard, which then skips steps and overrides options; called by `build`."""
         self._guard = weakref.ref(guard)
         self.changed()
 
     def changed(self) -> None:
-        """Says that compiled steps have to be compiled again."""
-        if not self.iterations._is_bound:  # else it is the step itself, while it is compiled
+        """Marks compiled steps as outdated."""
+        if not self.iterations._is_bound:  # else the step itself is being traced
             self.version += 1
             if self.guard is not None:
                 self.guard.changed()
 
     def set_options(self, options: StepOptions) -> None:
-        """Sets the options, but for those that the guard was given."""
+        """Sets the options; those of the guard stay."""
         self.options = options
         self.changed()
 
     def set_rate(self, learning_rate: Any) -> None:
-        """Sets the learning rate: a number stays a number."""
+        """Sets the learning rate; a number can be replaced only by a number."""
         rate = LearningRate(learning_rate, self.owner)
         if rate.variable is None:
             self.rate = rate
@@ -190,25 +190,25 @@ class Store:
 
     @property
     def in_force(self) -> StepOptions:
-        """The options in force."""
+        """The active options."""
         guard = self.guard
         return self.options if guard is None else self.options.under(guard.over)
 
     @property
     def skips(self) -> bool:
-        """Whether steps that are not finite are skipped."""
+        """Whether non-finite steps are skipped."""
         return self.guard is not None or self.in_force.loss_scale_factor is not None
 
     @property
     def window(self) -> Window | None:
-        """How microbatches make up an update; None where each step is one."""
+        """The accumulation window; None if each step is an update."""
         options = self.in_force
         steps = options.gradient_accumulation_steps
         return WINDOWS[options.on_bad_microbatch](steps) if steps else None
 
     @property
     def state(self) -> StepState:
-        """The variables, in their places."""
+        """The variables, as a `StepState`."""
         return StepState(
             weights=list(self.index),
             iterations=self.iterations,
@@ -222,14 +222,14 @@ class Store:
 
     @property
     def variables(self) -> list[Variable]:
-        """All but the weights, in the order of `state`."""
+        """All variables except the weights, in the order of `state`."""
         rate = [] if self.rate.variable is None else [self.rate.variable]
         copies = [*self.averages, *self.accumulators, *self.masters.values()]
         count = [] if self.window_count is None else [self.window_count]
         return [self.iterations, *rate, *copies, *count, *self.slots.all]
 
     def build(self, variables: Sequence[Variable], master_weights: bool, grouped: bool) -> None:
-        """Makes all state for these variables."""
+        """Creates all state for these variables."""
         check_axes(self.slots.shard_over, [variable.sharding for variable in variables])
         options, slots = self.in_force, self.slots
         self.window_count = self._counter(self.window, options.on_bad_microbatch)
@@ -253,7 +253,7 @@ class Store:
         self.changed()
 
     def _counter(self, window: Window | None, policy: str) -> Variable | None:
-        """What has to be counted for `on_bad_microbatch`."""
+        """The window count that `on_bad_microbatch` needs, if any."""
         if policy != "extend" and not (window and self.skips):
             raise ValueError(
                 f"Expected gradient_accumulation_steps and a loss scale for "

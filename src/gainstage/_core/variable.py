@@ -1,4 +1,4 @@
-"""A mutable box for one array, a leaf of every pytree."""
+"""A mutable box for one array; a leaf of every pytree."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,26 +32,26 @@ def _refused(self: "Variable", other: Any) -> "Variable":
 class Variable:
     """A named box for one `jax.Array` whose shape, dtype and sharding never change.
 
-    A function that reads and assigns variables becomes pure by *binding* values to them
-    (`gainstage.functional`); only then may a variable hold traced values. While an optimizer's
-    step runs, a half-precision variable is bound to its value in float32.
+    A function that reads and assigns variables becomes pure when values are *bound* to them
+    (`gainstage.functional`). Only then may a variable hold traced values. During an optimizer's
+    step, a half-precision variable is bound to its float32 value.
 
-    Operators, indexing, `float()`, `int()` and `np.asarray()` work on the box itself; functions of
-    `jax.numpy` take what is in it, `variable.value()`. `==` compares that with a number or array;
-    two variables are equal if they are one.
+    Operators, indexing, `float()`, `int()` and `np.asarray()` work on the variable. Pass
+    `variable.value()` to functions of `jax.numpy`. `==` compares the value with a number or array;
+    two variables are equal only if they are the same object.
 
     Args:
-        value: the initial value, anything `jnp.array` takes, of any shape. It is copied; an array
-            that is spread over a mesh keeps its sharding. A `jax.ShapeDtypeStruct` makes a variable
-            that is only planned: an optimizer can be built for it, described and compiled, and it
-            takes up no memory until a value is assigned.
-        dtype: the dtype to hold, by default that of `value`.
-        name: any string; names need not be unique, a variable's identity is the object.
-        trainable: a mark for whoever collects the variables to train.
+        value: the initial value, of any shape; anything that `jnp.array` takes. It is copied; an
+            array on a mesh keeps its sharding. A `jax.ShapeDtypeStruct` makes a *planned* variable,
+            without memory until a value is assigned. An optimizer can be built for it, described
+            and compiled.
+        dtype: the dtype, by default that of `value`.
+        name: any string; names need not be unique, because variables are compared by identity.
+        trainable: whether the variable is to be trained; for code that collects variables.
         constraint: a function of the value, applied by the optimizer after each step.
 
     Raises:
-        ValueError: created inside a traced function, where its value would outlive the trace.
+        ValueError: created inside a traced function; its value would outlive the trace.
 
     Examples:
         >>> import gainstage as gs
@@ -60,11 +60,11 @@ class Variable:
         >>> print(var * 2)
         [3. 5.]
 
-    Source: `tf.Variable` and `keras.Variable`, as the optimizers' documents use them.
+    Source: `tf.Variable` and `keras.Variable`, as their optimizers use them.
     """
 
-    _first_value: Callable[[], jax.Array] | None = None  # what makes it, of a planned slot
-    __array_priority__ = 100  # numpy leaves `array * variable` to us
+    _first_value: Callable[[], jax.Array] | None = None  # computes the value of a planned slot
+    __array_priority__ = 100  # numpy leaves `array * variable` to this class
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Variable:
             raise TypeError(f"Expected a string for name; got {name!r}.")
         value = value.value() if isinstance(value, Variable) else value
         self.name, self.trainable, self.constraint = name, trainable, constraint
-        # The traces it is bound in, innermost last, each with its thread and the value before.
+        # The traces in which it is bound, innermost last: trace, thread and the value before.
         self._traces: list[tuple[Any, int, Any]] = []
-        self._shared = False  # whether somebody outside may hold the array, so no step may eat it
+        self._shared = False  # whether others may hold the array, so that it must not be donated
         if isinstance(value, jax.ShapeDtypeStruct):
             self._value: Any = value.update(dtype=dtype or value.dtype)
         else:
@@ -89,19 +89,19 @@ class Variable:
         self._sharding = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
 
     def value(self) -> jax.Array:
-        """The array in the box. It stays readable whatever happens to the variable later: a step
-        that would reuse its memory copies it first."""
+        """Returns the array. It stays readable: a later step that would donate it copies it
+        first."""
         value = self._read()
         if not isinstance(value, Tracer):
             self._shared = True
         return value
 
     def numpy(self) -> np.ndarray:
-        """A copy of the value in numpy."""
+        """Returns a copy of the value as a numpy array."""
         return np.array(self._read())
 
     def _read(self) -> jax.Array:
-        """The array in the box, for one who does not keep it."""
+        """The array, for callers that do not keep it."""
         value = self._value
         if self._traces or isinstance(value, Tracer):
             value = self._value_here(value)
@@ -119,19 +119,19 @@ class Variable:
         return value
 
     def _value_here(self, value: Any) -> Any:
-        """What a read gives while the variable is bound: in another thread its own value."""
+        """The value to read while the variable is bound; another thread gets the unbound value."""
         outermost = self._traces[:1]
         if not outermost:
-            return self._value  # it has been unbound in between
+            return self._value  # it was unbound in the meantime
         ((_, thread, own),) = outermost
         return value if thread == threading.get_ident() else own
 
     def assign(self, value: Any) -> None:
-        """Puts `value`, cast to the variable's dtype, into the box.
+        """Sets the value, cast to the variable's dtype.
 
         Raises:
-            TypeError: a complex value for a real variable.
-            ValueError: another shape, or a traced value that would outlive its trace.
+            TypeError: the value is complex and the variable real.
+            ValueError: the value has another shape, or is traced and would outlive its trace.
         """
         value = self._assignable(value)
         if getattr(recording, "now", None):
@@ -150,31 +150,31 @@ class Variable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape, fixed for life."""
+        """The shape, which never changes."""
         return self._value.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype; while an optimizer's step runs, float32 for half precision."""
+        """The dtype; during an optimizer's step, float32 for half precision."""
         return self._value.dtype
 
     @property
     def ndim(self) -> int:
-        """Its number of dimensions."""
+        """The number of dimensions."""
         return self._value.ndim
 
     @property
     def size(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return self._value.size
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """Where it lives, fixed for life."""
+        """The sharding, which never changes."""
         return self._sharding or self._value.sharding
 
     def _assignable(self, value: Any) -> jax.Array:
-        """`value` of the variable's dtype, where the variable is, if its shape is the same."""
+        """`value`, checked, cast to the variable's dtype and moved to its sharding."""
         return self._here(placed(self._fitted(value), self._sharding))
 
     def _fitted(self, value: Any) -> jax.Array:
@@ -194,7 +194,7 @@ class Variable:
         return value
 
     def _here(self, value: jax.Array) -> jax.Array:
-        """`value` on the device of this variable, if that has been chosen by the user."""
+        """Moves `value` to the device of this variable, if the user has chosen that device."""
         chosen = self._sharding is None and not self._is_planned and not self._is_bound
         if isinstance(value, Tracer) or not chosen or not self._value.committed:
             return value
@@ -218,7 +218,7 @@ class Variable:
             )
 
     def _record(self) -> None:
-        """Binds it to its own value, for code inside of `recorded` that is about to assign it."""
+        """Binds the variable to its own value, before code inside `recorded` assigns it."""
         if self._may_hold_tracers():
             return
         trace, variables, own = recording.now
@@ -228,8 +228,8 @@ class Variable:
             Variable._bind([self], [self._value], [self._sharding])
 
     def _place(self, sharding: jax.sharding.Sharding) -> None:
-        """Moves the value to this sharding, for good; on devices that are only for compiling it
-        becomes planned."""
+        """Moves the value to this sharding permanently. On devices that can only be compiled for,
+        the variable becomes planned."""
         value, self._sharding = self._value, sharding
         if self._is_planned:
             self._value = value.update(sharding=sharding)
@@ -238,42 +238,42 @@ class Variable:
             self._start_with(lambda: value)
         elif sharding.is_fully_addressable:
             self._set(jax.device_put(value, sharding))
-        elif value.is_fully_addressable:  # `device_put` would compare the processes' values
+        elif value.is_fully_addressable:  # `device_put` would compare the values of all processes
             copy = np.asarray(value)
             self._set(jax.make_array_from_callback(copy.shape, sharding, copy.__getitem__))
 
     def _move_to(self, other: "Variable") -> None:
-        """Puts the value on the device of another variable, if the user has chosen that."""
+        """Moves the value to the device of another variable, if the user has chosen that device."""
         self._value = other._here(self._value)
 
     def _start_with(self, first_value: Callable[[], jax.Array]) -> None:
-        """Says what makes the value of a planned variable."""
+        """Sets the function that computes the value of a planned variable."""
         self._first_value = first_value
 
     @staticmethod
     def _put(variables: "Sequence[Variable]", values: Sequence[Any], shared: bool) -> None:
-        """Stores values, thousands of a step; `shared` says whether somebody else holds them."""
+        """Stores many values; `shared` tells whether others hold them."""
         for variable, value in zip(variables, values, strict=True):
             if value is not variable._value:
                 variable._value, variable._shared = value, shared
 
     @staticmethod
     def _bind(variables: "Sequence[Variable]", values: Sequence[Any], shardings: Any) -> None:
-        """Stores values that the variables hold until `_unbind`, in the current trace."""
+        """Binds values to the variables until `_unbind`, in the current trace."""
         trace, thread = get_opaque_trace_state(), threading.get_ident()
         for variable, value, sharding in zip(variables, values, shardings, strict=True):
             variable._traces.append((trace, thread, variable._value))
             variable._value, variable._sharding = value, sharding
-            variable._shared = not isinstance(value, Tracer)  # whoever binds it holds it
+            variable._shared = not isinstance(value, Tracer)  # the caller holds the value
 
     @staticmethod
     def _held(variables: "Sequence[Variable]") -> list[tuple[Any, ...]]:
-        """All that `_bind` changes."""
+        """Everything that `_bind` changes."""
         return [(len(v._traces), v._value, v._shared, v._sharding) for v in variables]
 
     @staticmethod
     def _unbind(variables: "Sequence[Variable]", own: Sequence[tuple[Any, ...]]) -> None:
-        """Restores what `_held` has returned."""
+        """Restores the result of `_held`."""
         for variable, (depth, *before) in zip(variables, own, strict=True):
             variable._value, variable._shared, variable._sharding = before
             del variable._traces[depth:]
@@ -296,7 +296,7 @@ class Variable:
         return np.array(self._read(), dtype=dtype)
 
     def _number(self) -> Any:
-        """The value, to be converted to a number of Python."""
+        """The value, for a conversion to a Python number."""
         value = self._read()
         # jax 0.11 converts a scalar through a view that it keeps, so it could not be donated.
         return value if isinstance(value, Tracer) or value.ndim else np.array(value)
@@ -363,21 +363,21 @@ class Variable:
     __getitem__ = _operator("__getitem__")
 
     def __getstate__(self) -> dict[str, Any]:
-        self._shared = True  # with a shallow copy, which holds the same array
+        self._shared = True  # a shallow copy holds the same array
         return {**vars(self), "_traces": []}
 
 
-# `now`, in this thread: the trace that is recorded, the variables assigned in it, what they held.
+# `now`, per thread: the recorded trace, the variables assigned in it, and their values before.
 recording = threading.local()
 
 
 def is_tracing() -> bool:
-    """Whether new arrays belong to a program that is being traced."""
+    """Whether new arrays belong to a traced program."""
     return is_inside() and isinstance(jnp.zeros(()), Tracer)
 
 
 def is_inside() -> bool:
-    """Whether this runs inside of a transformation of JAX, be it one that runs at once."""
+    """Whether this runs inside a JAX transformation, including eager ones."""
     return get_opaque_trace_state() != _EAGER
 
 
@@ -386,13 +386,13 @@ _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
 def strong(value: Any) -> jax.Array:
-    """`value` as an array without a weak type, which would cost a compilation of its own."""
+    """`value` as an array without a weak type, which would need a compilation of its own."""
     value = jnp.asarray(owned(value))
     return jnp.asarray(value, value.dtype)
 
 
 def owned(value: Any) -> Any:
-    """`value`, an array of numpy copied: JAX may go on using its memory, which the caller fills."""
+    """A copy of a numpy array, because JAX may still read memory that the caller then changes."""
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
@@ -401,7 +401,7 @@ def _unboxed(value: Any) -> Any:
 
 
 def placed(value: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """`value` with the layout that its variable has had from the start."""
+    """`value` with its variable's sharding."""
     if sharding is None or not isinstance(value, Tracer):
         return value if sharding is None else jax.device_put(value, sharding)
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
