@@ -29,6 +29,7 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
 
     Raises:
         TypeError, ValueError: `scale` is not such a number.
+
     Examples:
         >>> import jax, jax.numpy as jnp
         >>> import gainstage as gs

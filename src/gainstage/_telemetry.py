@@ -129,7 +129,7 @@ class Underflow:
     def error_at(self, scale: float) -> np.ndarray:
         """Returns the `error` at another scale, estimated from the exponents.
 
-        Numbers below `2**-14` are rounded to multiples of `2**-24`, a mean error of
+        Numbers below `2**-14` are rounded to multiples of `2**-24`, an rms error of
         `2**-24 / sqrt(12)`; numbers below `2**-25` are lost.
 
         Args:

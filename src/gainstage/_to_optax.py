@@ -33,10 +33,10 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
 
     Raises:
         TypeError: `opt` is not an optimizer, or its class overrides `apply` or `apply_gradients`.
-        ValueError: `opt` is built, or has an option without a meaning here: `loss_scale_factor`
-            (pass a `rule`), `shard_state_over`, an `on_bad_microbatch` other than "extend",
-            `master_weights` with loss scaling, variables excluded from decay (pass names), or a
-            learning rate that is a callable of no argument.
+        ValueError: `opt` is built, or has an option that is not supported here. These are
+            `loss_scale_factor` (pass a `rule`), `shard_state_over`, an `on_bad_microbatch` other
+            than "extend", and a learning rate that is a callable of no argument; `master_weights`
+            with loss scaling; and variables excluded from decay (pass names).
 
     Examples:
         >>> import gainstage as gs

@@ -282,7 +282,7 @@ def _():
         scales.append(float(opt.loss_scale))
     assert scales == [8.0, 4.0]
     assert opt.rule == rule
-    failing(ValueError, "rule alone", gs.LossScaleOptimizer, gs.SGD(), 8.0, rule=rule)
+    failing(ValueError, "cannot be combined", gs.LossScaleOptimizer, gs.SGD(), 8.0, rule=rule)
 
 
 @row(1, "new: jit_compile")

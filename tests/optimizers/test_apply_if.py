@@ -139,7 +139,7 @@ def test_a_veto_is_no_overflow():
     assert why_skipped(run)["overflow"].tolist() == [False, False, True, True]
     shown = headline(run)
     assert shown["Skipped, of those recorded"] == "2 (50.0%)"
-    assert shown["Finite, but turned down by apply_if"] == "1"
+    assert shown["Finite, but skipped by apply_if"] == "1"
 
 
 # Asked for in apex#232.

@@ -566,10 +566,10 @@ def test_what_decides_the_state_is_not_assigned_later():
     """Settings of the constructor that decide which state there is cannot be assigned."""
     opt = gs.LossScaleOptimizer(gs.SGD())
     for name in ("telemetry", "underflow_every", "mesh"):
-        with pytest.raises(AttributeError, match=f"Expected {name} to be given to the constr"):
+        with pytest.raises(AttributeError, match=f"`{name}` can be set only in the constr"):
             setattr(opt, name, None)
     for name in ("master_weights", "shard_state_over", "group_small"):
-        with pytest.raises(AttributeError, match=f"Expected {name} to be given to the constr"):
+        with pytest.raises(AttributeError, match=f"`{name}` can be set only in the constr"):
             setattr(opt.inner_optimizer, name, True)
 
 

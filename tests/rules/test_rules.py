@@ -276,7 +276,9 @@ def test_a_loss_is_one_array_and_gradients_are_any_tree():
     opt, tx = gs.LossScaleOptimizer(gs.SGD()), gs.loss_scaled(optax.sgd(0.1))
     state = tx.init(jnp.ones(2))
     for scale in (opt.scale_loss, lambda loss: gs.scale_loss(loss, state)):
-        with pytest.raises(TypeError, match=r"Expected one loss, an array; got .* Add several up"):
+        with pytest.raises(
+            TypeError, match=r"Expected one loss, an array; got .* Add several losses"
+        ):
             scale((jnp.ones(()), jnp.ones(())))
     good, bad = {"a": [jnp.ones(2), None]}, {"a": jnp.array([1.0, np.nan])}
     for grads, finite in [(good, True), (bad, False), (bad.values(), False), (iter([1.0]), True)]:

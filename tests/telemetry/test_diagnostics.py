@@ -73,7 +73,7 @@ def test_a_number_that_was_donated_is_told():
     kept, scale = Kept(every=10), jnp.float32(1.0)
     kept.write(0, scale=scale)
     jax.jit(lambda x: x + 1, donate_argnums=0)(scale)
-    with pytest.raises(ValueError, match=r"Expected numbers that live .* got scale, which was"):
+    with pytest.raises(ValueError, match=r"scale was donated to a later step"):
         kept.flush()
 
 
@@ -636,7 +636,7 @@ def test_a_number_called_as_a_report_is_refused(tmp_path):
     """A number called `tensors` would make the file unreadable: it is refused before."""
     with JsonLines(tmp_path / "run.jsonl") as run:
         run.write(0, loss=1.0)
-        with pytest.raises(ValueError, match="Expected another name than that of a report"):
+        with pytest.raises(ValueError, match="is reserved for reports"):
             run.write(1, tensors=5)
     assert read_run(tmp_path / "run.jsonl").steps.tolist() == [0]
 

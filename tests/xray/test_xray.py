@@ -113,7 +113,7 @@ def test_a_flushed_divisor_is_an_underflow():
 
     x = look(network(divided))
     assert (x.causes[0].kind, x.causes[0].operation) == ("underflow", "div")
-    assert "are 0 that are not in float32" in x.causes[0].message
+    assert "are 0, but not in float32" in x.causes[0].message
     assert x.remedies[0].is_finite
 
 

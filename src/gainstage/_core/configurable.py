@@ -22,7 +22,7 @@ def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
     def checked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             if not isinstance(config, Mapping):
-                raise TypeError("no dictionary")
+                raise TypeError("not a dictionary")
             return from_config(cls, config, *args, **kwargs)
         except _UNFIT as error:
             if str(error).startswith("Expected"):

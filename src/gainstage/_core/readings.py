@@ -277,7 +277,6 @@ def _quickly(
         # With a scale below 1 an element may overflow although the sum is finite.
         largest = jnp.asarray(max(float(jnp.finfo(x.dtype).max) for x in arrays), scale.dtype)
         return jnp.isfinite(total) & jnp.isfinite(largest / scale), sums
-    # What is below 2**100 moves no finite sum, or norm, of float32 beyond the largest number.
     # Elements below 2**100 cannot make a finite float32 sum, or norm, overflow.
     proved = jnp.sqrt(total) / scale < 2.0**100
     # Squares that were flushed to zero belong to norms far below any other limit.

@@ -293,7 +293,7 @@ def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variab
         ordered[place] = gradient
     missing = [variables[p].name for g, p in zip(grads, places, strict=True) if g is None]
     if missing:
-        warnings.warn(f"No gradient for {missing}: left as they are.", stacklevel=5)
+        warnings.warn(f"No gradient for {missing}: they do not change.", stacklevel=5)
     return ordered
 
 

@@ -25,7 +25,7 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
         if variable._sharding is None:
             raise ValueError(
                 f"Expected {variable.name!r} on the mesh of {sharded[0].name!r}; got it on one "
-                f"device. Make it of jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
+                f"device. Make it from jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
             )
         if not isinstance(variable._sharding, NamedSharding):
             raise ValueError(

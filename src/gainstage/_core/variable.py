@@ -213,8 +213,8 @@ class Variable:
                 f"Expected variable {self.name!r} to be in the state of the function being traced; "
                 f"got a traced value, which would leak out of it. Create variables (and call "
                 f"`optimizer.build`) outside of the traced function, name those that it assigns in "
-                f"the `state` of `gainstage.jit` or `gainstage.functional`, and do not assign in a "
-                f"loss or loop inside of it, but after."
+                f"the `state` of `gainstage.jit` or `gainstage.functional`, and assign after a "
+                f"loss or loop, not inside it."
             )
 
     def _record(self) -> None:

@@ -100,7 +100,7 @@ class _MeshOptimizer(Optimizer):
         ]:
             for key, setting in _settings(argument, cls, value).items():
                 if key in options:
-                    raise ValueError(f"Expected {key} in {argument} or by itself; got it twice.")
+                    raise ValueError(f"{key} is given twice: by itself and in {argument}.")
                 options[key] = setting
         self._given |= options.keys()
         super().__init__(*args, jit_compile=jit_compile, name=name, mesh=mesh, **options)

@@ -327,5 +327,5 @@ def _rule(loss_scale: Any) -> rules.LossScale:
 
 
 def _varies(gradient: Any) -> bool:
-    """Whether a value differs between the devices of a mesh, inside of `jax.shard_map`."""
+    """Whether a value differs between the devices of a mesh, inside `jax.shard_map`."""
     return isinstance(gradient, jax.Array) and bool(varying_axes(gradient))

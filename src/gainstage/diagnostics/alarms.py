@@ -10,7 +10,7 @@ import numpy as np
 
 from gainstage.diagnostics.boundary import largest_scale
 from gainstage.diagnostics.largest import LargestGradient
-from gainstage.diagnostics.row import LONG, UNTOLD, XRAY, Fate, Row
+from gainstage.diagnostics.row import LONG, LOSS_MISSING, XRAY, Fate, Row
 from gainstage.diagnostics.runs import Run, streaks
 from gainstage.diagnostics.writers import Record, Writer
 from gainstage.rules.adaptive import AdaptiveLossScale
@@ -150,7 +150,7 @@ class _Watch:
         self._largest: deque[float] = deque(maxlen=WINDOW)  # of each step, times the scale
         self._row = Row(rule, math.nan, math.nan)  # the latest run of skipped steps
         self._fitted = math.nan  # the scale of the last finite step
-        self._told = False  # whether the last step had an alarm for the run of skipped steps
+        self._has_cause = False  # whether the last step had an alarm for the run of skipped steps
         self._lost = False  # whether the last step was skipped with a non-finite loss
         self._before = math.nan  # its scale
         self._raised = 0  # steps since the scale last rose
@@ -171,7 +171,7 @@ class _Watch:
         finite = bool(record["finite"])
         norm = float(record.get("grad_norm", math.nan if finite else math.inf))
         loss = float(record["loss"]) if "loss" in record else None
-        untold = self._lowered_for_a_bad_loss(scale)
+        lowered = self._lowered_for_a_bad_loss(scale)
         self._lost = not finite and loss is not None and not math.isfinite(loss)
         used = self._seen.of(float(record.get("max_abs", math.nan)), norm, finite)[0] * scale
         if finite:
@@ -179,23 +179,25 @@ class _Watch:
             self._largest.append(used)
         else:
             self._row.add(loss, norm, scale)
-        kind, told = self._row.cause(fate)
-        if told:  # do not count these steps as skips too
-            for _ in range(min(self._row.length - 1, len(self._skips)) if not self._told else 0):
+        kind, cause = self._row.cause(fate)
+        if cause:  # do not count these steps as skips too
+            for _ in range(
+                min(self._row.length - 1, len(self._skips)) if not self._has_cause else 0
+            ):
                 self._skips.pop()
         elif self._fitted > 0:
             known = "no loss" if loss is None else "bad loss" if self._lost else "loss"
             self._skips.append("" if finite else known)
-        self._told = bool(told)
+        self._has_cause = bool(cause)
         self._moved |= scale != self._before and not math.isnan(self._before)
         self._raised = 0 if scale > self._before else self._raised + 1
         self._before = scale
         return [
             Alarm(kind, step, message)
             for kind, message in (
-                ("data", told if kind == "data" else ""),
-                ("overflow", told if kind == "overflow" else ""),
-                ("loss", told if kind == "loss" else untold),
+                ("data", cause if kind == "data" else ""),
+                ("overflow", cause if kind == "overflow" else ""),
+                ("loss", cause if kind == "loss" else lowered),
                 ("floor", self._at_floor(scale, finite)),
                 ("skips", self._many_skips(scale)),
                 ("headroom", self._no_headroom(scale, finite)),
@@ -231,7 +233,7 @@ class _Watch:
             return ""
         return (
             f"the scale fell from {as_power(self._before)} to {as_power(scale)} after a loss that "
-            f"was not finite. {UNTOLD}."
+            f"was not finite. {LOSS_MISSING}."
         )
 
     def _at_floor(self, scale: float, finite: bool) -> str:
@@ -244,7 +246,7 @@ class _Watch:
                 f"{row.length} steps in a row were skipped, and the scale of {as_power(scale)} "
                 f"cannot fall; {mend} it is too high: take a lower loss_scale_value. {XRAY}."
             )
-        if self._rule is None and row.held >= 2 * LONG and not self._told:
+        if self._rule is None and row.held >= 2 * LONG and not self._has_cause:
             return (
                 f"{row.length} steps in a row were skipped, and the scale stayed at "
                 f"{as_power(scale)}; {mend} it is too high, or gradients are beyond what the "
@@ -272,7 +274,7 @@ class _Watch:
             why = f"Their loss was finite, so the scale is {mend}. {XRAY}"
         else:
             why = (
-                f"{bad} of them had a loss that was not finite, which no scale helps. Of those "
+                f"{bad} of them had a loss that was not finite, so no scale helps. Of those "
                 f"whose loss is finite, the scale is {mend}. {XRAY}"
             )
         return (
@@ -319,7 +321,7 @@ class _Watch:
         elif stays:
             why, setting = "it has never been another", setting.replace("initial_loss_scale=", "")
         elif isinstance(self._rule, AdaptiveLossScale):
-            why, setting = "an overflow has taught it so", "a shorter increment_period"
+            why, setting = "an earlier overflow limits it", "a shorter increment_period"
         else:
             why = f"it has not risen for {self._raised} steps"
         if not fits > scale:

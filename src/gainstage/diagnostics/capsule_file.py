@@ -154,8 +154,8 @@ def _description(path: Path, file: Any) -> dict[str, Any]:
 
 def _damaged(path: Path, error: BaseException) -> ValueError:
     return ValueError(
-        f"Expected a whole capsule at {path}; got one that is cut short or damaged ({error}). "
-        f"A run leaves only whole ones: copy the file again."
+        f"Expected a complete capsule at {path}; got one that is cut short or damaged ({error}). "
+        f"A run leaves only complete ones: copy the file again."
     )
 
 
@@ -179,8 +179,8 @@ def _rebuilt(number: int, arg: Argument) -> Any:
         return arg.tree
     names = ", ".join(name for name, _ in arg.leaves[:3]) + ", ..." * (len(arg.leaves) > 3)
     raise ValueError(
-        f"Expected like= with something in the place of argument {number}, a {arg.kind} with "
-        f"{other or 'the leaves ' + names}; got none. A capsule holds arrays and numbers in "
+        f"Expected like= for argument {number}, a {arg.kind} with "
+        f"{other or 'the leaves ' + names}; got none. A capsule stores arrays and numbers in "
         f"dictionaries, lists and tuples: pass a tuple of the arguments up to this one, such as "
         f"(model,), or a function that returns it."
     )
@@ -193,7 +193,7 @@ def _filled(number: int, arg: Argument, like: Any) -> Any:
         missing = [name for name in wanted if name not in given]
         unknown = [name for name in given if name not in wanted]
         raise ValueError(
-            f"Expected in like the leaves of argument {number}, {len(wanted)} of them; got "
+            f"Expected {len(wanted)} leaves in like for argument {number}; got "
             f"{len(given)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
             f"unknown."
         )
@@ -202,7 +202,7 @@ def _filled(number: int, arg: Argument, like: Any) -> Any:
         shape, given = getattr(leaf, "shape", None), getattr(own, "shape", None)
         if shape is not None and given is not None and shape != tuple(given):
             raise ValueError(
-                f"Expected in like shape {shape} for {name} of argument {number}; got "
+                f"Expected shape {shape} in like for {name} of argument {number}; got "
                 f"{tuple(given)}."
             )
         values.append(own if isinstance(leaf, Other) else leaf)

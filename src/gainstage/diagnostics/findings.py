@@ -48,10 +48,11 @@ class Findings(NamedTuple):
 
 def findings(run: Run) -> Findings:
     """Returns the findings on a run: its numbers, its alarms, and what other rules would do."""
-    outcomes, told = _replay(run)
-    told = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + told
+    outcomes, sentences = _replay(run)
+    alarms = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)]
     lost = underflow(run)
-    return Findings(headline(run), told, overflows(run), lost, _underflow_summary(run), outcomes)
+    summary, sentences = _underflow_summary(run), alarms + sentences
+    return Findings(headline(run), sentences, overflows(run), lost, summary, outcomes)
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -61,7 +62,7 @@ def headline(run: Run) -> dict[str, str]:
         "Steps recorded": "{steps} ({first} to {last})",
         "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
         "Causes": "{causes}",
-        "Finite, but turned down by apply_if": "{vetoed}",
+        "Finite, but skipped by apply_if": "{vetoed}",
         "Longest run of skipped steps": "{longest}",
         "Loss scale, first and last": "{scale_first}, {scale_last}",
         "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",

@@ -115,8 +115,8 @@ def _skips(run: Run, across: np.ndarray) -> tuple[str, str]:
     """Draws one lane per cause of skipped steps, and the line that counts them."""
     skips = {cause: mask for cause, mask in why_skipped(run).items() if mask.any()}
     lanes = "".join(_lane(cause, across[mask]) for cause, mask in skips.items())
-    told = ", ".join(f"{mask.sum()} by {WHY[cause]}" for cause, mask in skips.items())
-    return lanes, f'<p class="note">Skipped steps: {told}.</p>' if told else ""
+    counts = ", ".join(f"{mask.sum()} by {WHY[cause]}" for cause, mask in skips.items())
+    return lanes, f'<p class="note">Skipped steps: {counts}.</p>' if counts else ""
 
 
 def _lane(cause: str, across: np.ndarray) -> str:

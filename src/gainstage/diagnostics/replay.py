@@ -94,7 +94,7 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
         >>> print(outcome.scales, outcome.skips.sum())
         [131072.  65536.  32768.  32768.  32768.] 2
     """
-    run = _told(run)
+    run = _usable(run)
     evidence, skips = _evidence(run), why_skipped(run)
     bad = skips["NaN"] | skips["bad loss"]
     limits = np.maximum(evidence.far_over, _above(evidence.near_fits))
@@ -159,11 +159,11 @@ def advice(replayed: Replay, in_use: str = "") -> list[str]:
         return []
     count = rules[best][0]
     steps = f"{count} step{'s' * (count != 1)}"
-    told = ", given the loss" if best.startswith("Adaptive") else ""
-    return [f"{best} would have skipped {steps} instead of {now}: rule=gs.{best}{told}"]
+    given = ", given the loss" if best.startswith("Adaptive") else ""
+    return [f"{best} would have skipped {steps} instead of {now}: rule=gs.{best}{given}"]
 
 
-def _told(run: Run) -> Run:
+def _usable(run: Run) -> Run:
     """The run without steps whose finiteness or scale is unknown, and with the largest gradient of
     each remaining step."""
     scale = run.get("loss_scale")
@@ -206,8 +206,8 @@ def _evidence(run: Run) -> _Evidence:
 def _size(run: Run) -> np.ndarray:
     """The size of the true gradients; that of skipped steps is interpolated."""
     size = run.get("max_abs" if run.has("max_abs").any() else "grad_norm")
-    places, told = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
-    return np.interp(places, places[told], size[told]) if told.any() else np.ones(len(size))
+    places, valid = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
+    return np.interp(places, places[valid], size[valid]) if valid.any() else np.ones(len(size))
 
 
 def _beyond_float16(run: Run) -> np.ndarray:
@@ -260,7 +260,7 @@ def _outcome(
 ) -> Outcome:
     known = (scales <= evidence.fits) | (scales >= evidence.over)
     near = (scales <= evidence.near_fits) | (scales >= evidence.near_over)
-    told = evidence.near_fits > 0
-    off = np.log2(scales[told]) - np.log2(evidence.near_fits[told])
+    there = evidence.near_fits > 0
+    off = np.log2(scales[there]) - np.log2(evidence.near_fits[there])
     bits = float(off.mean()) if off.size else math.nan
     return Outcome(scales, skips, bad, known, ~known & ~near, bits)

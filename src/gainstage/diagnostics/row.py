@@ -16,11 +16,13 @@ XRAY = (
     "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the "
     "operation"
 )
-TOLD = "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
-HOLDS = f"rule=gs.AdaptiveLossScale() that is given the loss ({TOLD}) would hold the scale"
-UNTOLD = (
+PASS_LOSS = (
+    "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
+)
+HOLDS = f"rule=gs.AdaptiveLossScale() that is given the loss ({PASS_LOSS}) would hold the scale"
+LOSS_MISSING = (
     "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
-    f"overflow. Pass it: {TOLD}"
+    f"overflow. Pass it: {PASS_LOSS}"
 )
 
 
@@ -66,7 +68,7 @@ class Row:
         self.bad_loss &= loss is not None and not math.isfinite(loss)
 
     @property
-    def untold(self) -> bool:
+    def lacks_loss(self) -> bool:
         """Whether `AdaptiveLossScale` gave up as early as it does without a loss."""
         adaptive = isinstance(self._rule, AdaptiveLossScale) and self._fitted > 0
         return adaptive and self._gave_up and self.nan and not self.recorded
@@ -82,9 +84,9 @@ class Row:
             return "", ""
         if self.bad_loss:
             return "data", self._bad_loss()
-        if self.untold:
+        if self.lacks_loss:
             record = "Record it too: write(step, info, loss=loss)"
-            return "loss", f"{self._skipped()}. {UNTOLD}. {record}. {self._outcome(ended)}"
+            return "loss", f"{self._skipped()}. {LOSS_MISSING}. {record}. {self._outcome(ended)}"
         if ended < self.first:
             return "overflow", (
                 f"{self._skipped()}, and finite again at {as_power(ended)}: an "

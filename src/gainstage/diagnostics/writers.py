@@ -67,7 +67,7 @@ class Writer(abc.ABC):
         numbers = {**({} if info is None else info._asdict()), **numbers}
         if "tensors" in numbers:
             raise ValueError(
-                f"Expected another name than that of a report; got tensors={numbers['tensors']!r}."
+                f"The name 'tensors' is reserved for reports; got tensors={numbers['tensors']!r}."
             )
         record = {name: _scalar(name, number) for name, number in numbers.items()}
         self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
@@ -90,8 +90,8 @@ class Writer(abc.ABC):
         if dead:
             self._waiting = []
             raise ValueError(
-                f"Expected numbers that live until they are read; got {dead[0]}, which was "
-                f"donated to a later step. Let the compiled step return it."
+                f"{dead[0]} was donated to a later step before it was read. Let the compiled step "
+                f"return it."
             )
         read = jax.device_get(waiting)  # may be interrupted: `self._waiting` is still there
         pairs = zip(waiting, read, strict=True)

@@ -54,7 +54,7 @@ class Watchdog:
         self._fed: float | None = None
         self._peers: dict[socket.socket, int] = {}  # connections that are watched
         self._left: list[socket.socket] = []  # connections whose process exits normally
-        self._told = threading.Event()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._old_hook = sys.excepthook
 
@@ -152,7 +152,7 @@ class Watchdog:
         self._end(f"Expected all processes to stay; process {number} is gone.")
 
     def _end(self, message: str) -> None:
-        self._told.set()
+        self._ended.set()
         print(f"\n{message} {ADVICE}", file=sys.stderr, flush=True)
         _exit(TEMPORARY)
 
@@ -163,8 +163,8 @@ class Watchdog:
         traceback.print_exception(cls, error, trace)
         # A collective also fails if another process died; then the thread names that process.
         if isinstance(error, RuntimeError) and self._peers:
-            self._told.wait(2)
-        if self._told.is_set():
+            self._ended.wait(2)
+        if self._ended.is_set():
             time.sleep(1)  # the thread ends the process
         print(f"\nThis process fails, and all others with it. {ADVICE}", file=sys.stderr)
         _exit(1)

@@ -121,7 +121,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         rule = as_rule("rule", rule)
         if isinstance(inner_optimizer, Optimizer):
             if inner_optimizer._store.in_force.loss_scale_factor is not None:
-                raise ValueError("Expected an inner_optimizer without loss_scale_factor.")
+                raise ValueError(
+                    "Expected an inner_optimizer without loss_scale_factor; set initial_scale."
+                )
             inner_optimizer = KerasOptimizer(inner_optimizer)
         policy = getattr(inner_optimizer, "on_bad_microbatch", "extend")
         if policy != "extend":

@@ -142,7 +142,9 @@ class Checkpoints:
             values = self._manager.restore(step, args=arrays)["arrays"]
             damaged = _differing(saved["checksums"], _checksums(values))
         if damaged:
-            raise ValueError(f"Expected step {step} as it was saved; got {damaged[0]!r} damaged.")
+            raise ValueError(
+                f"Expected step {step} as it was saved; got {damaged[0]!r} damaged; try another."
+            )
         write(jax.tree.leaves(named), jax.tree.leaves(values))
         return step
 
@@ -164,8 +166,7 @@ def _whole(step: int) -> Iterator[None]:
         if str(error).startswith("Expected"):
             raise
         raise ValueError(
-            f"Expected a checkpoint of step {step} that is whole; got {type(error).__name__}: "
-            f"{error}"
+            f"Expected a complete checkpoint of step {step}; got {type(error).__name__}: {error}"
         ) from error
 
 

@@ -71,7 +71,7 @@ class Fixed:
 
     def __set__(self, optimizer: Any, value: Any) -> None:
         if self._name in vars(optimizer):
-            raise AttributeError(f"Expected {self._name} to be given to the constructor alone.")
+            raise AttributeError(f"`{self._name}` can be set only in the constructor.")
         vars(optimizer)[self._name] = value
 
 

@@ -132,7 +132,8 @@ class LossScaleOptimizer(Optimizer):
         checks.integer("dynamic_growth_steps", growth_steps, low=1)
         if rule is not None:
             if given:
-                raise ValueError(f"Expected rule alone; got rule and {', '.join(sorted(given))}.")
+                both = " or ".join(f"`{name}`" for name in sorted(given))
+                raise ValueError(f"`rule` cannot be combined with {both}; set it on the rule.")
             return as_rule("rule", rule)
         if dynamic:
             return DynamicLossScale(initial_scale, growth_steps)
@@ -305,8 +306,8 @@ class LossScaleOptimizer(Optimizer):
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
             options["weight_decay"] = 0.0
         config = {"name": self.name, "inner_optimizer": inner, **options}
-        told = {"telemetry": self.telemetry, "underflow_every": self.underflow_every}
-        config |= {name: value for name, value in told.items() if value}
+        recorded = {"telemetry": self.telemetry, "underflow_every": self.underflow_every}
+        config |= {name: value for name, value in recorded.items() if value}
         if type(self.rule) is FixedLossScale:
             return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
         if isinstance(self.rule, DynamicLossScale):

@@ -133,8 +133,8 @@ class MultiOptimizer(Optimizer):
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
         if self._store.in_force.weight_decay is not None:
             raise ValueError(
-                f"Expected weight_decay on an optimizer of {self.name!r}, whose learning rate it "
-                f"is multiplied by; got {self._store.in_force.weight_decay} for all of them."
+                f"Expected weight_decay on an optimizer of {self.name!r}, whose learning rate "
+                f"multiplies it; got {self._store.in_force.weight_decay} for all of them."
             )
         gradient_of = dict(zip(self._store.index, grads, strict=True))
         for optimizer, variables in self.optimizers_and_variables:
@@ -180,5 +180,5 @@ def _check_part(optimizer: Any) -> None:
     if store.rate.is_called:
         raise ValueError(
             f"The learning rate of {optimizer.name!r} is a callable of no argument, which is not "
-            f"called inside of a compiled step. Use a schedule or callable of the step."
+            f"called inside a compiled step. Use a schedule or callable of the step."
         )

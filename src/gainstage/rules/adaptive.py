@@ -120,7 +120,7 @@ class AdaptiveLossScale(LossScale):
             )
         hopeless = jnp.isinf(measured["loss"])  # the true loss is known and not finite
         unexplained = measured["any_nan"] & jnp.isnan(measured["loss"])
-        far = unexplained | (state.largest == 0)  # each decrease is a large one
+        far = unexplained | (state.largest == 0)  # give up early
         in_vain = state.bad_steps >= jnp.where(far, PATIENCE, HALVINGS)
         retries = (state.bad_steps > 0) & (state.bad_steps % RETRY == 0)
         good = self._after_good(state, measured["max_abs"])

@@ -77,7 +77,9 @@ def xray(
     Source: `jax.debug_nans` and `jax.experimental.checkify` for the question.
     """
     if opt_state is not None and scale is not None:
-        raise ValueError("Expected opt_state or scale; got both. The loss scale is in the first.")
+        raise ValueError(
+            "Expected opt_state or scale; got both. `opt_state` contains the loss scale."
+        )
     if opt_state is not None:
         scale = loss_scaled_state(opt_state).loss_scale.scale
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))

@@ -128,7 +128,7 @@ def _born(ran: Ran, result: Result) -> Cause:
     if not ref.bad and flushed is not None:
         message = (
             f"{counts} are not finite, because {_plural(flushed.flushed, 'element')} of an operand "
-            f"({flushed.op} {flushed.dtype}) are 0 that are not in float32"
+            f"({flushed.op} {flushed.dtype}) are 0, but not in float32"
         )
         return _cause("underflow", result, n.bad, message)
     if not ref.bad and result.is_half:

@@ -74,7 +74,7 @@ class _Trial:
         self._program, self._ran, self._scale, self._tick = program, ran, scale, tick
 
     def with_scale(self, scale: float) -> Remedy:
-        change = f"a loss scale of {as_power(scale)} in the place of {as_power(self._scale)}"
+        change = f"a loss scale of {as_power(scale)} instead of {as_power(self._scale)}"
         return self._tried("scale", change, (), Changes(scale=scale))
 
     def with_local_scales(self, windows: Mapping[str, Window]) -> list[Remedy]:
