@@ -13,11 +13,11 @@ from gainstage._core.gradients import float32_or_wider
 def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
     """Multiplies the cotangents of `fun` by `scale` and divides them again at its inputs.
 
-    The gradients are the same, except for underflow and overflow on the way. If the gradients of
-    one part of a network are much smaller or larger than the others, give that part a scale of its
-    own; the loss scale then suits the others. The cotangent of the result must not have underflowed
-    already: if it is that small, let `fun` return float32. The cotangents of float16 inputs have
-    the loss scale alone again. A float32 parameter that `fun` casts loses nothing.
+    The gradients are the same, except for underflow and overflow on the way. Use it for a part of a
+    network whose gradients are much smaller or larger than the others: the loss scale then suits
+    the others. The cotangent of the result must not have underflowed already; if it is that small,
+    let `fun` return float32. The cotangents of float16 inputs have the loss scale alone again. A
+    float32 parameter that `fun` casts loses nothing.
 
     Args:
         fun: a function of arrays, or of pytrees of them.

@@ -33,8 +33,8 @@ OFF = 0.01  # the smallest rounding error that matters, as a share of the root m
 
 
 def telemetry(opt_or_state: Any) -> StepInfo:
-    """Returns the telemetry of the last step: whether its gradients were `finite` and the update
-    was `applied`, its `loss_scale`, the `skipped_steps` and `applied_steps` so far, and `grad_norm`
+    """Returns the telemetry of the last step: `finite` (all gradients were finite), `applied` (the
+    update was taken), `loss_scale`, the `skipped_steps` and `applied_steps` so far, and `grad_norm`
     and `max_abs` of the true gradients.
 
     Return it from a compiled step beside the loss: it stays on the device until you read it.
@@ -73,8 +73,8 @@ class Underflow:
     Args:
         step: the index of the step.
         scale: its loss scale.
-        counts: a float array with one row per tensor: the number of elements of the scaled gradient
-            that were 0, then the number with each exponent from -40 (and below) to 40 (and above).
+        counts: a float array with one row per tensor. It counts elements of the scaled gradient:
+            those that were 0, then those of each exponent from -40 (or less) to 40 (or more).
         overflowed: the lowest scale of a skipped step, inf if there was none. A later step that was
             finite at that scale or above resets it.
 
@@ -174,8 +174,8 @@ class Report:
         steps: the number of steps, skipped ones included.
         skipped: the number of skipped steps.
         names: the names of all tensors; the second of one name gets the suffix "#2".
-        counts: an integer array with one row per tensor: the number of steps with an inf, the
-            number with a NaN, the first and the last of these steps (-1 if there is none).
+        counts: an integer array with one row per tensor. Its columns are the number of steps with
+            an inf, the number with a NaN, and the first and last such step (-1 if none).
         underflow: an `Underflow`; None without `underflow_every`, or before its first step.
 
     Source: NVIDIA apex issue 192, which requests it.

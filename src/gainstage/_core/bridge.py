@@ -304,8 +304,8 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     """Returns `(result, new)` of `fn(old)`, with `old` instead of `new` if `applies` is False.
 
     The result is valid only if `applies` is True. It is computed from the selected state, so that
-    XLA fuses it with its use. With a `where` around `fn`, XLA would compute each new value twice
-    (for the state and for the result) and copy the old one, which the first has overwritten. An
+    XLA fuses it with its use. With a `where` around `fn`, XLA would compute each new value twice,
+    for the state and for the result. It would also copy the old one before it is overwritten. An
     eager call has nothing to fuse: it simply runs `fn`.
     """
     inside = is_inside()

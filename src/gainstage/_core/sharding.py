@@ -17,8 +17,8 @@ def mesh_of(variables: Sequence[Any]) -> Mesh | None:
     """The mesh of the variables, None if all are on one device.
 
     Raises:
-        ValueError: there are two meshes or two devices, some variables are on a mesh and some are
-            not, a sharding over several devices names no mesh, or it does not divide its variable.
+        ValueError: variables are on two meshes, on two devices, or only some on a mesh; a sharding
+            over several devices names no mesh, or does not divide its variable.
     """
     sharded = [v for v in variables if v._sharding is not None]
     for variable in variables if sharded else ():

@@ -252,7 +252,7 @@ class Variable:
 
     @staticmethod
     def _put(variables: "Sequence[Variable]", values: Sequence[Any], shared: bool) -> None:
-        """Stores many values; `shared` tells whether others hold them."""
+        """Stores many values; `shared` is whether others hold them."""
         for variable, value in zip(variables, values, strict=True):
             if value is not variable._value:
                 variable._value, variable._shared = value, shared

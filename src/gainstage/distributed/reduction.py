@@ -96,8 +96,8 @@ def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.
         grads: a pytree of scaled gradients; for unscaled ones the result is log2 of the largest
             possible scale.
         dtype: the dtype of the backward pass.
-        summed_over: the number of devices over which gradients are summed in that dtype (each
-            may add as large a term of the same sign); 1 if they are summed in float32.
+        summed_over: the number of devices over which gradients are summed in that dtype; 1 if they
+            are summed in float32. Each device may add as large a term of the same sign.
 
     Returns:
         log2 of the largest number of `dtype` over the largest gradient, less log2(`summed_over`):

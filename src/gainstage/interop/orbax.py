@@ -35,7 +35,7 @@ class Checkpoints:
     """A folder of checkpoints, by step.
 
     Arrays are stored whole, by name, and restored bit for bit on any mesh and with any
-    `shard_state_over`: one device restores what two processes with four devices each saved. If a
+    `shard_state_over`. One device restores what two processes with four devices each saved. If a
     process is killed while it saves, the checkpoint before is the latest. Each array has a
     checksum, which detects a file that was damaged later. With several processes, all of them call
     every method, and see the same folder.

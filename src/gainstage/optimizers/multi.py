@@ -38,7 +38,7 @@ class MultiOptimizer(Optimizer):
 
     Inside a `LossScaleOptimizer` they share one loss scale and one skip decision: if any gradient
     overflows, none of them takes the step. Two `LossScaleOptimizer`s cannot do that for *one*
-    loss: their scales drift apart after the first overflow, and the steps of one of them become
+    loss. Their scales drift apart after the first overflow. The steps of one of them then become
     too large or too small.
 
     Each optimizer keeps its learning rate, schedule, weight decay, slots and `iterations`. Give all

@@ -145,8 +145,8 @@ def _born(ran: Ran, result: Result) -> Cause:
 
 
 def losses_of(ran: Ran) -> list[Cause]:
-    """The causes of losing more than 5 % of a gradient in a finite step: overflows that a later
-    operation makes finite, such as 1 / inf, and flushed results, the worst first."""
+    """The causes of losing more than 5 % of a gradient in a finite step, the worst first. They are
+    overflows that a later operation makes finite, such as 1 / inf, and flushed results."""
     weights = importance(ran)
     return _swallowed(ran, weights) or _flushed(ran, weights)
 
