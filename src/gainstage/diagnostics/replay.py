@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
     """What a rule did, or would have done: arrays with one element per step.
 
     `bits` is the mean of log2 of the scale over the highest scale that was applied within 50
-    steps. It is negative if small gradients were lost.
+    steps. It is negative if the scale was lower than it could have been.
     """
 
     scales: np.ndarray  # float32
