@@ -344,5 +344,5 @@ def _observed(opt_or_state: Any) -> Observed:
     if isinstance(opt_or_state, Optimizer):
         observed = observed_in(opt_or_state)
     elif (observed := loss_scaled_state(opt_or_state).observed) is None:
-        raise ValueError("`loss_scaled` records no telemetry. Create it with telemetry=True.")
+        raise ValueError("Expected telemetry=True for loss_scaled; got a state without it.")
     return jax.tree.map(lambda x: x.value() if isinstance(x, Variable) else x, observed)
