@@ -264,7 +264,8 @@ def underflow_summary(
         first = f"Nothing underflows: float16 is {_worst(error)}."
     if not unscaled or math.isinf(_most(unscaled)):
         return [first]
-    need = "you need it" if _most(unscaled) > OFF else "these gradients do not need it"
+    # A gradient of a weight is a sum, and so larger than the numbers it is made of.
+    need = "you need it" if _most(unscaled) > OFF else "the X-ray sees smaller numbers inside"
     return [first, f"Without scaling float16 would be {_worst(unscaled)}: {need}."]
 
 
@@ -315,7 +316,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         query: 2 of 2, all inf, steps 1 to 2
         At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):
         Underflow does not matter: float16 is at most 0.02% off.
-        Without scaling float16 would be at most 0.04% off: these gradients do not need it.
+        Without scaling float16 would be at most 0.04% off: the X-ray sees smaller numbers inside.
         query: 0.02% off, 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
         key: 0.02% off, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """

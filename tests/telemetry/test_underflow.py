@@ -190,7 +190,7 @@ def test_the_report_says_whether_what_is_lost_matters():
     healthy = str(counted([1.0, 0.5])).splitlines()
     assert healthy[2] == "Nothing underflows: float16 is at most 0.02% off."
     assert healthy[3].endswith(
-        "float16 would be at most 0.02% off: these gradients do not need it."
+        "float16 would be at most 0.02% off: the X-ray sees smaller numbers inside."
     )
     harmless = str(counted([1.0, 2.0**-40])).splitlines()
     assert harmless[2] == "Underflow does not matter: float16 is at most 0.02% off."
