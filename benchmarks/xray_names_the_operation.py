@@ -361,7 +361,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 def markdown(results: dict[str, Any]) -> str:
     """The table of a page."""
     lines = [
-        "| fault | planted | operation and layer named | of those with a remedy, mended | "
+        "| fault | planted | operation and layer named | remedies that worked | "
         "`jax.debug_nans` | `jax.debug_infs` | `checkify` |",
         "|---|---|---|---|---|---|---|",
     ]
