@@ -527,10 +527,10 @@ def words(results: dict[str, Any]) -> str:
     tried, safe, survived = (sum(c[place] for c in results["cells"]) for place in (4, 5, 6))
     clean = results["clean"]
     return (
-        f"Of {tried} runs with faults {safe} let nothing that is not finite into a weight or a "
-        f"slot and changed nothing on a bad step; {survived} came to within {POINTS:g} point of "
-        f"the accuracy without faults, which is {clean[0]:.1f} % to {clean[1]:.1f} %, by "
-        f"configuration."
+        f"In {safe} of {tried} runs with faults no non-finite value reached a weight or a slot, "
+        f"and no bad step changed anything but the scale. {survived} runs came to within "
+        f"{POINTS:g} point of the accuracy without faults, which is {clean[0]:.1f} % to "
+        f"{clean[1]:.1f} %, depending on the configuration."
     )
 
 
