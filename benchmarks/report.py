@@ -21,18 +21,17 @@ INTRODUCTION = """# Benchmarks
 <!-- results -->
 <!-- end of results -->
 """
-METHOD = """A ratio is the median, over rounds, of the time that a variant took over that of the
-baseline in the same round. In parentheses stand the smallest and the largest ratio of the runs
-or, where there was one run, the quartiles of its rounds. Gradients are given, and only the
-optimizer's step is measured, where a case names no model.
+METHOD = """A ratio is the median, over rounds, of the time of a variant over that of the
+baseline in the same round. In parentheses are the smallest and the largest ratio of
+the runs or, for a single run, the quartiles of its rounds. If a case names no
+model, the gradients are given and only the optimizer's step is measured.
 """
 PROGRAMS = """## On GPUs and TPUs, by their programs
 
-What the step of an optimizer costs where nothing was measured: XLA compiles for devices that are
-not there, and the optimized program says what it moves, starts and sends. These numbers have no
-noise; they say nothing of seconds. The state is donated, the gradients are given. `ours,
-train_step` is an optax loop that leaves it to `update` to divide the gradients, as `gs.train_step`
-does.
+XLA can compile for devices that are not there. The optimized program then shows how many bytes a
+step moves, how many kernels it starts, and what it sends. These numbers have no noise, and say
+nothing about seconds. The state is donated, and the gradients are given. `ours, train_step` is an
+optax loop in which `update` divides the gradients, as in `gs.train_step`.
 
 `python -m benchmarks programs`
 """
@@ -99,7 +98,7 @@ def section(name: str, claim: dict[str, Any]) -> str:
 def section_of_programs(compiled: dict[str, Any]) -> str:
     """A table for the steps of optimizers and one for train steps, on GPUs and on meshes."""
     gpu = "on a GPU: bytes over those of optax / kernels / temporary MB"
-    mesh = "on a mesh of so many TPUs: collectives (their bytes)"
+    mesh = "on a mesh of TPUs: collectives (their bytes)"
     parts = [PROGRAMS]
     for trained, title in ((False, "Optimizer steps"), (True, "Train steps")):
         for on_mesh, what, cell in ((False, gpu, on_gpu), (True, mesh, sent)):
