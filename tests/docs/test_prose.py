@@ -106,7 +106,7 @@ def test_one_word_for_one_thing(pattern, write, example):
         for word in refused_in(text, pattern)
         if (name_of(path), word.lower()) not in ALLOWED and name_of(path) not in STILL_TO_REWRITE
     }
-    assert sorted(found) == []
+    assert not found, "\n".join(sorted(found))
 
 
 def test_code_and_addresses_may_have_any_name():
@@ -135,7 +135,7 @@ def test_sentences_are_short():
         if name_of(path) not in STILL_TO_REWRITE
         for sentence in too_long(text)
     ]
-    assert found == []
+    assert not found, "\n".join(found)
 
 
 def test_a_sentence_ends_at_a_full_stop_only():
