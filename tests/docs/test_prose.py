@@ -36,7 +36,11 @@ REFUSED = [
     (r"peers?", "other libraries; `importers`", "State of the peers."),
     (r"largest element is looked for", "is measured", "The largest element is looked for."),
     (r"scales? (may |can |to |will )?moves?d?", "the scale is updated", "How the scale moves."),
-    (r"(that|which) (is|are|was|were) not finite", "non-finite", "A norm that is not finite."),
+    (
+        r"(that|which) (is|are|was|were) not finite(?! in)",
+        "non-finite",
+        "A norm that is not finite.",
+    ),
     (r"evidence for the rule", "benchmark of `AdaptiveLossScale`", "Evidence for the rule."),
     (r"the rule that measures", "`AdaptiveLossScale`", "The rule that measures."),
     (r"on the way back", "in the backward pass", "Multiplies on the way back."),
