@@ -45,10 +45,6 @@ REFUSED = [
     (r"the rule that measures", "`AdaptiveLossScale`", "The rule that measures."),
     (r"on the way back", "in the backward pass", "Multiplies on the way back."),
 ]
-# Files in which a refused word is right.
-ALLOWED: dict[tuple[str, str], str] = {}
-# Modules whose docstrings are still to be rewritten; no new one comes here.
-STILL_TO_REWRITE: set[str] = set()
 
 
 @functools.cache
@@ -108,7 +104,6 @@ def test_one_word_for_one_thing(pattern, write, example):
         f"{name_of(path)}: {word!r}; write: {write}"
         for path, text in texts()
         for word in refused_in(text, pattern)
-        if (name_of(path), word.lower()) not in ALLOWED and name_of(path) not in STILL_TO_REWRITE
     }
     assert not found, "\n".join(sorted(found))
 
@@ -119,25 +114,10 @@ def test_code_and_addresses_may_have_any_name():
     assert refused_in("The layout", "layouts?") == ["layout"]
 
 
-def test_every_exception_is_needed():
-    """A file is allowed a refused word only as long as it has it, with a reason."""
-    found = {
-        (name_of(path), word.lower())
-        for path, text in texts()
-        for pattern, *_ in REFUSED
-        for word in refused_in(text, pattern)
-    }
-    assert set(ALLOWED) <= found
-    assert all(ALLOWED.values())
-
-
 def test_sentences_are_short():
     """A sentence of a page, docstring or error has at most 35 words; only . ! and ? end one."""
     found = [
-        f"{name_of(path)}: {sentence}"
-        for path, text in texts()
-        if name_of(path) not in STILL_TO_REWRITE
-        for sentence in too_long(text)
+        f"{name_of(path)}: {sentence}" for path, text in texts() for sentence in too_long(text)
     ]
     assert not found, "\n".join(found)
 

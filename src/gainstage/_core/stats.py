@@ -105,7 +105,7 @@ def measure(
 
 def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
     """Combines the measurements of earlier microbatches with those of one more. Of the losses it
-    keeps the last, or the first that is not finite."""
+    keeps the last, or the first non-finite one."""
     combined = {name: known.combine for name, known in _MEASURES.items()}
     combined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
     return {name: combined[name](before[name], value) for name, value in more.items()}

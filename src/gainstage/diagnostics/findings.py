@@ -102,7 +102,7 @@ def made(run: Run) -> dict[str, str]:
 
 
 def overflows(run: Run) -> Rows:
-    """The tensors that were not finite, the most frequent first."""
+    """The tensors with non-finite gradients, the most frequent first."""
     columns = ["Tensor", "Inf", "NaN", "First", "Last"]
     hit = {name: known for name, known in run.tensors.items() if known["first"] >= 0}
     names = sorted(hit, key=lambda name: -max(hit[name]["inf"], hit[name]["nan"]))

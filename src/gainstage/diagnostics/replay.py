@@ -53,7 +53,7 @@ class Replay(NamedTuple):
 
 
 class _Evidence(NamedTuple):
-    """What is known of each step: float32 scales, 0 or inf if nothing is known."""
+    """The bounds that each step gives: float32 scales, 0 or inf if nothing is known."""
 
     fits: np.ndarray  # at this scale and below the step was finite
     over: np.ndarray  # at this scale and above it was not

@@ -24,7 +24,7 @@ class Numbers(NamedTuple):
 
     @property
     def bad(self) -> int:
-        """The number of elements that are not finite."""
+        """The number of non-finite elements."""
         return self.nan + self.inf
 
 

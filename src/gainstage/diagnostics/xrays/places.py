@@ -36,7 +36,7 @@ ANONYMOUS = re.compile(
 
 
 class Note(NamedTuple):
-    """What is known of a value besides its numbers."""
+    """The facts about a value besides its numbers."""
 
     own: str = ""  # the parameter of which it is another form
     near: str = ""  # the last parameter that was used before it
