@@ -1,0 +1,33 @@
+"""Makes docs/quickstart.ipynb of docs/quickstart.md, with the outputs of this machine.
+
+pip install --group dev -e ".[keras,flax]" equinox && python .ci/notebook.py
+"""
+
+import re
+from pathlib import Path
+
+import jupytext
+
+ROOT = Path(__file__).parents[1]
+PAGE, NOTEBOOK = ROOT / "docs/quickstart.md", ROOT / "docs/quickstart.ipynb"
+
+
+def cells_of(page: str):
+    """The page as a notebook that has not run, without the outputs that the page shows."""
+    shown = re.compile(r"(```python\n.*?```)\n\n```text\n.*?```", re.DOTALL)
+    return jupytext.reads(shown.sub(r"\1", page), fmt="md")
+
+
+def main() -> None:
+    """Runs the notebook and writes it."""
+    from nbclient import NotebookClient  # of the group `dev`: the tests only read the notebook
+
+    notebook = cells_of(PAGE.read_text())
+    NotebookClient(notebook, kernel_name="python3").execute()
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # times, which differ in each run
+    jupytext.write(notebook, NOTEBOOK)
+
+
+if __name__ == "__main__":
+    main()
