@@ -95,7 +95,7 @@ def test_a_fixed_scale_checks_and_skips(arguments):
         (
             lambda sgd: gs.LossScaleOptimizer(sgd, 1.0, rule=gs.FixedLossScale(1.0)),
             ValueError,
-            "rule and initial_scale",
+            "`rule` cannot be combined with `initial_scale`",
         ),
         (lambda sgd: gs.LossScaleOptimizer(sgd, rule=128.0), TypeError, "LossScale for rule"),
         (lambda sgd: gs.LossScaleOptimizer(sgd, clipnorm=-1.0), ValueError, "clipnorm"),
