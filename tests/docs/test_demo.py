@@ -148,7 +148,7 @@ def test_no_claim_that_the_run_did_not_show(denoised):
 
 @pytest.fixture(
     scope="module",
-    params=[(200, 2), pytest.param((800, 5), marks=AS_THE_COMMAND)],
+    params=[(200, 1), pytest.param((800, 5), marks=AS_THE_COMMAND)],
     ids=["short", "as the command"],
 )
 def runs(request):
