@@ -72,25 +72,33 @@ def train(loss_fn, tx, batches):
 def test_the_losses_are_the_same_in_float32():
     """In float32 the README's loop has the losses and weights of plain optax."""
 
-    def loss_fn(w, x, y):
-        return jnp.mean((x @ w - y) ** 2)
+    def loss_fn(params, x, y):
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
 
-    @jax.jit
-    def plain(w, opt_state, x, y):
-        loss, grads = jax.value_and_grad(loss_fn)(w, x, y)
-        updates, opt_state = tx.update(grads, opt_state, w)
-        return optax.apply_updates(w, updates), opt_state, loss
+    def plain(params, opt_state, x, y):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
 
-    batches, tx = make_batches(30), optax.adam(0.1)
-    w, losses = jnp.zeros((16, 16)), []
-    opt_state = tx.init(w)
-    for x, y in batches:
-        w, opt_state, loss = plain(w, opt_state, x, y)
-        losses.append(float(loss))
-    after = train(loss_fn, gs.loss_scaled(tx), batches)
-    np.testing.assert_allclose(after[0], losses, rtol=1e-6)
-    np.testing.assert_allclose(after[1], w, rtol=1e-6, atol=1e-6)  # of weights of about 1
-    assert losses[-1] < losses[0]
+    tx = optax.adamw(1e-2)
+    scaled = gs.loss_scaled(tx)
+    xs = np.random.default_rng(0).normal(size=(30, 16, 3)).astype(np.float32)
+    runs = []
+    for step, state_of in (
+        (jax.jit(plain), tx.init),
+        (gs.train_step(loss_fn, scaled), scaled.init),
+    ):
+        params, losses = {"w": jnp.zeros(3), "b": jnp.zeros(())}, []
+        opt_state = state_of(params)
+        for x in xs:
+            params, opt_state, loss = step(params, opt_state, x, x @ np.float32([1, -2, 3]))
+            losses.append(float(loss))
+        runs.append((losses, params))
+    (before, expected), (after, params) = runs
+    np.testing.assert_allclose(after, before, rtol=1e-6)
+    for name in expected:
+        np.testing.assert_allclose(params[name], expected[name], rtol=1e-6)
+    assert before[-1] < before[0]
 
 
 def test_an_overflow_is_as_if_the_batch_had_not_been_there(blocks):
