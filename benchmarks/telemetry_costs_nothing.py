@@ -1,8 +1,8 @@
 """A train step takes as long with telemetry as without, and with a rule that measures.
 
-Of a step that is applied telemetry wants the norm, which comes out of the check. The largest
-element, which is one more reading, is looked for in every 17th step, exponents in one of a hundred;
-`AdaptiveLossScale` looks for it in all.
+In an applied step telemetry needs the norm, which the check computes. The largest element needs one
+more reading: it is measured in every 17th step, exponents in one of a hundred. `AdaptiveLossScale`
+measures the largest element in every step.
 """
 
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ def telemetry(opt_or_state: Any) -> StepInfo:
 
     Return it from a compiled step beside the loss: it stays on the device until you read it.
     `max_abs` is measured every 17th applied step, in skipped steps and in the first step after
-    one; in between it keeps its value. If the rule measures it, it is measured every step. The
+    one; in between it is NaN. If the rule measures it, it is measured every step. The
     writers of `gainstage.diagnostics` and `gainstage.interop.tensorboard` take it unchanged.
 
     Args:

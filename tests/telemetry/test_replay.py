@@ -229,11 +229,11 @@ def test_the_largest_gradient_tells_which_scales_overflow():
     assert not replay(runs[2], rules).outcomes["above"].skips.any()
 
 
-def test_where_the_largest_gradient_was_not_looked_for_it_moves_with_the_norm():
-    """A `max_abs` that stands still while the norm moves is that of an earlier step: what a rule is
-    told of the step follows the norm, and no higher scale is known to overflow in it."""
+def test_the_largest_gradient_is_estimated_from_the_norm_where_it_was_not_measured():
+    """In a step without `max_abs` a rule gets an estimate from the norm, and no higher scale is
+    known to overflow."""
     norms = [2.0, 4.0, 8.0, 2.0]
-    held = recorded([4.0] * 4, [1] * 4, max_abs=[1.0, 1.0, 1.0, 3.0], grad_norm=norms)
+    held = recorded([4.0] * 4, [1] * 4, max_abs=[1.0, NAN, NAN, 3.0], grad_norm=norms)
     asked = recorded([4.0] * 4, [1] * 4, max_abs=[1.0, 2.0, 4.0, 3.0], grad_norm=norms)
     rules = {"adaptive": gs.AdaptiveLossScale(4.0), "high": gs.FixedLossScale(2.0**17)}
     one, other = (replay(run, rules).outcomes for run in (held, asked))
@@ -242,13 +242,22 @@ def test_where_the_largest_gradient_was_not_looked_for_it_moves_with_the_norm():
     assert other["high"].known.all()
 
 
-def test_after_a_skip_the_largest_gradient_is_the_steps_own():
-    """Of a skipped step and the one after it `max_abs` is their own, though it stands still."""
-    from gainstage.diagnostics.largest import LargestGradient
+def test_a_run_may_begin_between_two_measurements():
+    """Steps before the first measured `max_abs` are estimated from the norm too."""
+    norms = [2.0, 4.0, 8.0]
+    begun = recorded([4.0] * 3, [1] * 3, max_abs=[NAN, NAN, 4.0], grad_norm=norms)
+    whole = recorded([4.0] * 3, [1] * 3, max_abs=[1.0, 2.0, 4.0], grad_norm=norms)
+    rules = {"adaptive": gs.AdaptiveLossScale(4.0)}
+    one, other = (replay(run, rules).outcomes["adaptive"] for run in (begun, whole))
+    assert list(one.scales) == list(other.scales)
 
-    seen = LargestGradient()
-    steps = [(2.0, 3.0, True), (2.0, math.inf, False), (2.0, 9.0, True), (2.0, 18.0, True)]
-    assert [seen.of(*step) for step in steps] == [(2, True), (2, True), (2, True), (4, False)]
+
+def test_a_measured_value_is_never_replaced_by_an_estimate():
+    """A measured `max_abs` that repeats while the norm doubles stays as it is."""
+    norms = [2.0, 4.0, 8.0]
+    repeats = recorded([4.0] * 3, [1] * 3, max_abs=[2.0] * 3, grad_norm=norms)
+    rules = {"above": gs.FixedLossScale(2.0**15)}
+    assert replay(repeats, rules).outcomes["above"].known.all()
 
 
 def test_one_bad_batch_is_not_held_against_the_scale():

@@ -33,8 +33,8 @@ class StepInfo(NamedTuple):
     # `jax.shard_map(check_vma=False)`, where shards and replicas cannot be distinguished
     grad_norm: jax.Array
     applied_steps: jax.Array  # int32: the number of applied steps so far
-    # float32: the largest finite element of the true gradients, 0 at first; of this step, or of the
-    # last step in which it was measured
+    # float32: the largest finite element of the true gradients; 0 before the first step, NaN where
+    # it was not measured
     max_abs: jax.Array
     # bool: whether the step was applied; with `apply_if` False, a finite step is skipped too
     applied: jax.Array | bool = True
@@ -238,7 +238,7 @@ def observed(
         largest = lax.cond(
             due,
             lambda: measure(["max_abs"], grads, finite, scale=scale, ordered=ordered)["max_abs"],
-            lambda: info.max_abs,
+            lambda: jnp.float32(jnp.nan),
         )
     new = StepInfo(
         finite=finite,

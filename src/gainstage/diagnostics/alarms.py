@@ -173,7 +173,7 @@ class _Watch:
         loss = float(record["loss"]) if "loss" in record else None
         lowered = self._lowered_for_a_bad_loss(scale)
         self._lost = not finite and loss is not None and not math.isfinite(loss)
-        used = self._seen.of(float(record.get("max_abs", math.nan)), norm, finite)[0] * scale
+        used = self._seen.of(float(record.get("max_abs", math.nan)), norm) * scale
         if finite:
             self._end_of_row(step, scale)
             self._largest.append(used)

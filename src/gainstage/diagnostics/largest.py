@@ -1,4 +1,4 @@
-"""Estimates the largest gradient of every step; telemetry measures it only in some."""
+"""Estimates the largest gradient of the steps in which telemetry did not measure it."""
 
 import math
 
@@ -6,20 +6,18 @@ import math
 class LargestGradient:
     """Follows the largest gradient; between measurements it is scaled with the gradient norm.
 
-    Telemetry repeats the last measured value. It is always measured in a skipped step and in the
-    step after one.
+    Args:
+        max_abs: a measured value, for the steps before the first measurement; NaN for none.
+        grad_norm: the gradient norm of that step.
     """
 
-    def __init__(self) -> None:
-        self._last, self._norm = math.nan, math.nan
-        self._skipped = True
-
-    def of(self, max_abs: float, grad_norm: float, finite: bool) -> tuple[float, bool]:
-        """The largest gradient of the next step, and whether it was measured in that step."""
-        moved = grad_norm / self._norm if self._norm else math.nan
-        still = max_abs == self._last and finite and not self._skipped
-        self._skipped = not finite
-        if still and moved != 1 and 0 < moved < math.inf:
-            return max_abs * moved, False
+    def __init__(self, max_abs: float = math.nan, grad_norm: float = math.nan) -> None:
         self._last, self._norm = max_abs, grad_norm
-        return max_abs, True
+
+    def of(self, max_abs: float, grad_norm: float) -> float:
+        """The largest gradient of the next step; `max_abs` is NaN if it was not measured."""
+        if not math.isnan(max_abs):
+            self._last, self._norm = max_abs, grad_norm
+            return max_abs
+        ratio = grad_norm / self._norm if self._norm else math.nan
+        return self._last * ratio if 0 < ratio < math.inf else self._last

@@ -25,7 +25,7 @@ from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ad
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 
 FLOAT16 = 65504.0  # its largest number
-OWN = "max_abs is its own"  # whether it was measured in this step
+ESTIMATE = "largest gradient"  # `max_abs`, estimated where it was not measured
 NEAR = 50  # nearby steps, before and after, that are used for a step that is not decided
 
 
@@ -76,7 +76,7 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
     Args:
         run: a run with `finite` and `loss_scale` of nearly every step. With `max_abs`, a higher
             scale is known to overflow if it takes that beyond float16. This needs a `max_abs` that
-            was measured in the step; one of an earlier step is only scaled with the norm.
+            was measured in the step; between measurements it is only estimated from the norm.
         rules: rules by any name; `default_rules(run)` if None. Rules that need what the run did
             not record are left out.
 
@@ -164,8 +164,8 @@ def advice(replayed: Replay, in_use: str = "") -> list[str]:
 
 
 def _usable(run: Run) -> Run:
-    """The run without steps whose finiteness or scale is unknown, and with the largest gradient of
-    each remaining step."""
+    """The run without steps whose finiteness or scale is unknown, with an estimate of the largest
+    gradient of each remaining step."""
     scale = run.get("loss_scale")
     there = np.isfinite(run.get("finite")) & (scale >= SMALLEST) & (scale <= LARGEST)
     steps = int(run.steps[-1]) - int(run.steps[0]) + 1
@@ -176,10 +176,12 @@ def _usable(run: Run) -> Run:
     numbers = {name: values[there] for name, values in run.numbers.items()}
     gaps = {name: gap[there] for name, gap in run.gaps.items()}
     run = run._replace(steps=run.steps[there], numbers=numbers, gaps=gaps)
-    if "max_abs" in numbers:
-        seen, columns = LargestGradient(), (run.get("max_abs"), run.get("grad_norm"), ~run.skipped)
-        each = [seen.of(*step) for step in zip(*(c.tolist() for c in columns), strict=True)]
-        numbers["max_abs"], numbers[OWN] = np.array(each, float).T
+    max_abs, norm = run.get("max_abs"), run.get("grad_norm")
+    measured = np.flatnonzero(~np.isnan(max_abs))
+    if len(measured):
+        seen = LargestGradient(float(max_abs[measured[0]]), float(norm[measured[0]]))
+        steps = zip(max_abs.tolist(), norm.tolist(), strict=True)
+        numbers[ESTIMATE] = np.array([seen.of(*step) for step in steps])
     return run
 
 
@@ -205,14 +207,14 @@ def _evidence(run: Run) -> _Evidence:
 
 def _size(run: Run) -> np.ndarray:
     """The size of the true gradients; that of skipped steps is interpolated."""
-    size = run.get("max_abs" if run.has("max_abs").any() else "grad_norm")
+    size = run.get(ESTIMATE if ESTIMATE in run.numbers else "grad_norm")
     places, valid = np.arange(len(size)), ~run.skipped & np.isfinite(size) & (size > 0)
     return np.interp(places, places[valid], size[valid]) if valid.any() else np.ones(len(size))
 
 
 def _beyond_float16(run: Run) -> np.ndarray:
     """The lowest scale at which the largest gradient of an applied step exceeds float16."""
-    largest = np.where(run.skipped | (run.get(OWN) != 1), np.nan, run.get("max_abs"))
+    largest = np.where(run.skipped, np.nan, run.get("max_abs"))
     with np.errstate(all="ignore"):
         if (largest * run.get("loss_scale") > FLOAT16 * 1.001).any():
             largest = np.full_like(largest, np.nan)  # the gradients have a wider dtype
@@ -235,8 +237,8 @@ def _measured(run: Run) -> dict[str, np.ndarray]:
     """The recorded numbers that rules need, as arrays for `update`."""
     with np.errstate(over="ignore"):
         found = {"loss": run.get("loss").astype(np.float32)}
-        if run.has("max_abs").all():
-            found["max_abs"] = run.get("max_abs").astype(np.float32)
+        if run.has("max_abs").all() and ESTIMATE in run.numbers:
+            found["max_abs"] = run.get(ESTIMATE).astype(np.float32)
     if run.has("grad_norm").all():
         found["any_nan"] = np.isnan(run.get("grad_norm"))
     return found
