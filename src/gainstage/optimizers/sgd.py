@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.options import OptimizerOptions
@@ -67,7 +66,5 @@ class SGD(Optimizer):
         if self.momentum:
             m = self.momentums[self._get_variable_index(variable)]
             self.assign(m, self.momentum * m + step)
-            # Multiply by a 1 that XLA cannot fold: its CPU in-place add is then faster.
-            one = jnp.where(learning_rate == learning_rate, 1.0, jnp.nan)
-            step = self.momentum * m + step if self.nesterov else m * one
+            step = self.momentum * m + step if self.nesterov else m.value()
         self.assign_add(variable, step)
