@@ -114,7 +114,7 @@ def older_name(name: str, value: Any, older: str, given: Any) -> Any:
     """
     if value is not None:
         raise TypeError(f"`{name}` cannot be combined with `{older}`, its older name.")
-    message = f"`{older}` is now `{name}`, and will be removed in the next release."
+    message = f"`{older}` is now `{name}`, and works for one more minor release at least."
     warnings.warn(message, DeprecationWarning, stacklevel=3)
     return given
 
