@@ -15,7 +15,14 @@ SRC = Path(gs.__file__).parent
 ROOT = Path(__file__).parents[2]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
-    {"_core._jax", "_core._lazy", "_core.checks", "_core.configurable", "_core.signals"},
+    {
+        "_core._jax",
+        "_core._lazy",
+        "_core.arrays",
+        "_core.checks",
+        "_core.configurable",
+        "_core.signals",
+    },
     {"_core.packing", "_core.sharding", "_core.variable"},
     {"_core", "fp8"},
     {"_core.bridge", "_core.gradients", "_core.options", "_policy", "rules", "schedules"},

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core._jax import Tracer, used_arguments
+from gainstage._core.arrays import strong
 from gainstage._core.bridge import assign, functional, jit, read, recorded, run
 from gainstage._core.gradients import upcast
 from gainstage._core.saving import wrong_count
-from gainstage._core.variable import Variable, is_inside, strong
+from gainstage._core.variable import Variable, is_inside
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from gainstage._core import checks
 from gainstage._core._jax import Tracer
+from gainstage._core.arrays import owned
 from gainstage._core.bridge import assign
-from gainstage._core.variable import Variable, owned
+from gainstage._core.variable import Variable
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
 

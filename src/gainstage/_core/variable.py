@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 
 from gainstage._core._jax import Tracer, get_opaque_trace_state, holds_arrays
+from gainstage._core.arrays import owned, strong
 
 
 def _operator(name: str) -> Callable[..., jax.Array]:
@@ -383,17 +384,6 @@ def is_inside() -> bool:
 
 _EAGER = get_opaque_trace_state()
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
-
-
-def strong(value: Any) -> jax.Array:
-    """`value` as an array without a weak type, which would need a compilation of its own."""
-    value = jnp.asarray(owned(value))
-    return jnp.asarray(value, value.dtype)
-
-
-def owned(value: Any) -> Any:
-    """A copy of a numpy array, because JAX may still read memory that the caller then changes."""
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _unboxed(value: Any) -> Any:

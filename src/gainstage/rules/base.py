@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core import checks
+from gainstage._core.arrays import strong
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import Fields
-from gainstage._core.variable import strong
 
 
 class ScaleState(NamedTuple):

@@ -1,0 +1,18 @@
+"""Conversions of values to arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def strong(value: Any) -> jax.Array:
+    """`value` as an array without a weak type, which would need a compilation of its own."""
+    value = jnp.asarray(owned(value))
+    return jnp.asarray(value, value.dtype)
+
+
+def owned(value: Any) -> Any:
+    """A copy of a numpy array, because JAX may still read memory that the caller then changes."""
+    return value.copy() if isinstance(value, np.ndarray) else value
