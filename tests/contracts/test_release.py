@@ -1,15 +1,25 @@
 """A release is what its tag, its version and its changelog say."""
 
 import importlib.util
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("release", ROOT / ".ci/release.py")
-release = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(release)
+
+
+def script(name):
+    """A script of the release, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f".ci/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+release, site = script("release"), script("site")
 
 
 @pytest.fixture
@@ -52,3 +62,24 @@ def test_actions_are_pinned():
     ]
     assert lines
     assert all(re.search(r"uses: \S+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line) for line in lines)
+
+
+def test_each_minor_version_keeps_its_documentation(tmp_path):
+    """A new version adds a folder or replaces that of its minor version; `latest` is the newest,
+    whatever the order of the releases, and nothing of a replaced site is left."""
+    built, pages = tmp_path / "site", tmp_path / "pages"
+    for version in ("0.9.0", "0.10.0", "0.9.1"):
+        built.mkdir()
+        (built / "index.html").write_text(version)
+        (built / f"only-{version}.html").touch()
+        site.main(version, built, pages)
+        shutil.rmtree(built)
+    shown = {path.parent.name: path.read_text() for path in pages.glob("*/index.html")}
+    assert shown == {"0.9": "0.9.1", "0.10": "0.10.0", "latest": "0.10.0"}
+    assert not (pages / "0.9/only-0.9.0.html").exists()
+    listed = json.loads((pages / "versions.json").read_text())
+    assert [(row["version"], row["aliases"]) for row in listed] == [
+        ("0.10", ["latest"]),
+        ("0.9", []),
+    ]
+    assert "latest/" in (pages / "index.html").read_text()
