@@ -45,16 +45,17 @@ def everything(kind, dtype):
     return variables, opt, jax.jit(opt.stateless_apply), values(variables, opt.variables)
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(
+SKIPS = given(
     case=st.sampled_from(CASES),
     seed=st.integers(0, 2**16),
     leaf=st.integers(0, 2),
     bad=st.sampled_from([np.nan, np.inf, -np.inf]),
     steps_before=st.integers(0, 3),
 )
-def test_a_skipped_step_changes_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
-    """Pure or not, with a dynamic or a fixed scale, all else stays bit for bit as it was."""
+
+
+def check_skip(case, seed, leaf, bad, steps_before):
+    """Takes some steps and then a bad one; compares everything before and after it."""
     kind, dtype = case
     variables, opt, step, (weights, state) = everything(kind, dtype)
     rng = np.random.default_rng(seed)
@@ -73,6 +74,21 @@ def test_a_skipped_step_changes_nothing_but_the_scale(case, seed, leaf, bad, ste
         assert same_bytes((after[0], after[1][moved:]), (weights, state[moved:]))
         if moved:
             assert (int(after[1][0]), float(after[1][1])) == (0, float(state[1]) / 2)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@SKIPS
+def test_a_skipped_step_changes_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
+    """Pure or not, with a dynamic or a fixed scale, all else stays bit for bit as it was."""
+    check_skip(case, seed, leaf, bad, steps_before)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=2000)
+@SKIPS
+def test_many_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
+    """The same 2,000 times, with other numbers in each run."""
+    check_skip(case, seed, leaf, bad, steps_before)
 
 
 def some():

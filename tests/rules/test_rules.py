@@ -45,11 +45,8 @@ def run(rule, finite_steps):
     return jax.jit(lambda f: jax.lax.scan(step, rule.init(), f)[1])(jnp.asarray(finite_steps))
 
 
-@settings(deadline=None, max_examples=20, derandomize=True)
-@given(rules(), st.integers(0, 2**32 - 1))
-def test_dynamic_rule_is_the_automaton(rule, seed):
-    """On 100 random runs, good, bad and mixed, each of 20 compiled rules follows a plain state
-    machine: bounds, backoff, hysteresis and all."""
+def check_automaton(rule, seed):
+    """Compares a compiled rule with a plain state machine, on 100 runs."""
     rng = np.random.default_rng(seed)
     finite = rng.random((100, STEPS)) < rng.choice([0.1, 0.5, 0.9, 1.0], size=(100, 1))
     states = jax.vmap(lambda steps: run(rule, steps))(finite)
@@ -59,6 +56,22 @@ def test_dynamic_rule_is_the_automaton(rule, seed):
         assert list(zip(*found, strict=True)) == expected
     assert (states.scale > 0).all()
     assert jnp.isfinite(states.scale).all()
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(rules(), st.integers(0, 2**32 - 1))
+def test_dynamic_rule_is_the_automaton(rule, seed):
+    """On 100 random runs, good, bad and mixed, each of 20 compiled rules follows a plain state
+    machine: bounds, backoff, hysteresis and all."""
+    check_automaton(rule, seed)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=300)
+@given(rules(), st.integers(0, 2**32 - 1))
+def test_many_dynamic_rules_are_the_automaton(rule, seed):
+    """The same for 300 rules, others in each run."""
+    check_automaton(rule, seed)
 
 
 @pytest.mark.parametrize("multiplier", [1.5, 3.0])
