@@ -2269,15 +2269,10 @@ def test_rows_and_checks_belong_together():
     assert set(KEYS) == set(CHECKS)
 
 
-NEEDS = {"State from elsewhere": ["flax", "jmp"]}
-
-
 @pytest.mark.parametrize("title", [title for title in SECTIONS if "```python" in SECTIONS[title]])
 def test_blocks_run(title, capsys):
     """The Python blocks of a section run one after the other and print what their comments say."""
     blocks = re.findall(r"```python\n(.*?)```", SECTIONS[title], re.S)
-    for needed in NEEDS.get(title, ()):
-        pytest.importorskip(needed)
     scope = {}
     for block in blocks:
         exec(block, scope)
