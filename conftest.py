@@ -2,8 +2,10 @@
 
 import atexit
 import functools
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 
 import jax
@@ -14,6 +16,8 @@ from jax._src import compiler
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
 os.environ["KERAS_BACKEND"] = "jax"
+if getattr(importlib.util.find_spec("keras"), "origin", None) is None:
+    sys.modules["keras"] = None  # not installed: it would be the folder tests/keras
 jax.config.update("jax_num_cpu_devices", 8)
 
 
