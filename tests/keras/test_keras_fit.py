@@ -185,6 +185,21 @@ def test_another_rule():
         LossScaleOptimizer(keras.optimizers.SGD(0.05), rule=3)
 
 
+def test_what_a_wrapper_cannot_take_is_named():
+    """An argument that a rule replaces, and an optimizer that is none, are errors with a remedy."""
+    sgd, rule = keras.optimizers.SGD, gs.DynamicLossScale()
+    with pytest.raises(ValueError, match="`rule` cannot be combined with `initial_scale`"):
+        LossScaleOptimizer(sgd(), 8.0, rule=rule)
+    with pytest.raises(ValueError, match="`rule` cannot be combined with `dynamic_growth_steps`"):
+        LossScaleOptimizer(sgd(), dynamic_growth_steps=3, rule=rule)
+    with pytest.raises(TypeError, match=r"got 'adam'\. Use keras\.optimizers\.get"):
+        LossScaleOptimizer("adam")
+    with pytest.raises(TypeError, match=r"Use gainstage\.interop\.keras\.LossScaleOptimizer"):
+        gs.LossScaleOptimizer(sgd())
+    config = LossScaleOptimizer(sgd(), rule=gs.DynamicLossScale(8.0)).get_config()
+    assert float(LossScaleOptimizer.from_config(config).loss_scale) == 8.0
+
+
 @pytest.mark.parametrize("inner", [lambda: keras.optimizers.Adam(0.02), lambda: gs.Adam(0.02)])
 def test_a_saved_model_goes_on(inner, tmp_path):
     """A `.keras` file holds scale, counts and slots; training goes on bit for bit."""

@@ -182,6 +182,8 @@ def test_errors_name_the_remedy():
     plain = optax.adam(0.1)
     with pytest.raises(ValueError, match=r"Expected exactly one state of gainstage\.loss_scaled"):
         gs.train_step(loss_fn, plain)(params, plain.init(params), X, Y)
+    with pytest.raises(ValueError, match=r"Wrap the transformation: tx = gainstage\.loss_scaled"):
+        gs.train_step(loss_fn, plain)(params, plain.init(params), X, Y)
     tx = gs.loss_scaled(plain)
     with pytest.raises(TypeError, match=r"Expected arrays in params; got 1\.0\. Make it an array"):
         gs.train_step(lambda p: p["w"] ** 2, tx)({"w": 1.0}, tx.init({"w": 1.0}))

@@ -35,7 +35,7 @@ def variables_in(state: Any) -> list[Variable]:
     variables = jax.tree.leaves(state if known else list(state))
     for variable in variables:
         if not isinstance(variable, Variable):
-            raise TypeError(f"Expected a state made of Variables; got the leaf {variable!r}.")
+            raise TypeError(f"Expected a state made of Variables of gainstage; got {variable!r}.")
     if len(set(variables)) < len(variables):
         twice = next(v for v in variables if variables.count(v) > 1)
         raise ValueError(f"Expected each variable once in the state; got {twice.name!r} twice.")

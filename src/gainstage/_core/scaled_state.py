@@ -19,7 +19,9 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
 
     found = states_in(opt_state)
     if len(found) != 1:
-        more = " One loss has one scale: loss_scaled(optax.multi_transform(...))." if found else ""
+        more = " Wrap the transformation: tx = gainstage.loss_scaled(tx)."
+        if found:
+            more = " One loss has one scale: loss_scaled(optax.multi_transform(...))."
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
             f"got {len(found)} in a {type(opt_state).__name__} of "

@@ -91,8 +91,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         **kwargs: further arguments of Keras's class, which its configurations contain.
 
     Raises:
-        TypeError: `rule` is not a rule.
-        ValueError: an argument is out of range.
+        TypeError: `inner_optimizer` is not an optimizer, or `rule` is not a rule.
+        ValueError: an argument is out of range, or `rule` is combined with the two before it.
 
     Examples:
         >>> import keras, numpy as np
@@ -116,9 +116,12 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         rule: LossScale | None = None,
         **kwargs: Any,
     ):
-        if rule is None:
-            rule = DynamicLossScale(initial_scale, dynamic_growth_steps)
-        rule = as_rule("rule", rule)
+        if not isinstance(inner_optimizer, (Optimizer, keras.optimizers.Optimizer)):
+            raise TypeError(
+                f"Expected an optimizer of Keras or gainstage for inner_optimizer; got "
+                f"{inner_optimizer!r}. Use keras.optimizers.get to create one by name."
+            )
+        rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, Optimizer):
             if inner_optimizer._store.in_force.loss_scale_factor is not None:
                 raise ValueError(
@@ -226,3 +229,18 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
+
+
+def _chosen_rule(initial_scale: float, growth_steps: int, rule: LossScale | None) -> LossScale:
+    if rule is None:
+        return DynamicLossScale(initial_scale, growth_steps)
+    rule = as_rule("rule", rule)
+    given = set()
+    if initial_scale not in (2.0**15, float(start(rule).scale)):  # a configuration has the second
+        given.add("`initial_scale`")
+    if growth_steps != 2000:
+        given.add("`dynamic_growth_steps`")
+    if given:
+        both = " or ".join(sorted(given))
+        raise ValueError(f"`rule` cannot be combined with {both}; set it on the rule.")
+    return rule

@@ -347,10 +347,14 @@ def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
 
 def _check_inner(inner: Any, given: set[str]) -> None:
     if not isinstance(inner, Optimizer) or isinstance(inner, LossScaleOptimizer):
-        is_optax = hasattr(inner, "init") and hasattr(inner, "update")
-        advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)." if is_optax else ""
+        advice = ""
+        if hasattr(inner, "init") and hasattr(inner, "update"):
+            advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)."
+        elif type(inner).__module__.partition(".")[0] == "keras":
+            advice = " Use gainstage.interop.keras.LossScaleOptimizer."
         raise TypeError(
-            f"Expected an optimizer that is not wrapped for inner_optimizer; got {inner!r}.{advice}"
+            f"Expected an optimizer of gainstage, not wrapped, for inner_optimizer; got "
+            f"{inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
     if inner._store.guard is not None:
