@@ -22,6 +22,21 @@ def test_no_average_is_given_before_there_is_one():
     assert float(w.value()[0]) == 3.0
 
 
+@pytest.mark.parametrize("window", [0, 1], ids=["first window", "second window"])
+@pytest.mark.parametrize("bad", [0, 1], ids=["first microbatch", "last microbatch"])
+def test_a_dropped_window_sets_no_weight_to_an_average(window, bad):
+    """The step that drops a window leaves weights and averages bit for bit, although the weights
+    are set to their averages after every update."""
+    options = {"gradient_accumulation_steps": 2, "use_ema": True, "ema_overwrite_frequency": 1}
+    inner = gs.SGD(0.5, **options, on_bad_microbatch="drop_window")
+    w, opt = gs.Variable([3.0, 1e-45]), gs.LossScaleOptimizer(inner, 8.0)
+    opt.build([w])
+    for step in range(2 * window + 2):
+        before = [v.numpy().tobytes() for v in (w, *inner._store.averages)]
+        opt.apply([np.array([np.inf if step == 2 * window + bad else 8.0, 0.0])], [w])
+    assert [v.numpy().tobytes() for v in (w, *inner._store.averages)] == before
+
+
 def oracle(policy, grads):
     """The weight, the number of updates and the scale after each microbatch, in plain Python."""
     weight, updates, scale, good_windows = 0.0, 0, INITIAL, 0

@@ -202,7 +202,7 @@ class Step:
         else:
             state = self._accumulate(self.window, state, grads, rate)
         if self.options.use_ema:
-            state = self._average(state)
+            state = self._average(state, before)
         weights = [
             weight if variable.constraint is None else self._constrain(variable, weight)
             for variable, weight in zip(self.variables, state.weights, strict=True)
@@ -278,19 +278,23 @@ class Step:
             state = state._replace(weights=weights)
         return self.rule(state, grads, rate)
 
-    def _average(self, state: StepState) -> StepState:
-        """Updates the averages, and, when due, sets the weights to them."""
+    def _average(self, state: StepState, before: StepState) -> StepState:
+        """Updates the averages, and, when due, sets the weights to them; not in a step that drops
+        its window."""
         frequency = self.options.ema_overwrite_frequency
         updates = state.iterations // (self.options.gradient_accumulation_steps or 1)
         momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
         # A 1 that XLA cannot fold. XLA:CPU may or may not round `b * c` in `a + b * c`; with jax
         # 0.12 that depends on the mesh. In `a + b * c * one` the product is always rounded.
         one = jnp.where(updates < 0, 0.0, 1.0)
+        kept = None if self.window is None else state.iterations == before.iterations
         averages, weights = [], []
         for new, old, sharding in zip(state.weights, state.averages, self.shardings, strict=True):
             change = (1 - momentum) * jnp.where(new == old, 0.0, new - old)
             average = placed((old + change * one).astype(old.dtype), sharding)
             due = (updates + 1) % frequency == 0 if frequency else False
+            if kept is not None:
+                average, due = jnp.where(kept, average, old), due & kept
             averages.append(average)
             weights.append(jnp.where(due, average, new) if frequency else new)
         return state._replace(averages=averages, weights=weights)
