@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not os.environ.get("JAX_PLATFORMS"):
                 jax.config.update("jax_platforms", "cpu")  # as for a report
             autopsy = importlib.import_module("gainstage.diagnostics.autopsy")
-            about = (arguments.loss, arguments.like, arguments.output)
-            return autopsy.main(arguments.capsule, *about, arguments.has_aux, arguments.using)
+            where = (arguments.loss, arguments.like, arguments.output)
+            return autopsy.main(arguments.capsule, *where, arguments.has_aux, arguments.using)
         demo = importlib.import_module("gainstage.demo")
         about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
         demo.main(arguments.output, *about)

@@ -126,7 +126,8 @@ def _unscaled(
         # Traced parameters do not show their mesh; on a mesh there are no groups.
         mine, _ = built_for(params, grouped=any("/group_0_" in name for name in state))
         names = unique_names(mine.variables)
-        leaves, structure = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(params)
+        structure: Any = jax.tree.structure(params)
         grads = structure.flatten_up_to(updates)
         old = [jnp.asarray(leaf) for leaf in leaves]
         new, values = mine.stateless_apply([state[name] for name in names], grads, old)

@@ -25,10 +25,11 @@ def upcast(tree: Any) -> Any:
     """Upcasts the floating leaves of a pytree to float32 or wider."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = map(jnp.asarray, leaves)
-    return structure.unflatten(
+    upcasted = (
         x.astype(float32_or_wider(x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
         for x in arrays
     )
+    return jax.tree.unflatten(structure, upcasted)
 
 
 def scaled(loss: Any, scale: Any) -> jax.Array:

@@ -324,7 +324,8 @@ def _exactly(
         return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
 
     read_once = jax.jit(read)  # traced once for rows of one shape
-    finite, each = jnp.array(True), []
+    finite = jnp.array(True)
+    each: list[Any] = []
     for i, row in enumerate(rows):
         own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
         # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,

@@ -147,7 +147,7 @@ def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
 
 def _kind(dtype: Any) -> int:
     """The rank of a dtype: each kind of numbers fits into later ones; the last is not real."""
-    kinds = (jnp.bool_, jnp.integer, jnp.floating)
+    kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating)
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))
 
 

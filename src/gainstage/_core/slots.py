@@ -128,7 +128,8 @@ class Slots:
         slot, place = self.of[reference, name, number], group.members.index(reference)
         part = self.like(reference, name, initializer)
         if slot._is_planned:
-            slot._first_value.args[0][place] = part  # type: ignore[union-attr]
+            first_value: Any = slot._first_value
+            first_value.args[0][place] = part
         else:
             start = offsets(group.shapes)[place]
             flat = slot.value().at[start : start + part.size].set(part.value().reshape(-1))

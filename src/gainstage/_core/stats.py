@@ -94,7 +94,7 @@ def measure(
     if not manual:
         return measured
     # Inside `jax.shard_map` each device measures its own shards, and all must agree.
-    together = {"max_abs": lax.pmax, "loss": lax.pmean}
+    together: dict[str, Callable[..., jax.Array]] = {"max_abs": lax.pmax, "loss": lax.pmean}
     return {
         name: together[name](varying(value, manual), manual)
         if name in together

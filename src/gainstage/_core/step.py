@@ -300,7 +300,8 @@ class Step:
         return state._replace(averages=averages, weights=weights)
 
     def _constrain(self, variable: Variable, weight: jax.Array) -> jax.Array:
-        value = jnp.asarray(variable.constraint(weight), weight.dtype)  # type: ignore[misc]
+        constraint: Any = variable.constraint
+        value = jnp.asarray(constraint(weight), weight.dtype)
         if value.shape != weight.shape:
             raise ValueError(
                 f"Expected a value of shape {weight.shape} from the constraint of "

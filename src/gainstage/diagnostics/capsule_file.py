@@ -82,7 +82,7 @@ def packed(args: Sequence[Any]) -> Packed:
             _check_readable(leaf, f"argument {number}" + (f" ({name})" if name else ""))
             leaves.append([name, _described(leaf, arrays)])
         plain = _is_plain(arg)
-        places = structure.unflatten(range(len(leaves))) if plain else None
+        places = jax.tree.unflatten(structure, range(len(leaves))) if plain else None
         kind = f"{type(arg).__module__}.{type(arg).__qualname__}"
         tree = _in_json(places) if plain else None
         described.append({"type": kind, "leaves": leaves, "tree": tree})
@@ -199,14 +199,14 @@ def _filled(number: int, arg: Argument, like: Any) -> Any:
         )
     values = []
     for (name, leaf), (_, own) in zip(arg.leaves, found, strict=True):
-        shape, given = getattr(leaf, "shape", None), getattr(own, "shape", None)
-        if shape is not None and given is not None and shape != tuple(given):
+        shape, ours = getattr(leaf, "shape", None), getattr(own, "shape", None)
+        if shape is not None and ours is not None and shape != tuple(ours):
             raise ValueError(
                 f"Expected shape {shape} in like for {name} of argument {number}; got "
-                f"{tuple(given)}."
+                f"{tuple(ours)}."
             )
         values.append(own if isinstance(leaf, Other) else leaf)
-    return structure.unflatten(values)
+    return jax.tree.unflatten(structure, values)
 
 
 def name_of(path: Any) -> str:

@@ -132,11 +132,11 @@ def _axis(values: np.ndarray, base: int | None) -> tuple[np.ndarray, list[tuple[
     if base is None:
         size = 10.0 ** math.floor(math.log10(max(float(np.abs(values).max()), 1e-300)))
         values = values / size  # so that no difference overflows
-        low, high = _apart(float(values.min()), float(values.max()))
+        low, high = _apart(float(np.min(values)), float(np.max(values)))
         marks = [(at, f"{at * size:.3g}") for at in _round_numbers(low, high, 3)]
     else:
         values = np.log(values) / math.log(base)
-        low, high = _apart(float(values.min()), float(values.max()))
+        low, high = _apart(float(np.min(values)), float(np.max(values)))
         marks = _powers(low, high, base)
 
     def height(at: np.ndarray | float) -> np.ndarray | float:
@@ -193,7 +193,7 @@ def _path(across: np.ndarray, down: np.ndarray, stairs: bool, apart: np.ndarray)
     if len(places) > 4 * BUCKETS:
         narrow = 2 * ACROSS / BUCKETS
         kept = [
-            {some[0], some[down[some].argmin()], some[down[some].argmax()], some[-1]}
+            {some[0], some[np.argmin(down[some])], some[np.argmax(down[some])], some[-1]}
             for some in np.array_split(places, BUCKETS)
         ]
         places = np.array(sorted(set().union(*kept)))

@@ -35,7 +35,7 @@ def _panel(axes: Axes, run: Run, name: str, title: str) -> None:
         axes.set_yscale("log", base=2 if name == "loss_scale" else 10)
     if name == "loss_scale" and run.skipped.any():
         label = f"skipped ({run.skipped.sum()} of {len(run.steps)} steps)"
-        style = {"markersize": 8, "markeredgewidth": 2, "color": RED, "label": label}
+        style: Any = {"markersize": 8, "markeredgewidth": 2, "color": RED, "label": label}
         axes.plot(run.steps[run.skipped], numbers[run.skipped], "x", **style)
         axes.legend(loc="best", framealpha=0.9)
     axes.set_title(title, loc="left", fontsize=12)

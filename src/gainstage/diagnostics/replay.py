@@ -180,8 +180,8 @@ def _usable(run: Run) -> Run:
     measured = np.flatnonzero(~np.isnan(max_abs))
     if len(measured):
         seen = LargestGradient(float(max_abs[measured[0]]), float(norm[measured[0]]))
-        steps = zip(max_abs.tolist(), norm.tolist(), strict=True)
-        numbers[ESTIMATE] = np.array([seen.of(*step) for step in steps])
+        pairs = zip(max_abs.tolist(), norm.tolist(), strict=True)
+        numbers[ESTIMATE] = np.array([seen.of(*pair) for pair in pairs])
     return run
 
 

@@ -4,6 +4,7 @@ import importlib
 import math
 import sys
 from pathlib import Path
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -86,7 +87,7 @@ def _percent(share: float) -> str:
 def _print_rows(console: Console, table: Rows) -> None:
     result = Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=0)
     for column in table.columns:
-        justify = "right" if column != table.columns[0] else "left"
+        justify: Literal["left", "right"] = "right" if column != table.columns[0] else "left"
         result.add_column(column, justify=justify, overflow="fold")
     for first, *others in table.rows:
         broken = first.replace("(", "(\n ", 1) if len(first) > LONG else first

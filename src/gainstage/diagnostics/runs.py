@@ -99,8 +99,8 @@ def read_run(path: str | Path) -> Run:
     columns = {name: np.array([r.get(name, math.nan) for r in records], float) for name in names}
     gaps = {name: np.array([name not in r for r in records]) for name in names}
     gaps = {name: gap for name, gap in gaps.items() if gap.any()}
-    tensors = reports[-1][1] if reports else NOTHING
-    return Run(np.array(steps, np.int64), columns, tensors, gaps, made)
+    latest = reports[-1][1] if reports else NOTHING
+    return Run(np.array(steps, np.int64), columns, latest, gaps, made)
 
 
 def _records(
@@ -200,8 +200,9 @@ def streaks(run: Run) -> list[Streak]:
     scale, found = run.get("loss_scale"), []
     for start, stop in _rows(run.skipped).tolist():
         ended = scale[stop] if stop < len(scale) and run.get("finite")[stop] == 1 else math.nan
-        low = np.fmin.reduce(scale[start:stop])
-        found.append(Streak(start, stop, float(scale[start]), float(low), float(ended)))
+        scales = scale[start:stop].tolist()
+        low = min((each for each in scales if not math.isnan(each)), default=math.nan)
+        found.append(Streak(start, stop, scales[0], low, float(ended)))
     return found
 
 

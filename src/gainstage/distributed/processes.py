@@ -110,9 +110,9 @@ def _introduce(watchdog: Watchdog, coordinator_address: str | None) -> None:
     else:
         listener, letter = None, [0] * (6 + TOKEN)
     sent = multihost_utils.broadcast_one_to_all(np.array(letter, np.uint8))
-    letter = np.asarray(sent, np.uint8).tobytes()
-    address = (str(ipaddress.IPv4Address(letter[:4])), int.from_bytes(letter[4:6]))
-    token = letter[6:]
+    received = np.asarray(sent, np.uint8).tobytes()
+    address = (str(ipaddress.IPv4Address(received[:4])), int.from_bytes(received[4:6]))
+    token = received[6:]
     if listener is not None:
         watchdog.host(listener, token, jax.process_count())
     else:

@@ -122,9 +122,9 @@ class Watchdog:
             for peer in self._peers:
                 selector.register(peer, selectors.EVENT_READ)
             while self._peers or self.patience:
-                # Without sockets `select` would not wait.
-                events = selector.select(0.2) if self._peers else time.sleep(0.2)
-                for key, _ in events or ():
+                if not self._peers:  # without sockets `select` would not wait
+                    time.sleep(0.2)
+                for key, _ in selector.select(0.2) if self._peers else ():
                     self._hear(selector, key.fileobj)
                 fed, patience = self._fed, self.patience
                 if fed and patience and time.monotonic() - fed > patience:

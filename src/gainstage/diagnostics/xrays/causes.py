@@ -68,7 +68,9 @@ def _traced(ran: Ran) -> tuple[list[int], list[int], list[int]]:
     outs = zip((ran.loss, *ran.gradients), ran.origins, strict=True)
     todo = [i for _, i in outs if i is not None and results[i].numbers.bad]
     seen: set[int] = set()
-    arguments, born, masks = [], [], []
+    arguments: list[int] = []
+    born: list[int] = []
+    masks: list[int] = []
     while todo:
         i = todo.pop()
         if i in seen:

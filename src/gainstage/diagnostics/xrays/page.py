@@ -107,7 +107,7 @@ def _cause(cause: Cause) -> str:
 
 def _tried(x: "Xray") -> str:
     """Draws the changes that were tried, or why none was."""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             printable(remedy.change, 10 * LONGEST),
             "yes" if remedy.is_finite else "no",

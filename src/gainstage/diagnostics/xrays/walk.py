@@ -352,7 +352,7 @@ def _read(env: Mapping[Any, Value], var: Any) -> Value:
 
 def _last_uses(jaxpr: Any) -> dict[Any, int]:
     """The last equation that uses each variable; results are used after all equations."""
-    last = {}
+    last: dict[Any, int] = {}
     for n, eqn in enumerate(jaxpr.eqns):
         last |= {var: n for var in eqn.invars if not isinstance(var, Literal)}
     return last | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
