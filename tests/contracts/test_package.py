@@ -21,6 +21,7 @@ LAYERS = [
         "_core.arrays",
         "_core.checks",
         "_core.configurable",
+        "_core.operators",
         "_core.signals",
     },
     {"_core.packing", "_core.sharding", "_core.variable"},

@@ -2,35 +2,22 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.typing import DTypeLike
 
 from gainstage._core._jax import Tracer, get_opaque_trace_state, holds_arrays
 from gainstage._core.arrays import owned, strong
+from gainstage._core.operators import Operators
 
 
-def _operator(name: str) -> Callable[..., jax.Array]:
-    def apply(self: "Variable", *others: Any) -> jax.Array:
-        return getattr(self.value(), name)(*map(_unboxed, others))
-
-    apply.__name__ = name
-    return apply
-
-
-def _refused(self: "Variable", other: Any) -> "Variable":
-    raise TypeError(
-        f"Expected `assign`, `assign_add` or `assign_sub` to change {self.name!r}: an operator "
-        f"such as += would put an array in its place."
-    )
-
-
-class Variable:
+class Variable(Operators):
     """A named box for one `jax.Array` whose shape, dtype and sharding never change.
 
     A function that reads and assigns variables becomes pure when values are *bound* to them
@@ -78,7 +65,9 @@ class Variable:
         if not isinstance(name, str):
             raise TypeError(f"Expected a string for name; got {name!r}.")
         value = value.value() if isinstance(value, Variable) else value
-        self.name, self.trainable, self.constraint = name, trainable, constraint
+        self.name: str = name
+        self.trainable: bool = trainable
+        self.constraint: Callable[[jax.Array], jax.Array] | None = constraint
         # The traces in which it is bound, innermost last: trace, thread and the value before.
         self._traces: list[tuple[Any, int, Any]] = []
         self._shared = False  # whether others may hold the array, so that it must not be donated
@@ -127,7 +116,7 @@ class Variable:
         ((_, thread, own),) = outermost
         return value if thread == threading.get_ident() else own
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: npt.ArrayLike) -> None:
         """Sets the value, cast to the variable's dtype.
 
         Raises:
@@ -141,11 +130,11 @@ class Variable:
         self._shared = True  # the caller may hold the same array
         self._value = value
 
-    def assign_add(self, value: Any) -> None:
+    def assign_add(self, value: npt.ArrayLike) -> None:
         """Adds `value`, in the wider of the two dtypes."""
         self.assign(self + jnp.asarray(_unboxed(value)))
 
-    def assign_sub(self, value: Any) -> None:
+    def assign_sub(self, value: npt.ArrayLike) -> None:
         """Subtracts `value`, in the wider of the two dtypes."""
         self.assign(self - jnp.asarray(_unboxed(value)))
 
@@ -335,33 +324,11 @@ class Variable:
     def __ne__(self, other: object) -> Any:
         return self.value() != other if isinstance(other, _NUMBERS) else NotImplemented
 
-    __hash__ = object.__hash__
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _refused
-    __ifloordiv__ = __imod__ = __ipow__ = __imatmul__ = _refused
-    __neg__ = _operator("__neg__")
-    __pos__ = _operator("__pos__")
-    __abs__ = _operator("__abs__")
-    __add__ = _operator("__add__")
-    __sub__ = _operator("__sub__")
-    __mul__ = _operator("__mul__")
-    __truediv__ = _operator("__truediv__")
-    __floordiv__ = _operator("__floordiv__")
-    __mod__ = _operator("__mod__")
-    __pow__ = _operator("__pow__")
-    __matmul__ = _operator("__matmul__")
-    __radd__ = _operator("__radd__")
-    __rsub__ = _operator("__rsub__")
-    __rmul__ = _operator("__rmul__")
-    __rtruediv__ = _operator("__rtruediv__")
-    __rfloordiv__ = _operator("__rfloordiv__")
-    __rmod__ = _operator("__rmod__")
-    __rpow__ = _operator("__rpow__")
-    __rmatmul__ = _operator("__rmatmul__")
-    __lt__ = _operator("__lt__")
-    __le__ = _operator("__le__")
-    __gt__ = _operator("__gt__")
-    __ge__ = _operator("__ge__")
-    __getitem__ = _operator("__getitem__")
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = object.__hash__
 
     def __getstate__(self) -> dict[str, Any]:
         self._shared = True  # a shallow copy holds the same array
