@@ -66,7 +66,7 @@ class FixedLossScale(LossScale):
 
     def __init__(self, loss_scale_value: float):
         try:
-            self.rule = rules.FixedLossScale(loss_scale_value)
+            self.rule: rules.FixedLossScale = rules.FixedLossScale(loss_scale_value)
         except TypeError as error:
             raise ValueError(str(error)) from error
         if self.rule.loss_scale_value < FLOOR:
@@ -113,7 +113,7 @@ class DynamicLossScale(LossScale):
         increment_period: int = 2000,
         multiplier: float = 2.0,
     ):
-        self.rule = rules.DynamicLossScale(
+        self.rule: rules.DynamicLossScale = rules.DynamicLossScale(
             initial_loss_scale,
             max(checks.integer("increment_period", increment_period, low=0), 1),
             multiplier,

@@ -10,7 +10,9 @@ import optax
 
 # By default XLA may keep float16 results in float32 between operations, and so hide the very
 # rounding that the demo is about.
-jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+jit: functools.partial[Any] = functools.partial(
+    jax.jit, compiler_options={"xla_allow_excess_precision": False}
+)
 
 Array = Any  # of JAX or numpy
 Weights = list[jax.Array]

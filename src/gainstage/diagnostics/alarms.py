@@ -39,7 +39,9 @@ class Alarm(UserWarning):
 
     def __init__(self, kind: str, step: int, message: str):
         super().__init__(f"Step {step}: {message}")
-        self.kind, self.step, self.message = kind, step, message
+        self.kind: str = kind
+        self.step: int = step
+        self.message: str = message
 
     def __reduce__(self) -> Any:
         return type(self), (self.kind, self.step, self.message)

@@ -1,10 +1,11 @@
 """The difference between the log-probabilities of two programs for the same tokens."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 
 from gainstage._core.gradients import float32_or_wider
 
@@ -26,7 +27,9 @@ class Mismatch(NamedTuple):
     outside_clip: jax.Array  # share of tokens with a ratio below 0.8 or above 1.2
 
 
-def mismatch(logp_a: Any, logp_b: Any, mask: Any = None) -> Mismatch:
+def mismatch(
+    logp_a: npt.ArrayLike, logp_b: npt.ArrayLike, mask: npt.ArrayLike | None = None
+) -> Mismatch:
     """Measures how far trainer and sampler disagree on the tokens that the sampler drew.
 
     In RL fine-tuning the two programs compute the same probabilities, but round differently. The

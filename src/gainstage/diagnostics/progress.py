@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from gainstage._core.stats import StepInfo
 from gainstage.diagnostics.writers import Record, Writer, described
 
 try:
@@ -15,10 +16,10 @@ try:
         TextColumn,
         TimeRemainingColumn,
     )
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _error:
     raise ModuleNotFoundError(
         'Expected rich to be installed; run: pip install "gainstage[report]"', name="rich"
-    ) from error
+    ) from _error
 
 
 class ProgressBar(Writer):
@@ -52,7 +53,7 @@ class ProgressBar(Writer):
         self._task = self._bar.add_task(description, total=total, numbers="")
         self._bar.start()
 
-    def write(self, step: int, info: Any = None, **numbers: Any) -> None:
+    def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
         super().write(step, info, **numbers)
         self._bar.advance(self._task)
 

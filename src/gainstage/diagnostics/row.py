@@ -45,11 +45,16 @@ class Row:
 
     def __init__(self, rule: LossScale | None, used: float, fitted: float):
         self._rule, self._used, self._fitted = rule, used, fitted
-        self.length = self.held = 0  # all steps; the latest steps with the same scale
-        self.first = self.low = self.last = math.nan  # the first, lowest and last scale
-        self.nan, self.inf = True, False  # whether all norms were NaN, and whether any was inf
-        self.recorded = False  # whether any loss was recorded
-        self.good_loss = self.bad_loss = True  # all losses were recorded and finite, or not finite
+        self.length: int = 0  # all steps
+        self.held: int = 0  # the latest steps with the same scale
+        self.first: float = math.nan  # the first, lowest and last scale
+        self.low: float = math.nan
+        self.last: float = math.nan
+        self.nan: bool = True  # whether all norms were NaN
+        self.inf: bool = False  # whether any norm was inf
+        self.recorded: bool = False  # whether any loss was recorded
+        self.good_loss: bool = True  # all losses were recorded and finite
+        self.bad_loss: bool = True  # all losses were recorded and not finite
         self._gave_up = False  # the rule lowered the scale, and raised it again soon
         self._fate: Fate | None = None
 

@@ -5,12 +5,12 @@ from typing import Any
 
 try:
     keras: Any = importlib.import_module("keras")
-except ModuleNotFoundError as error:
-    if error.name != "keras":  # the module of another backend is missing
-        raise ImportError("Expected Keras on the JAX backend; set KERAS_BACKEND=jax.") from error
+except ModuleNotFoundError as _error:
+    if _error.name != "keras":  # the module of another backend is missing
+        raise ImportError("Expected Keras on the JAX backend; set KERAS_BACKEND=jax.") from _error
     raise ModuleNotFoundError(
         'Expected keras to be installed; run: pip install "gainstage[keras]"', name="keras"
-    ) from error
+    ) from _error
 
 if keras.backend.backend() != "jax":
     raise ImportError(

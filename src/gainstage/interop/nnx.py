@@ -7,10 +7,10 @@ from typing import Any
 
 try:
     from flax import nnx
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _error:
     raise ModuleNotFoundError(
-        'Expected flax to be installed; run: pip install "gainstage[flax]"', name=error.name
-    ) from error
+        'Expected flax to be installed; run: pip install "gainstage[flax]"', name=_error.name
+    ) from _error
 
 
 def chosen(model: Any, grads: Any) -> Any:

@@ -22,11 +22,11 @@ from gainstage.optimizers.base import Optimizer
 
 try:
     import orbax.checkpoint as ocp
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _error:
     raise ModuleNotFoundError(
         'Expected orbax-checkpoint to be installed; run: pip install "gainstage[orbax]"',
-        name=error.name,
-    ) from error
+        name=_error.name,
+    ) from _error
 
 FORMAT = 2
 

@@ -12,14 +12,14 @@ import jax
 from gainstage.diagnostics.writers import Record, Writer
 
 try:
-    from tensorboardX.proto.event_pb2 import Event  # type: ignore[attr-defined]
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
     from tensorboardX.record_writer import RecordWriter, directory_check
     from tensorboardX.summary import scalar
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _error:
     raise ModuleNotFoundError(
         'Expected tensorboardX to be installed; run: pip install "gainstage[tensorboard]"',
         name="tensorboardX",
-    ) from error
+    ) from _error
 
 
 class TensorBoard(Writer):

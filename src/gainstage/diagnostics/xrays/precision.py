@@ -1,6 +1,6 @@
 """Computes a half-precision equation in float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ OPAQUE = frozenset(
     ("shard_map", "pallas_call", "custom_partitioning", "run_state", "core_map", "ffi_call",
      "custom_call", "tpu_custom_call", "triton_kernel_call")
 )  # fmt: skip
-SCATTER = MappingProxyType(
+SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "scatter": lambda a, b: b, "scatter-add": jax.lax.add, "scatter_add": jax.lax.add,
         "scatter-sub": jax.lax.sub, "scatter-mul": jax.lax.mul, "scatter_mul": jax.lax.mul,
