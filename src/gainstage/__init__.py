@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from gainstage import fp8, schedules
 from gainstage._core._lazy import lazy
 from gainstage._core.bridge import functional, jit
+from gainstage._core.scaled_state import LossScaledState
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
 from gainstage._local import locally_scaled
@@ -14,15 +15,12 @@ from gainstage._telemetry import Report, Underflow, report, telemetry
 from gainstage._to_optax import to_optax
 from gainstage._train_step import train_step
 from gainstage._transformation import (
-    LossScaledState,
     apply_updates,
     keep_if_applied,
-    loss_scale,
     loss_scaled,
-    scale_loss,
     step_was_applied,
-    value_and_grad,
 )
+from gainstage._value_and_grad import loss_scale, scale_loss, value_and_grad
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer

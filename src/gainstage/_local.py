@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.gradients import float32_or_wider
+from gainstage._core.types import P, R, Scalar
 
 
-def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
+def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
     """Multiplies the cotangents of `fun` by `scale` and divides them again at its inputs.
 
     The gradients are the same, except for underflow and overflow on the way. Use it for a part of a
@@ -44,7 +45,7 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
 
     Source: Zhao et al., 2019, arXiv:1910.12385 (adaptive loss scaling, a scale for each layer).
     """
-
+    untyped: Any = fun
     if not isinstance(scale, jax.Array):
         scale = checks.loss_scale("scale", scale)
 
@@ -57,13 +58,14 @@ def locally_scaled(fun: Callable[..., Any], scale: Any) -> Callable[..., Any]:
         def of_arrays(*values: Any) -> Any:
             chosen = dict(zip(arrays, values, strict=True))
             whole = [chosen.get(i, leaf) for i, leaf in enumerate(leaves)]
-            return fun(*structure.unflatten(whole))
+            return untyped(*jax.tree.unflatten(structure, whole))
 
         converted, closed_over = jax.closure_convert(of_arrays, *(leaves[i] for i in arrays))
         values = _times([*(leaves[i] for i in arrays), *closed_over], 1 / factor)
         return _times(converted(*values), factor)
 
-    return scaled
+    result: Any = scaled  # it takes no keywords, which a `ParamSpec` cannot say
+    return result
 
 
 def _times(tree: Any, factor: jax.Array) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
 
 import jax
 import numpy as np
@@ -12,17 +12,54 @@ from jax.sharding import NamedSharding
 from gainstage._core import checks, gradients
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
 from gainstage._core.stats import leaves_and_none
-from gainstage._transformation import apply_updates, keep_if_applied, scaled_value_and_grad
+from gainstage._core.types import Aux, P, Params, Scalar, Transformation, Tree, Using
+from gainstage._transformation import apply_updates, keep_if_applied
+from gainstage._value_and_grad import scaled_value_and_grad
+
+More = TypeVarTuple("More")  # the type of aux, if there is one
+
+
+@overload
+def train_step(
+    loss_fn: Callable[Concatenate[Params, P], Scalar],
+    tx: Transformation,
+    *,
+    has_aux: Literal[False] = False,
+    using: Using = ...,
+    donate: bool = True,
+) -> "TrainStep[Params, P]": ...
+
+
+@overload
+def train_step(
+    loss_fn: Callable[Concatenate[Params, P], tuple[Scalar, Aux]],
+    tx: Transformation,
+    *,
+    has_aux: Literal[True],
+    using: Using = ...,
+    donate: bool = True,
+) -> "TrainStep[Params, P, Aux]": ...
+
+
+@overload
+def train_step(
+    loss_fn: Callable[..., Any],
+    tx: Transformation,
+    *,
+    has_aux: bool,
+    using: Using = ...,
+    donate: bool = True,
+) -> Any: ...
 
 
 def train_step(
     loss_fn: Callable[..., Any],
-    tx: optax.GradientTransformation,
+    tx: Transformation,
     *,
     has_aux: bool = False,
-    using: Callable[..., Any] = jax.value_and_grad,
+    using: Using = jax.value_and_grad,
     donate: bool = True,
-) -> "TrainStep":
+) -> "TrainStep[Any, ..., *tuple[Any, ...]]":
     """A compiled train step: scaled loss, gradients, check, update.
 
     It computes the same as a loop over `value_and_grad`, `tx.update` and `apply_updates`, but
@@ -66,26 +103,34 @@ def train_step(
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
     donated = (2, 3) if checks.flag("donate", donate) else ()
-    return TrainStep(loss_fn, optax.with_extra_args_support(tx), has_aux, using, donated)
+    tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
+    return TrainStep(loss_fn, tx, has_aux, using, donated)
 
 
-class TrainStep:
+class TrainStep(Generic[Params, P, *More]):
     """The compiled step that `train_step` returns."""
 
-    def __init__(
-        self, loss_fn: Any, tx: Any, has_aux: bool, using: Callable[..., Any], donated: Any
-    ):
+    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Using, donated: Any):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._trainable, self._updated = _of_nnx() if _is_of_flax(using) else (_chosen, _merged)
         self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=donated)
 
-    def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
-        """Takes a step."""
-        arrays, model = self._checked(params)
-        arrays, *results = self._program(model, _shardings(arrays), arrays, opt_state, *batch)
-        return model.with_arrays(arrays), *results
+    if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
 
-    def lower(self, params: Any, opt_state: Any, *batch: Any) -> Any:
+        def __call__(
+            self, params: Params, opt_state: Tree, *batch: P.args, **_: P.kwargs
+        ) -> tuple[Params, Tree, jax.Array, *More]:
+            """Takes a step."""
+            ...
+    else:
+
+        def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+            """Takes a step."""
+            arrays, model = self._checked(params)
+            arrays, *results = self._program(model, _shardings(arrays), arrays, opt_state, *batch)
+            return model.with_arrays(arrays), *results
+
+    def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
         return self._program.lower(model, _shardings(arrays), arrays, opt_state, *batch)

@@ -1,7 +1,6 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +15,16 @@ from gainstage._core._jax import Tracer
 from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
 from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
+from gainstage._core.types import Transformation, Tree
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules.base import DynamicLossScale, LossScale, as_rule, start
+from gainstage.rules.base import DynamicLossScale, Rule, as_rule, start
 
 
 def loss_scaled(
-    tx: optax.GradientTransformation,
-    rule: LossScale | None = None,
+    tx: Transformation,
+    rule: Rule | None = None,
     telemetry: bool = False,
     underflow_every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -80,7 +80,7 @@ def loss_scaled(
 def loss_scaled_within(
     limits: Mapping[str, float],
     tx: Any,
-    rule: LossScale | None = None,
+    rule: Rule | None = None,
     telemetry: bool = False,
     underflow_every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -178,109 +178,6 @@ def _on_mesh_of(params: Any, state: Any) -> Any:
     return jax.tree.map(placed, state)
 
 
-def value_and_grad(
-    fun: Callable[..., Any],
-    opt_state: Any,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    using: Callable[..., Any] = jax.value_and_grad,
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the scaled loss; returns the true loss and the true gradients.
-
-    Args:
-        fun: a function that returns a scalar loss, or (loss, aux).
-        opt_state: a state of `loss_scaled`, or a pytree that contains exactly one.
-        argnums: the arguments to differentiate with respect to, passed to `using`.
-        has_aux: whether `fun` returns (loss, aux).
-        using: the function that differentiates. `flax.nnx.value_and_grad` and
-            `equinox.filter_value_and_grad` find the trainable parts of a model.
-
-    Returns:
-        A function of the arguments of `fun` that returns `(loss, grads)`, or
-        `((loss, aux), grads)`. Loss and gradients are unscaled, in float32 or wider. A gradient
-        that overflowed is not finite.
-
-    Raises:
-        TypeError: `fun` does not return a scalar.
-        ValueError: `opt_state` has no loss-scale state, or several.
-
-    Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
-    """
-    scale = loss_scaled_state(opt_state).loss_scale.scale
-    by = {} if argnums == 0 else {"argnums": argnums}
-    differentiate = scaled_value_and_grad(fun, scale, has_aux, functools.partial(using, **by))
-
-    def true(*args: Any, **kwargs: Any) -> Any:
-        (_, (loss, aux)), grads = differentiate(*args, **kwargs)
-        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
-
-    return true
-
-
-def scaled_value_and_grad(
-    fun: Callable[..., Any], scale: jax.Array, has_aux: bool, using: Callable[..., Any]
-) -> Callable[..., Any]:
-    """A function that returns `((scaled loss, (true loss, aux)), scaled gradients)`.
-
-    Args:
-        fun, has_aux, using: as for `value_and_grad`.
-        scale: the factor of the loss.
-    """
-
-    @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
-    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
-        if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
-            raise TypeError(
-                f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
-                f"{jax.tree.map(_shape, loss)}."
-            )
-        return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
-
-    return using(scaled, has_aux=True)
-
-
-def _shape(loss: Any) -> Any:
-    return f"shape {jnp.shape(loss)}" if hasattr(loss, "shape") else loss
-
-
-def loss_scale(opt_state: Any) -> jax.Array:
-    """Returns the current scale, found anywhere inside an optax state: a float32 scalar.
-
-    Args:
-        opt_state: as for `value_and_grad`.
-
-    Raises:
-        ValueError: `opt_state` has no loss-scale state, or several.
-
-    Examples:
-        >>> import gainstage as gs
-        >>> import jax.numpy as jnp, optax
-        >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.scale(2.0))
-        >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
-        32768.0
-    """
-    return loss_scaled_state(opt_state).loss_scale.scale
-
-
-def scale_loss(loss: Any, opt_state: Any) -> jax.Array:
-    """Returns the loss times the scale, in float32 or wider, for your own backward pass.
-
-    Divide the gradients by `loss_scale(opt_state)` in float32 before `update`, which takes true
-    gradients; `value_and_grad` does both.
-
-    Args:
-        loss: the loss, of any floating dtype.
-        opt_state: as for `value_and_grad`.
-
-    Raises:
-        TypeError: `loss` is not a single array.
-        ValueError: `opt_state` has no loss-scale state, or several.
-    """
-    return gradients.scaled(loss, loss_scale(opt_state))
-
-
 def step_was_applied(opt_or_state: Any) -> jax.Array:
     """Returns whether the last step was applied: a bool scalar, True before the first step.
 
@@ -310,7 +207,7 @@ def observed_in(opt: Optimizer) -> Observed:
     return at_first(opt.loss_scale, 0, None) if observed is None else observed  # not built yet
 
 
-def keep_if_applied(new: Any, old: Any, opt_or_state: Any) -> Any:
+def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
     """Returns `new` if the last step was applied, and `old`, bit for bit, if it was skipped.
 
     Use it for what a step changes besides parameters and optimizer state: running means of batch
@@ -364,7 +261,7 @@ def _is_box(x: Any) -> bool:
     return isinstance(x, Variable) or hasattr(x, "get_value")
 
 
-def apply_updates(params: Any, updates: Any, opt_state: Any) -> Any:
+def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
     """`optax.apply_updates`, but a skipped step returns the parameters bit for bit.
 
     Subnormal weights survive, although a CPU flushes them to 0 when it adds -0.0. Updates that a

@@ -9,7 +9,7 @@ function of a state a transaction.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,8 @@ from jax import lax
 
 from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
 from gainstage._core.signals import deferred_signals
+from gainstage._core.types import P, R, State
 from gainstage._core.variable import Variable, is_inside, recording
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def variables_in(state: Any) -> list[Variable]:
@@ -101,7 +99,9 @@ def recorded() -> Iterator[list[Variable]]:
 
     Until then each variable holds its assigned value, which may be traced.
     """
-    before, variables, own = getattr(recording, "now", None), [], []
+    before = getattr(recording, "now", None)
+    variables: list[Variable] = []
+    own: list[tuple[Any, ...]] = []
     recording.now = get_opaque_trace_state(), variables, own
     try:
         yield variables
@@ -110,7 +110,7 @@ def recorded() -> Iterator[list[Variable]]:
         Variable._unbind(variables, own)
 
 
-def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, Any]]:
+def functional(fn: Callable[P, R], state: State) -> Callable[Concatenate[Any, P], tuple[R, Any]]:
     """Returns a pure function of an `fn` that reads and assigns the variables of `state`.
 
     Args:
@@ -134,10 +134,11 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
         >>> print(new_count, int(count))
         15 0
     """
-    variables, structure = variables_in(state), jax.tree.structure(state)
+    variables = variables_in(state)
+    structure: Any = jax.tree.structure(state)
 
     @functools.wraps(fn)
-    def pure(values: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pure(values: Any, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Any]:
         try:
             values = structure.flatten_up_to(values)
         except ValueError as error:
@@ -156,10 +157,10 @@ def functional(fn: Callable[..., Any], state: Any) -> Callable[..., tuple[Any, A
             Variable._unbind(variables, own)
 
     del pure.__wrapped__  # its signature is another one
-    return pure
+    return pure  # type: ignore[return-value] # mypy: `values` has a name here
 
 
-class jit:  # noqa: N801 - reads as the function it stands for
+class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     """Compiles `fn`, including its assignments to the variables of `state`, with XLA.
 
     Everything else that `fn` reads is a constant of the program, as under `jax.jit`: for example a
@@ -190,9 +191,9 @@ class jit:  # noqa: N801 - reads as the function it stands for
         5.0
     """
 
-    def __init__(self, fn: Callable[..., Any], state: Any, donate: bool = False):
+    def __init__(self, fn: Callable[P, R], state: State, donate: bool = False):
         self._state, self._donate = variables_in(state), donate
-        pure = functional(fn, self._state)
+        pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
 
         def program(values: Any, args: Any, kwargs: Any) -> Any:
             # XLA gives a donated buffer to the first result of its shape. With the state first, in
@@ -219,7 +220,7 @@ class jit:  # noqa: N801 - reads as the function it stands for
                 values[i] = copy
         return values, args, kwargs
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, and writes the new values into the variables."""
         arguments = self._arguments(args, kwargs)
         if is_inside():  # for example of `jax.grad`, where nothing may be stored in the end
@@ -310,9 +311,10 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     """
     inside = is_inside()
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
-    if jax.tree.structure(shapes[1]) != jax.tree.structure(old):
+    structure: Any = jax.tree.structure(old)
+    if structure != jax.tree.structure(shapes[1]):
         raise TypeError(
-            f"Expected the new state in the structure of the old, {jax.tree.structure(old)}; got "
+            f"Expected the new state in the structure of the old, {structure}; got "
             f"{jax.tree.structure(shapes[1])}."
         )
     if jaxpr is None:

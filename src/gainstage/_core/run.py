@@ -55,7 +55,7 @@ class Runner:
     """Runs a step on its variables, and caches its compiled program."""
 
     def __init__(self) -> None:
-        self.program: jit | None = None
+        self.program: jit[..., Any] | None = None
         self._version: Any = None  # the version of the program's constants
         self._kind: Any = None  # the kind of the last gradients, if they needed no change
         self._decisions: list[Any] | None = None  # whether steps were applied, if requested
@@ -63,7 +63,8 @@ class Runner:
     @contextlib.contextmanager
     def decisions(self) -> Iterator[list[Any]]:
         """Collects whether each step inside the `with` was applied; None means always."""
-        self._decisions = decisions = []
+        decisions: list[Any] = []
+        self._decisions = decisions
         try:
             yield decisions
         finally:
@@ -130,10 +131,10 @@ class Runner:
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method with a weak reference to its object. An object that holds its own method would be
     freed, with all of its arrays, only when Python collects cycles."""
-    reference = weakref.WeakMethod(method)
+    reference: Any = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
-        return reference()(*args)  # type: ignore[misc]
+        return reference()(*args)
 
     return call
 
@@ -172,7 +173,8 @@ def differentiate(
 
     def scaled_and_true_loss() -> tuple[jax.Array, Any]:
         before = read(variables)
-        with recorded() if may_assign else contextlib.nullcontext([]) as also:
+        records: contextlib.AbstractContextManager[list[Variable]] = contextlib.nullcontext([])
+        with recorded() if may_assign else records as also:
             value, aux = _with_aux(loss()) if has_aux else (loss(), None)
             assigned[:], values = also, read(also)
         if changed := [v.name for v, b in zip(variables, before, strict=True) if v._value is not b]:
@@ -261,7 +263,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
             f"Expected a gradient for at least one variable; got None for all of "
             f"{[variable.name for variable in variables]}."
         )
-    arrays = []
+    arrays: list[Any] = []
     for gradient, variable in zip(grads, variables, strict=True):
         if isinstance(gradient, Variable):
             gradient = gradient.value()

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gainstage._train_step import train_step
-from gainstage._transformation import loss_scale, loss_scaled, step_was_applied
+from gainstage._transformation import loss_scaled, step_was_applied
+from gainstage._value_and_grad import loss_scale
 from gainstage.demo.task import Outcome, Task, Weights, jit
 from gainstage.rules import DynamicLossScale, FixedLossScale
 
@@ -68,10 +70,12 @@ class Trainer:
     """Trains in one mode; compiled once, for runs from any seed and with any number of ranks."""
 
     def __init__(self, task: Task, mode: Mode, steps: int):
-        self.task, self.mode, self.steps = task, mode, steps
+        self.task: Task = task
+        self.mode: Mode = mode
+        self.steps: int = steps
         # Without scaling the scale is 1, and a step that is not finite is skipped all the same.
         rule = DynamicLossScale(2.0**15, task.growth_steps) if mode.scaled else FixedLossScale(1.0)
-        self.tx = loss_scaled(task.optimizer(steps), rule)
+        self.tx: optax.GradientTransformationExtraArgs = loss_scaled(task.optimizer(steps), rule)
         self._take = train_step(self._loss, self.tx, has_aux=True, donate=False)
         self._step = jit(self._taken, donate_argnums=(0, 1))
 

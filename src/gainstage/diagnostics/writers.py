@@ -15,8 +15,9 @@ from gainstage._core import checks
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
+from gainstage._telemetry import Report
 from gainstage.diagnostics.header import header
-from gainstage.rules.base import LossScale, as_power, as_rule
+from gainstage.rules.base import Rule, as_power, as_rule
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written
@@ -39,7 +40,7 @@ class Writer(abc.ABC):
     """
 
     def __init__(self, every: int = 50):
-        self.every = checks.integer("every", every, low=1)
+        self.every: int = checks.integer("every", every, low=1)
         self._waiting: list[Record] = []
         self._unwritten: list[Record] = []  # read, but not written yet
         self._failed = False  # whether the last write failed
@@ -173,7 +174,7 @@ class JsonLines(Writer):
         path: str | Path,
         every: int = 50,
         *,
-        rule: LossScale | None = None,
+        rule: Rule | None = None,
         params: Any = None,
     ):
         super().__init__(every)
@@ -183,7 +184,7 @@ class JsonLines(Writer):
         if not jax.process_index():
             _end_last_line(self._path)
 
-    def write_report(self, step: int, report: Any) -> None:
+    def write_report(self, step: int, report: Report) -> None:
         """Appends the numbers of each tensor, after all earlier records.
 
         `gainstage report` shows the last such line of a file.
@@ -238,8 +239,8 @@ def _scalar(name: str, number: Any) -> Any:
     number = number.value() if isinstance(number, Variable) else number
     if not isinstance(number, (bool, int, float, np.generic, np.ndarray, jax.Array)):
         raise TypeError(f"Expected a number for {name}; got {number!r}.")
-    if getattr(number, "shape", ()):
-        raise TypeError(f"Expected a scalar for {name}; got shape {number.shape}.")  # type: ignore[union-attr]
+    if shape := getattr(number, "shape", ()):
+        raise TypeError(f"Expected a scalar for {name}; got shape {shape}.")
     return number.item() if isinstance(number, (np.generic, np.ndarray)) else number
 
 

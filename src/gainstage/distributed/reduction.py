@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from gainstage._core.gradients import upcast
 from gainstage._core.sharding import typed_sharding
 from gainstage._core.stats import measure
+from gainstage._core.types import Tree
 
 
-def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
+def sum_in_float32(params: Tree, axis_name: str | Sequence[str]) -> Tree:
     """Marks parameters so that JAX sums their gradients over devices in float32.
 
     Use it for data parallelism on a mesh of Explicit axes. Call it inside the loss, before
@@ -62,7 +64,7 @@ def sum_in_float32(params: Any, axis_name: str | Sequence[str]) -> Any:
     return jax.tree.map(mark, params)
 
 
-def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
+def mean_gradients(grads: Tree, axis_name: str | Sequence[str]) -> Tree:
     """Returns the mean of gradients over the devices of a mesh axis, summed in float32.
 
     Use it for data parallelism with `jax.shard_map`, between the backward pass and the step.
@@ -89,7 +91,7 @@ def mean_gradients(grads: Any, axis_name: str | Sequence[str]) -> Any:
     return jax.tree.map(lambda g: lax.pmean(g, axis_name), upcast(grads))
 
 
-def headroom(grads: Any, dtype: Any = jnp.float16, summed_over: int = 1) -> jax.Array:
+def headroom(grads: Any, dtype: DTypeLike = jnp.float16, summed_over: int = 1) -> jax.Array:
     """Returns by how many bits the loss scale can grow before a gradient overflows.
 
     Args:

@@ -21,7 +21,7 @@ from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
 from gainstage.optimizers.base import Optimizer
-from gainstage.rules.base import DynamicLossScale, LossScale, as_rule, start
+from gainstage.rules.base import DynamicLossScale, LossScale, Rule, as_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
 
@@ -113,7 +113,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
         name: str | None = None,
-        rule: LossScale | None = None,
+        rule: Rule | None = None,
         **kwargs: Any,
     ):
         if not isinstance(inner_optimizer, (Optimizer, keras.optimizers.Optimizer)):
@@ -231,7 +231,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         return super().from_config(config, custom_objects)
 
 
-def _chosen_rule(initial_scale: float, growth_steps: int, rule: LossScale | None) -> LossScale:
+def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:
     if rule is None:
         return DynamicLossScale(initial_scale, growth_steps)
     rule = as_rule("rule", rule)

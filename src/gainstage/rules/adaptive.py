@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.checks import LARGEST
+from gainstage._core.types import Flag
 from gainstage.rules.base import LossScale, one_more, set_field, set_scales
 
 PROBED = -12  # bits: how far an overflow lowers the scale before any gradient is known
@@ -110,9 +111,7 @@ class AdaptiveLossScale(LossScale):
             largest=jnp.float32(0),
         )
 
-    def update(
-        self, state: AdaptiveState, finite: jax.Array, **measured: jax.Array
-    ) -> AdaptiveState:
+    def update(self, state: AdaptiveState, finite: Flag, **measured: jax.Array) -> AdaptiveState:
         if missing := [name for name in self.measures if name not in measured]:
             raise TypeError(
                 f"AdaptiveLossScale.update needs {', '.join(self.measures)} beside state and "
@@ -134,9 +133,9 @@ class AdaptiveLossScale(LossScale):
         due = good_steps >= self.increment_period
         ceiling = jnp.minimum(jnp.where(due, state.ceiling * 2, state.ceiling), self.max_scale)
         # The power of two below the quotient, which could overflow; `exp2` would round.
-        limit, bits = math.frexp(self.largest_number * 2.0**-self.margin)
+        limit, top = math.frexp(self.largest_number * 2.0**-self.margin)
         part, exponent = jnp.frexp(largest)
-        bits = bits - exponent - jnp.int32(part > jnp.float32(limit))
+        bits = top - exponent - jnp.int32(part > jnp.float32(limit))
         power = jnp.ldexp(jnp.float32(1), jnp.clip(bits, -126, 126))
         climbed = state.scale * jnp.where(state.scale < self.initial_loss_scale, CLIMB, 2.0)
         wanted = jnp.where(largest > 0, power, climbed)  # all gradients 0: perhaps flushed

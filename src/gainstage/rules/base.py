@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from gainstage._core import checks
 from gainstage._core.arrays import strong
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import Fields
+from gainstage._core.types import Flag
 
 
 class ScaleState(NamedTuple):
@@ -76,7 +77,7 @@ class LossScale(Fields, abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "update" in vars(cls):
-            cls.update = _explained(cls.update)
+            cls.update = _explained(cls.update)  # type: ignore[method-assign]
 
     @abc.abstractmethod
     def init(self) -> Any:
@@ -91,6 +92,16 @@ class LossScale(Fields, abc.ABC):
             finite: a bool scalar, whether every gradient of the step was finite.
             measured: the scalars named in `measures`.
         """
+
+
+class HasRule(Protocol):
+    """A live object of `gainstage.compat`, which holds its rule."""
+
+    @property
+    def rule(self) -> LossScale: ...
+
+
+Rule = LossScale | HasRule  # an argument from which `as_rule` makes a rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +131,7 @@ class FixedLossScale(LossScale):
     def init(self) -> ScaleState:
         return ScaleState(jnp.float32(self.loss_scale_value))
 
-    def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
+    def update(self, state: ScaleState, finite: Flag, **measured: jax.Array) -> ScaleState:
         return state
 
 
@@ -195,7 +206,7 @@ class DynamicLossScale(LossScale):
             bad_steps=jnp.int32(0) if self.hysteresis > 1 else None,
         )
 
-    def update(self, state: ScaleState, finite: jax.Array, **measured: jax.Array) -> ScaleState:
+    def update(self, state: ScaleState, finite: Flag, **measured: jax.Array) -> ScaleState:
         finite = jnp.asarray(finite)
         good_steps = jnp.where(finite, one_more(state.good_steps, self.increment_period), 0)
         bad_steps = state.bad_steps

@@ -11,6 +11,7 @@ import numpy as np
 
 from gainstage._core import checks
 from gainstage._core.scaled_state import loss_scaled_state
+from gainstage._core.types import Scalar, Using
 from gainstage.diagnostics.xrays.causes import LOST, Cause, causes_of, losses_of
 from gainstage.diagnostics.xrays.precision import OPAQUE
 from gainstage.diagnostics.xrays.program import Program, program_of
@@ -29,10 +30,10 @@ def xray(
     loss_fn: Callable[..., Any],
     *args: Any,
     opt_state: Any = None,
-    scale: Any = None,
+    scale: Scalar | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    using: Callable[..., Any] = jax.value_and_grad,
+    using: Using = jax.value_and_grad,
     prescribe: bool = True,
     compiled: bool = True,
     progress: bool = True,
@@ -117,11 +118,11 @@ class Xray:
         if compiled:
             self.compiled_finite = bool(program.is_finite(jnp.float32(scale), program.arguments))
         self._ran = ran = run(program, Changes(scale=scale), True, tick)
-        self.finite = ran.is_finite
-        self.loss = float(np.asarray(jax.device_get(ran.loss)))
-        self.causes = losses_of(ran) if self.finite else causes_of(ran)
-        self.gradient_errors = _errors(program, ran)
-        self.unseen = sorted({r.op for r in ran.results} & OPAQUE)
+        self.finite: bool = ran.is_finite
+        self.loss: float = float(np.asarray(jax.device_get(ran.loss)))
+        self.causes: list[Cause] = losses_of(ran) if self.finite else causes_of(ran)
+        self.gradient_errors: dict[str, float] = _errors(program, ran)
+        self.unseen: list[str] = sorted({r.op for r in ran.results} & OPAQUE)
         self.remedies: list[Remedy] = []
         if prescribe:
             windows = self.windows()

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._transformation import scaled_value_and_grad
+from gainstage._core.types import Using
+from gainstage._value_and_grad import scaled_value_and_grad
 from gainstage.diagnostics.xrays.numbers import is_floating
 
 
@@ -30,7 +31,7 @@ def program_of(
     args: Sequence[Any],
     argnums: int | Sequence[int],
     has_aux: bool,
-    using: Callable[..., Any],
+    using: Using,
 ) -> Program:
     """Traces the loss and its gradients.
 
@@ -38,7 +39,7 @@ def program_of(
         loss_fn, argnums, has_aux, using: as for `gainstage.value_and_grad`.
         args: the arguments of `loss_fn`. Leaves that are not arrays are constants.
     """
-    by = {} if argnums == 0 else {"argnums": argnums}
+    by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
     chosen = {n % max(len(args), 1) for n in np.atleast_1d(argnums).tolist()}
     words = _argument_names(loss_fn, len(args))
     names, arrays, is_parameter = [], [], []
@@ -60,7 +61,7 @@ def program_of(
         differentiate = scaled_value_and_grad(
             loss_fn, scale, has_aux, functools.partial(using, **by)
         )
-        (_, (loss, _)), grads = differentiate(*structure.unflatten(whole))
+        (_, (loss, _)), grads = differentiate(*jax.tree.unflatten(structure, whole))
         return loss, grads
 
     jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)

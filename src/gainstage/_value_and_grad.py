@@ -1,0 +1,148 @@
+"""Scaled losses of optax loops, and their true gradients."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from gainstage._core import gradients
+from gainstage._core.scaled_state import loss_scaled_state
+from gainstage._core.types import Aux, P, Scalar, Using
+
+
+@overload
+def value_and_grad(
+    fun: Callable[P, Scalar],
+    opt_state: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    using: Using = ...,
+) -> Callable[P, tuple[jax.Array, Any]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[P, tuple[Scalar, Aux]],
+    opt_state: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[True],
+    using: Using = ...,
+) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+
+
+@overload
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool,
+    using: Using = ...,
+) -> Any: ...
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    opt_state: Any,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    using: Using = jax.value_and_grad,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the scaled loss; returns the true loss and the true gradients.
+
+    Args:
+        fun: a function that returns a scalar loss, or (loss, aux).
+        opt_state: a state of `loss_scaled`, or a pytree that contains exactly one.
+        argnums: the arguments to differentiate with respect to, passed to `using`.
+        has_aux: whether `fun` returns (loss, aux).
+        using: the function that differentiates. `flax.nnx.value_and_grad` and
+            `equinox.filter_value_and_grad` find the trainable parts of a model.
+
+    Returns:
+        A function of the arguments of `fun` that returns `(loss, grads)`, or
+        `((loss, aux), grads)`. Loss and gradients are unscaled, in float32 or wider. A gradient
+        that overflowed is not finite.
+
+    Raises:
+        TypeError: `fun` does not return a scalar.
+        ValueError: `opt_state` has no loss-scale state, or several.
+
+    Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
+    """
+    scale = loss_scaled_state(opt_state).loss_scale.scale
+    by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
+    differentiate = scaled_value_and_grad(fun, scale, has_aux, functools.partial(using, **by))
+
+    def true(*args: Any, **kwargs: Any) -> Any:
+        (_, (loss, aux)), grads = differentiate(*args, **kwargs)
+        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
+
+    return true
+
+
+def scaled_value_and_grad(
+    fun: Callable[..., Any], scale: jax.Array, has_aux: bool, using: Using
+) -> Callable[..., Any]:
+    """A function that returns `((scaled loss, (true loss, aux)), scaled gradients)`.
+
+    Args:
+        fun, has_aux, using: as for `value_and_grad`.
+        scale: the factor of the loss.
+    """
+
+    @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
+    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
+            raise TypeError(
+                f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
+                f"{jax.tree.map(_shape, loss)}."
+            )
+        return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
+
+    return using(scaled, has_aux=True)
+
+
+def _shape(loss: Any) -> Any:
+    return f"shape {jnp.shape(loss)}" if hasattr(loss, "shape") else loss
+
+
+def loss_scale(opt_state: Any) -> jax.Array:
+    """Returns the current scale, found anywhere inside an optax state: a float32 scalar.
+
+    Args:
+        opt_state: as for `value_and_grad`.
+
+    Raises:
+        ValueError: `opt_state` has no loss-scale state, or several.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax.numpy as jnp, optax
+        >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.scale(2.0))
+        >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
+        32768.0
+    """
+    return loss_scaled_state(opt_state).loss_scale.scale
+
+
+def scale_loss(loss: Scalar, opt_state: Any) -> jax.Array:
+    """Returns the loss times the scale, in float32 or wider, for your own backward pass.
+
+    Divide the gradients by `loss_scale(opt_state)` in float32 before `update`, which takes true
+    gradients; `value_and_grad` does both.
+
+    Args:
+        loss: the loss, of any floating dtype.
+        opt_state: as for `value_and_grad`.
+
+    Raises:
+        TypeError: `loss` is not a single array.
+        ValueError: `opt_state` has no loss-scale state, or several.
+    """
+    return gradients.scaled(loss, loss_scale(opt_state))
