@@ -25,7 +25,7 @@ assert_type(opt.state(), dict[str, jax.Array])
 assert_type(gs.telemetry(opt), gs.StepInfo)
 assert_type(gs.report(opt).underflow, gs.Underflow | None)
 assert_type(gs.diagnostics.read_run("run.jsonl"), Run)
-assert_type(gs.compat.tf2.LossScaleOptimizer(gs.SGD()).lr, Any)
+assert_type(gs.compat.tf2.LossScaleOptimizer(gs.SGD()).lr, gs.Variable)
 _ = gs.typo  # type: ignore[attr-defined]
 assert_type(gs.telemetry(opt).finite, jax.Array)
 assert_type(gs.LossScaleOptimizer.from_config(opt.get_config()), gs.LossScaleOptimizer)

@@ -8,17 +8,21 @@ keeping a maximum. Counts may be added or averaged, by autodiff (if a state is u
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.sharding import typed_sharding, varying_like
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
+
+Scalings = TypeVar("Scalings")  # a pytree of them
 
 BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals flush to 0
 NEVER = 2**24  # steps: float32 cannot count further
@@ -75,7 +79,7 @@ def dot_scaling() -> DotScaling:
     return DotScaling(scaling(), scaling(), scaling())
 
 
-def cast(x: Any, factor: Any, dtype: Any) -> tuple[jax.Array, Seen]:
+def cast(x: npt.ArrayLike, factor: ArrayLike, dtype: DTypeLike) -> tuple[jax.Array, Seen]:
     """Multiplies a tensor by a factor, clamps it to the range of a small dtype, and casts it.
 
     inf and NaN become NaN and are never clamped: such a step has to be skipped. A dtype without
@@ -118,7 +122,12 @@ def cast(x: Any, factor: Any, dtype: Any) -> tuple[jax.Array, Seen]:
 
 
 def dot(
-    x: Any, w: Any, state: DotScaling, *, dtype: Any = "float8_e4m3fn", grad: Any = "float8_e5m2"
+    x: npt.ArrayLike,
+    w: npt.ArrayLike,
+    state: DotScaling,
+    *,
+    dtype: DTypeLike = "float8_e4m3fn",
+    grad: DTypeLike = "float8_e5m2",
 ) -> jax.Array:
     """A float8 product, forwards and backwards, with float32 sums.
 
@@ -196,8 +205,8 @@ _dot.defvjp(_forward, _backward)
 
 
 def update(
-    states: Any, seen: Any, applied: Any = True, *, history: int = 1024, margin: int = 0
-) -> Any:
+    states: Scalings, seen: Any, applied: ArrayLike = True, *, history: int = 1024, margin: int = 0
+) -> Scalings:
     """Returns the scalings for the next step: the largest recent element fits, `margin` bits below.
 
     A tensor is ignored if it was all zeros, not finite, or in a skipped step. Its factor and

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from gainstage._core import checks
 from gainstage._core.configurable import Fields
@@ -63,7 +64,7 @@ class ExponentialDecay(LearningRateSchedule):
         _check(self, "decay_rate", above=0)
         _check_flag(self, "staircase")
 
-    def __call__(self, step: jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         decay = optax.exponential_decay(
             self.initial_learning_rate,
             transition_steps=self.decay_steps,
@@ -109,7 +110,7 @@ class InverseTimeDecay(LearningRateSchedule):
         _check(self, "decay_rate")
         _check_flag(self, "staircase")
 
-    def __call__(self, step: jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         periods = jnp.asarray(step, jnp.float32) / self.decay_steps
         periods = jnp.floor(periods) if self.staircase else periods
         return self.initial_learning_rate / (1 + self.decay_rate * periods)
@@ -155,7 +156,7 @@ class PolynomialDecay(LearningRateSchedule):
         _check(self, "power")
         _check_flag(self, "cycle")
 
-    def __call__(self, step: jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
         cycles = jnp.maximum(jnp.ceil(step / self.decay_steps), 1) if self.cycle else 1
         end = self.decay_steps * cycles
@@ -208,7 +209,7 @@ class CosineDecay(LearningRateSchedule):
         if self.warmup_target is not None:
             _check(self, "warmup_target")
 
-    def __call__(self, step: jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         start = self.initial_learning_rate
         peak = start if self.warmup_target is None else self.warmup_target
         rate = optax.cosine_decay_schedule(peak, self.decay_steps, self.alpha)
@@ -259,7 +260,7 @@ class CosineDecayRestarts(LearningRateSchedule):
         _check(self, "m_mul")
         _check(self, "alpha")
 
-    def __call__(self, step: jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         growth, periods = self.t_mul, jnp.asarray(step, jnp.float32) / self.first_decay_steps
 
         def start(number: jax.Array) -> jax.Array:
@@ -319,7 +320,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise ValueError(f"Expected boundaries to ascend; got {self.boundaries}.")
 
-    def __call__(self, step: jax.Array) -> jax.Array:
+    def __call__(self, step: ArrayLike) -> jax.Array:
         constants = [optax.constant_schedule(value) for value in self.values]
         # Clip to 32 bits: JAX takes no larger integers, and no step is larger.
         later = [math.floor(max(min(b, 2**31 - 2), -(2**31))) + 1 for b in self.boundaries]

@@ -6,16 +6,17 @@ import inspect
 import json
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self, TypeVar, cast, get_args
 
 # They decide how a step runs, not what it computes: not part of a configuration.
 _LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
 # The errors of constructors for arguments from a damaged file.
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+F = TypeVar("F", bound=Callable[..., Any])
 _NOT_KEPT = object()  # marks an argument that the object does not store as an attribute
 
 
-def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
+def explained(from_config: F) -> F:
     """Wraps `from_config` to raise our own error if the argument is not a configuration."""
 
     @functools.wraps(from_config)
@@ -32,7 +33,8 @@ def explained(from_config: Callable[..., Any]) -> Callable[..., Any]:
                 f"({type(error).__name__}: {error})."
             ) from error
 
-    return checked
+    wrapped: Any = checked
+    return wrapped
 
 
 class Configurable:
@@ -48,9 +50,9 @@ class Configurable:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__signature__ = _full_signature(cls)
-        own = vars(cls).get("from_config")
+        own, untyped = vars(cls).get("from_config"), cast(Any, cls)
         if isinstance(own, classmethod):
-            cls.from_config = classmethod(explained(own.__func__))  # pyright: ignore[reportAttributeAccessIssue]
+            untyped.from_config = classmethod(explained(own.__func__))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # A wrapper must distinguish a given option from a default.
@@ -126,7 +128,7 @@ class Fields:
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(cast(Any, self))
         return {field.name: getattr(self, field.name) for field in fields}
 
     @classmethod
@@ -185,7 +187,7 @@ def deserialize(
     found = [cls for cls in family(base) if cls.__name__ == name]
     derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
     found.sort(key=lambda cls: (cls.__module__ == module, cls not in derived))
-    cls = (custom_objects or {}).get(name) or (found[-1] if found else None)
+    cls: Any = (custom_objects or {}).get(name) or (found[-1] if found else None)
     if cls is None:
         known = sorted({cls.__name__ for cls in family(base)})
         raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")
@@ -194,7 +196,7 @@ def deserialize(
     return cls.from_config(dict(config))
 
 
-def family(base: type) -> Iterator[type]:
+def family(base: type[Any]) -> Iterator[type[Any]]:
     """Yields every subclass of a class, recursively."""
     for subclass in base.__subclasses__():
         yield subclass

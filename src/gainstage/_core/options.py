@@ -1,11 +1,50 @@
 """The options of every optimizer: their names and valid values."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any, Generic, Self, TypedDict, TypeVar, overload
 
 from jax.sharding import Mesh
 
 from gainstage._core import checks
+
+T = TypeVar("T")
+
+
+class Option(Generic[T]):
+    """An attribute of an optimizer that holds one of the options of a step."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, optimizer: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, optimizer: Any, owner: type | None = None) -> T: ...
+
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+        return self if optimizer is None else self._of(optimizer)
+
+    def __set__(self, optimizer: Any, value: T) -> None:
+        optimizer._set_option(self._name, value)
+
+    def _of(self, optimizer: Any) -> T:
+        return optimizer._get_option(self._name)
+
+
+class Fixed(Option[T]):
+    """An attribute of an optimizer that only the constructor sets."""
+
+    def __set__(self, optimizer: Any, value: T) -> None:
+        if self._name in vars(optimizer):
+            raise AttributeError(f"`{self._name}` can be set only in the constructor.")
+        vars(optimizer)[self._name] = value
+
+    def _of(self, optimizer: Any) -> T:
+        if self._name not in vars(optimizer):
+            name = type(optimizer).__name__
+            raise AttributeError(f"{name!r} object has no attribute {self._name!r}")
+        return vars(optimizer)[self._name]
 
 
 class Options(TypedDict, total=False):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 from jax.sharding import Mesh
 
 from gainstage._core import gradients
@@ -41,7 +42,7 @@ class Computed(Variable):
     def _read(self) -> jax.Array:
         return self._compute()
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: npt.ArrayLike) -> None:
         raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
 
 
@@ -155,7 +156,7 @@ class Store:
     @property
     def guard(self) -> Guard | None:
         """The guard of the wrapper that skips non-finite steps, if there is one."""
-        return self._guard and self._guard()
+        return None if self._guard is None else self._guard()
 
     def set_guard(self, guard: Guard) -> None:
         """Sets the guard, which then skips steps and overrides options; called by `build`."""

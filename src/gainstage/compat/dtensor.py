@@ -2,6 +2,7 @@
 
 # TensorFlow's methods differ from ours in arguments and results.
 # pyright: reportIncompatibleMethodOverride=false
+# mypy: disable-error-code="override, misc"
 
 import dataclasses
 import warnings
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from gainstage import optimizers
 from gainstage._core import checks
 from gainstage._core.options import check_option
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -105,7 +107,8 @@ class _MeshOptimizer(Optimizer):
         self._given |= options.keys()
         super().__init__(*args, jit_compile=jit_compile, name=name, mesh=mesh, **options)
         # An option is reported once, under its own name.
-        self.gradients_clip_option = self.ema_option = None
+        self.gradients_clip_option: None = None
+        self.ema_option: None = None
         self._step_rate: jax.Array | None = None
 
     @property
@@ -114,8 +117,9 @@ class _MeshOptimizer(Optimizer):
         return super().learning_rate if self._step_rate is None else self._step_rate
 
     @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        Optimizer.learning_rate.fset(self, learning_rate)  # type: ignore[attr-defined]
+    def learning_rate(self, learning_rate: Rate) -> None:
+        base: Any = Optimizer.learning_rate
+        base.fset(self, learning_rate)
 
     def add_variable(
         self,
@@ -204,7 +208,7 @@ class SGD(_MeshOptimizer, optimizers.SGD):
 
     def __init__(
         self,
-        learning_rate: Any = 0.01,
+        learning_rate: Rate = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
         amsgrad: bool = False,

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.run import WithLoss, loss_of
 from gainstage._core.store import ScaleGuard, Store
+from gainstage._core.types import Scalar
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
@@ -88,7 +89,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
 
     @property
-    def lr(self) -> Any:
+    def lr(self) -> Variable:
         """The learning rate, by its older name."""
         return self.learning_rate
 
@@ -136,17 +137,23 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return slots[var, slot_name, 0]
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> Variable:
         """The number of steps so far, skipped ones included."""
         return super().iterations
 
     @iterations.setter
-    def iterations(self, value: Any) -> None:
+    def iterations(self, value: Scalar) -> None:
         if self.built:
             raise RuntimeError("Expected iterations to be set before the optimizer is built.")
         self._store.iterations.assign(value)
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    @overload
+    def get_scaled_loss(self, loss: Scalar) -> jax.Array: ...
+
+    @overload
+    def get_scaled_loss(self, loss: Callable[[], Scalar]) -> Callable[[], jax.Array]: ...
+
+    def get_scaled_loss(self, loss: Scalar | Callable[[], Scalar]) -> Any:
         """Returns the loss times the scale, in float32 or wider; for a callable, a callable."""
         self._forgotten.discard("get_scaled_loss")
         if callable(loss):
@@ -158,7 +165,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self._forgotten.discard("get_unscaled_gradients")
         return self._unscaled(grads)
 
-    def minimize(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def minimize(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         self, loss: Callable[[], Any], var_list: Any, tape: Any = None
     ) -> jax.Array:
         """Scales, differentiates, unscales and applies; returns the true loss. A loss that is not a
@@ -177,7 +184,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
         experimental_aggregate_gradients: bool = True,
-    ) -> Any:
+    ) -> Variable:
         """Takes a step on unscaled gradients, if they are finite.
 
         Args:

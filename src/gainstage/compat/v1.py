@@ -10,6 +10,7 @@ from gainstage import optimizers
 from gainstage._core import checks
 from gainstage._core.run import check_verbs
 from gainstage._core.sharding import varying_axes
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.compat.live import (
     FLOOR,
@@ -168,7 +169,7 @@ class GradientDescentOptimizer(Optimizer):
     """
 
     def __init__(
-        self, learning_rate: Any, use_locking: bool = False, name: str = "GradientDescent"
+        self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent"
     ):
         super().__init__(optimizers.SGD(learning_rate), use_locking, name)
 
@@ -191,7 +192,7 @@ class MomentumOptimizer(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: Rate,
         momentum: float,
         use_locking: bool = False,
         name: str = "Momentum",
@@ -228,7 +229,7 @@ class AdamOptimizer(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         beta1: float = 0.9,
         beta2: float = 0.999,
         epsilon: float = 1e-08,

@@ -239,8 +239,9 @@ class KerasOptimizer(Stateless):
                 f"Expected a number for learning_rate, which was one when {self.name!r} was "
                 f"built; got {learning_rate!r}."
             )
-        _check_rate(LearningRate(learning_rate, self.name))
-        self._ours.learning_rate = self._learning_rate = learning_rate
+        rate = LearningRate(learning_rate, self.name)
+        _check_rate(rate)
+        self._ours.learning_rate = self._learning_rate = rate.source
         self._untrack_variable(before)
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
 from gainstage._core.options import OptimizerOptions
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -42,18 +43,20 @@ class Adadelta(Optimizer):
     """
 
     elementwise = True
+    accumulated_grads: list[Variable]
+    accumulated_steps: list[Variable]
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         rho: float = 0.95,
         epsilon: float = 1e-7,
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
-        self.rho = checks.real("rho", rho, low=0, high=1)
-        self.epsilon = checks.real("epsilon", epsilon, low=0)
+        self.rho: float = checks.real("rho", rho, low=0, high=1)
+        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

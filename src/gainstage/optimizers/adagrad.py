@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
 from gainstage._core.options import OptimizerOptions
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -43,17 +44,17 @@ class Adagrad(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         initial_accumulator_value: float = 0.1,
         epsilon: float = 1e-7,
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
-        self.initial_accumulator_value = checks.real(
+        self.initial_accumulator_value: float = checks.real(
             "initial_accumulator_value", initial_accumulator_value, low=0
         )
-        self.epsilon = checks.real("epsilon", epsilon, low=0)
+        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
@@ -61,7 +62,9 @@ class Adagrad(Optimizer):
         def start(shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return jnp.full(shape, self.initial_accumulator_value, dtype)
 
-        self.accumulators = self.add_optimizer_variables(var_list, "accumulator", start)
+        self.accumulators: list[Variable] = self.add_optimizer_variables(
+            var_list, "accumulator", start
+        )
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

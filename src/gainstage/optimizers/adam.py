@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
 from gainstage._core.options import OptimizerOptions
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -46,7 +47,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
@@ -55,19 +56,21 @@ class Adam(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
-        self.beta_1 = checks.real("beta_1", beta_1, low=0, below=1)
-        self.beta_2 = checks.real("beta_2", beta_2, low=0, below=1)
-        self.epsilon = checks.real("epsilon", epsilon, low=0)
-        self.amsgrad = checks.flag("amsgrad", amsgrad)
+        self.beta_1: float = checks.real("beta_1", beta_1, low=0, below=1)
+        self.beta_2: float = checks.real("beta_2", beta_2, low=0, below=1)
+        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
+        self.amsgrad: bool = checks.flag("amsgrad", amsgrad)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
         moments = [self.add_optimizer_variables([v], ("momentum", "velocity")) for v in var_list]
         # Momentum and velocity alternate, as Keras stores them.
-        self.momentums = [m for (m,), _ in moments]
-        self.velocities = [v for _, (v,) in moments]
+        self.momentums: list[Variable] = [m for (m,), _ in moments]
+        self.velocities: list[Variable] = [v for _, (v,) in moments]
         if self.amsgrad:
-            self.velocity_hats = self.add_optimizer_variables(var_list, "velocity_hat")
+            self.velocity_hats: list[Variable] = self.add_optimizer_variables(
+                var_list, "velocity_hat"
+            )
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
@@ -112,7 +115,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         weight_decay: float | None = 0.004,
         beta_1: float = 0.9,
         beta_2: float = 0.999,

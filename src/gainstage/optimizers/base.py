@@ -22,7 +22,7 @@ from gainstage._core.guard import (
     guarded,
     run_if,
 )
-from gainstage._core.options import BEFORE_BUILD, check_option
+from gainstage._core.options import BEFORE_BUILD, Fixed, Option, check_option
 from gainstage._core.readings import norms
 from gainstage._core.run import (
     Runner,
@@ -40,39 +40,9 @@ from gainstage._core.saving import shown, wrong_count
 from gainstage._core.slots import Initializer
 from gainstage._core.step import Step, StepOptions, StepState
 from gainstage._core.store import Computed, Store
+from gainstage._core.types import Aux, Flag, Grads, Loss, Rate, Scalar, Values
 from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
-
-
-class Option:
-    """An attribute that holds one of the options of a step."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
-        return self if optimizer is None else optimizer._get_option(self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        optimizer._set_option(self._name, value)
-
-
-class Fixed:
-    """An attribute that only the constructor sets."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
-        if optimizer is not None and self._name not in vars(optimizer):
-            name = type(optimizer).__name__
-            raise AttributeError(f"{name!r} object has no attribute {self._name!r}")
-        return self if optimizer is None else vars(optimizer)[self._name]
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        if self._name in vars(optimizer):
-            raise AttributeError(f"`{self._name}` can be set only in the constructor.")
-        vars(optimizer)[self._name] = value
 
 
 class Optimizer(Configurable):
@@ -138,15 +108,24 @@ class Optimizer(Configurable):
     Source: `keras.optimizers.Optimizer` (Keras 3).
     """
 
-    weight_decay, clipnorm, clipvalue, global_clipnorm = Option(), Option(), Option(), Option()
-    use_ema, ema_momentum, ema_overwrite_frequency = Option(), Option(), Option()
-    loss_scale_factor = Option()
-    gradient_accumulation_steps, on_bad_microbatch = Option(), Option()
-    mesh, group_small, master_weights, shard_state_over = Fixed(), Fixed(), Fixed(), Fixed()
+    weight_decay: Option[float | None] = Option()
+    clipnorm: Option[float | None] = Option()
+    clipvalue: Option[float | None] = Option()
+    global_clipnorm: Option[float | None] = Option()
+    use_ema: Option[bool] = Option()
+    ema_momentum: Option[float] = Option()
+    ema_overwrite_frequency: Option[int | None] = Option()
+    loss_scale_factor: Option[float | None] = Option()
+    gradient_accumulation_steps: Option[int | None] = Option()
+    on_bad_microbatch: Option[str] = Option()
+    mesh: Fixed[Mesh | None] = Fixed()
+    group_small: Fixed[bool] = Fixed()
+    master_weights: Fixed[bool] = Fixed()
+    shard_state_over: Fixed[tuple[str, ...]] = Fixed()
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: Rate,
         weight_decay: float | None = None,
         clipnorm: float | None = None,
         clipvalue: float | None = None,
@@ -183,8 +162,8 @@ class Optimizer(Configurable):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         cls = type(self).__name__
         snake = cls if cls.isupper() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls).lower()
-        self.name = name or snake
-        self.jit_compile = checks.flag("jit_compile", jit_compile)
+        self.name: str = name or snake
+        self.jit_compile: bool = checks.flag("jit_compile", jit_compile)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
         self.mesh = mesh
@@ -271,7 +250,7 @@ class Optimizer(Configurable):
         return Computed(count.name, lambda: count.value() // steps, set_by)
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> Variable:
         """The current learning rate, a float32 variable. A number can be assigned without
         recompiling a step. With a schedule or another callable the rate is computed and cannot be
         assigned."""
@@ -283,7 +262,7 @@ class Optimizer(Configurable):
         return Computed(name, lambda: rate.at(count.value()), set_by)
 
     @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
+    def learning_rate(self, learning_rate: Rate) -> None:
         self._store.set_rate(learning_rate)
 
     @property
@@ -367,6 +346,19 @@ class Optimizer(Configurable):
         precision). A second `build` reuses those of the first."""
         return self._slots.add_like(reference_variable, name or "var", initializer)
 
+    @overload
+    def add_optimizer_variables(
+        self, trainable_variables: Iterable[Variable], name: str, initializer: Initializer = ...
+    ) -> list[Variable]: ...
+
+    @overload
+    def add_optimizer_variables(
+        self,
+        trainable_variables: Iterable[Variable],
+        name: list[str] | tuple[str, ...],
+        initializer: Initializer = ...,
+    ) -> tuple[list[Variable], ...]: ...
+
     def add_optimizer_variables(
         self,
         trainable_variables: Iterable[Variable],
@@ -436,20 +428,24 @@ class Optimizer(Configurable):
 
     # ── its verbs ────────────────────────────────────────────────────────────────────────────
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Loss) -> Loss | jax.Array:
         """Returns the loss times the loss scale, in float32 or wider; float16 could overflow."""
         scale = self._loss_scale()
         return loss if scale is None else gradients.scaled(loss, scale)
 
     @overload
     def minimize(
-        self, loss: Callable[[], Any], var_list: VarList, *, has_aux: Literal[False] = False
+        self, loss: Callable[[], Scalar], var_list: VarList, *, has_aux: Literal[False] = False
     ) -> jax.Array: ...
 
     @overload
     def minimize(
-        self, loss: Callable[[], Any], var_list: VarList, *, has_aux: Literal[True]
-    ) -> tuple[jax.Array, Any]: ...
+        self,
+        loss: Callable[[], tuple[Scalar, Aux]],
+        var_list: VarList,
+        *,
+        has_aux: Literal[True],
+    ) -> tuple[jax.Array, Aux]: ...
 
     def minimize(self, loss: Callable[[], Any], var_list: VarList, *, has_aux: bool = False) -> Any:
         """Differentiates `loss` and takes a step.
@@ -491,7 +487,7 @@ class Optimizer(Configurable):
         return (pairs.loss, pairs.aux) if has_aux else pairs.loss
 
     def compute_gradients(
-        self, loss: Callable[[], Any], var_list: VarList
+        self, loss: Callable[[], Scalar], var_list: VarList
     ) -> list[tuple[jax.Array | None, Variable]]:
         """Returns the (gradient, variable) pairs of a loss, in order, scaled as `apply` expects.
 
@@ -513,7 +509,7 @@ class Optimizer(Configurable):
         variables = variables_in(var_list() if callable(var_list) else var_list)
         return differentiate(loss, variables, self.scale_loss, **how)
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
         loss, pairs = loss_of(grads_and_vars), [tuple(p) for p in grads_and_vars]
         self.apply(WithLoss([g for g, _ in pairs], loss), [v for _, v in pairs])
@@ -521,12 +517,12 @@ class Optimizer(Configurable):
 
     def apply(
         self,
-        grads: Sequence[Any],
+        grads: Grads,
         trainable_variables: VarList | None = None,
         *,
-        loss: Any = None,
-        apply_if: Any = None,
-        only_if: Any = None,
+        loss: Scalar | None = None,
+        apply_if: Flag | None = None,
+        only_if: Flag | None = None,
     ) -> None:
         """Takes a step: one compiled program, without a transfer to the host.
 
@@ -607,7 +603,7 @@ class Optimizer(Configurable):
         return by_place(grads, places, list(self._store.index))
 
     def stateless_apply(
-        self, optimizer_variables: Sequence[Any], grads: Sequence[Any], trainable_variables: Any
+        self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Takes the step as a pure function of lists of arrays; no variable changes.
 
@@ -763,7 +759,7 @@ class Optimizer(Configurable):
                 self._update_one(gradient.value(), variable, rate)
 
     def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
-        if self.update_step(gradient, variable, rate) is not None:
+        if self.update_step(gradient, variable, rate) is not None:  # type: ignore[func-returns-value]
             raise TypeError(
                 f"Expected {type(self).__name__}.update_step to assign the new value and "
                 f"return None; got a result."
@@ -780,7 +776,7 @@ class Optimizer(Configurable):
 
     # ── saving ───────────────────────────────────────────────────────────────────────────────
 
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Values) -> None:
         """Sets all of `variables`, in that order; changes none if a value does not fit.
 
         Raises:

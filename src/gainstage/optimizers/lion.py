@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.options import OptimizerOptions
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -42,19 +43,19 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         beta_1: float = 0.9,
         beta_2: float = 0.99,
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
-        self.beta_1 = checks.real("beta_1", beta_1, above=0, high=1)
-        self.beta_2 = checks.real("beta_2", beta_2, low=0, high=1)
+        self.beta_1: float = checks.real("beta_1", beta_1, above=0, high=1)
+        self.beta_2: float = checks.real("beta_2", beta_2, low=0, high=1)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
-        self.momentums = self.add_optimizer_variables(var_list, "momentum")
+        self.momentums: list[Variable] = self.add_optimizer_variables(var_list, "momentum")
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

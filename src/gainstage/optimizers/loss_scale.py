@@ -6,11 +6,18 @@ from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 
-from gainstage._core import checks, saving
+from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import read
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.guard import GuardState
-from gainstage._core.options import BEFORE_BUILD, CLIPS, OPTIONS, WrapperOptions, check_option
+from gainstage._core.options import (
+    BEFORE_BUILD,
+    CLIPS,
+    OPTIONS,
+    Fixed,
+    WrapperOptions,
+    check_option,
+)
 from gainstage._core.readings import all_finite
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
@@ -20,10 +27,11 @@ from gainstage._core.slots import Slots
 from gainstage._core.stats import check_telemetry
 from gainstage._core.step import StepState
 from gainstage._core.store import ScaleGuard, scaled_by
+from gainstage._core.types import Scalar
 from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Fixed, Optimizer
+from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.optax import Optax
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, as_rule
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule
 
 
 class ScaledState(NamedTuple):
@@ -79,7 +87,8 @@ class LossScaleOptimizer(Optimizer):
     arXiv:1710.03740.
     """
 
-    telemetry, underflow_every = Fixed(), Fixed()
+    telemetry: Fixed[bool] = Fixed()
+    underflow_every: Fixed[int | None] = Fixed()
     _guard_type = ScaleGuard
     _unscales = True  # whether `apply` divides gradients by the scale
 
@@ -90,7 +99,7 @@ class LossScaleOptimizer(Optimizer):
         dynamic_growth_steps: int = 2000,
         *,
         dynamic: bool = True,
-        rule: LossScale | None = None,
+        rule: Rule | None = None,
         name: str | None = None,
         telemetry: bool = False,
         underflow_every: int | None = None,
@@ -124,7 +133,7 @@ class LossScaleOptimizer(Optimizer):
             self._store.set_guard(self._guard)
 
     def _chosen_rule(
-        self, initial_scale: float, growth_steps: int, dynamic: bool, rule: LossScale | None
+        self, initial_scale: float, growth_steps: int, dynamic: bool, rule: Rule | None
     ) -> LossScale:
         given = self._given & {"initial_scale", "dynamic_growth_steps", "dynamic"}
         dynamic = checks.flag("dynamic", dynamic)
@@ -182,9 +191,9 @@ class LossScaleOptimizer(Optimizer):
         self._has_scaled = True
         return self._loss_scale()
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Scalar) -> jax.Array:
         self._has_scaled = True
-        return super().scale_loss(loss)
+        return gradients.scaled(loss, self._loss_scale())
 
     @property
     def dynamic(self) -> bool:
@@ -234,7 +243,7 @@ class LossScaleOptimizer(Optimizer):
         guard, inner = state
         scale = scaled_by(guard.scale.scale, self._store.in_force.loss_scale_factor)
         args = (guard, inner, grads, self._divisor(scale), rate, loss, apply_if)
-        more = {"loss_scale": scale, "every": self._guard.every}
+        more: dict[str, Any] = {"loss_scale": scale, "every": self._guard.every}
         done = self._inner._guarded(self._rule, *args, **more)
         return ScaledState(done.state, done.inner), done.applied
 

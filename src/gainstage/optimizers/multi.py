@@ -12,6 +12,7 @@ from gainstage._core.run import check_verbs
 from gainstage._core.scaled_state import states_in
 from gainstage._core.step import StepOptions
 from gainstage._core.store import Guard, Store
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
@@ -79,7 +80,7 @@ class MultiOptimizer(Optimizer):
         self,
         optimizers_and_variables: Sequence[tuple[Optimizer, Sequence[Variable]]],
         name: str | None = None,
-        learning_rate: Any = 1.0,
+        learning_rate: Rate = 1.0,
         *,
         master_weights: bool = False,
         **options: Unpack[WrapperOptions],
@@ -172,9 +173,9 @@ def _check_part(optimizer: Any) -> None:
         for n in ("group_small", "master_weights", "shard_state_over", "mesh")
         if getattr(optimizer, n)
     }
-    if given := sorted(given - {"weight_decay"}):
+    if others := sorted(given - {"weight_decay"}):
         raise ValueError(
-            f"Expected {', '.join(given)} on the MultiOptimizer, for all variables; got it on "
+            f"Expected {', '.join(others)} on the MultiOptimizer, for all variables; got it on "
             f"{optimizer.name!r}."
         )
     if store.rate.is_called:

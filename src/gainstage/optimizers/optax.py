@@ -13,6 +13,7 @@ from gainstage._core.bridge import read
 from gainstage._core.gradients import Gradients, upcast
 from gainstage._core.options import WrapperOptions
 from gainstage._core.sharding import replicate
+from gainstage._core.types import Rate, Transformation
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -56,9 +57,9 @@ class Optax(Optimizer):
 
     def __init__(
         self,
-        tx: optax.GradientTransformation,
+        tx: Transformation,
         name: str | None = None,
-        learning_rate: Any = 1.0,
+        learning_rate: Rate = 1.0,
         *,
         master_weights: bool = False,
         **options: Unpack[WrapperOptions],
@@ -105,7 +106,10 @@ class Optax(Optimizer):
         if all(value.sharding is None for value in values):
             return alone
         return optax.tree_utils.tree_map_params(
-            self.tx, lambda slot, value: slot.update(sharding=value.sharding), alone, values
+            self.tx,  # pyright: ignore[reportArgumentType]
+            lambda slot, value: slot.update(sharding=value.sharding),
+            alone,
+            values,
         )
 
     def _init(self, values: Any) -> Any:
@@ -117,10 +121,11 @@ class Optax(Optimizer):
 
     def _state_with_keys(self) -> Any:
         values, structure = jax.tree.flatten(read(self._state))
-        return structure.unflatten(
+        leaves = [
             value if kind is None else jax.random.wrap_key_data(value, impl=kind)
             for value, kind in zip(values, self._key_kinds, strict=True)
-        )
+        ]
+        return jax.tree.unflatten(structure, leaves)
 
     def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         state = self._init([values[variable] for variable in self._index])

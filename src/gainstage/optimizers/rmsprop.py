@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
 from gainstage._core.options import OptimizerOptions
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -48,7 +49,7 @@ class RMSprop(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.001,
+        learning_rate: Rate = 0.001,
         rho: float = 0.9,
         momentum: float = 0.0,
         epsilon: float = 1e-7,
@@ -57,18 +58,20 @@ class RMSprop(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
-        self.rho = checks.real("rho", rho, low=0, high=1)
-        self.momentum = checks.real("momentum", momentum, low=0, high=1)
-        self.epsilon = checks.real("epsilon", epsilon, low=0)
-        self.centered = checks.flag("centered", centered)
+        self.rho: float = checks.real("rho", rho, low=0, high=1)
+        self.momentum: float = checks.real("momentum", momentum, low=0, high=1)
+        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
+        self.centered: bool = checks.flag("centered", centered)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
-        self.velocities = self.add_optimizer_variables(var_list, "velocity")
+        self.velocities: list[Variable] = self.add_optimizer_variables(var_list, "velocity")
         if self.momentum:
-            self.momentums = self.add_optimizer_variables(var_list, "momentum")
+            self.momentums: list[Variable] = self.add_optimizer_variables(var_list, "momentum")
         if self.centered:
-            self.averages = self.add_optimizer_variables(var_list, "average_gradient")
+            self.averages: list[Variable] = self.add_optimizer_variables(
+                var_list, "average_gradient"
+            )
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

@@ -7,6 +7,7 @@ import jax
 
 from gainstage._core import checks
 from gainstage._core.options import OptimizerOptions
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -44,20 +45,20 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any = 0.01,
+        learning_rate: Rate = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
-        self.momentum = checks.real("momentum", momentum, low=0, high=1)
-        self.nesterov = checks.flag("nesterov", nesterov)
+        self.momentum: float = checks.real("momentum", momentum, low=0, high=1)
+        self.nesterov: bool = checks.flag("nesterov", nesterov)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
         if self.momentum:
-            self.momentums = self.add_optimizer_variables(var_list, "momentum")
+            self.momentums: list[Variable] = self.add_optimizer_variables(var_list, "momentum")
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
