@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -211,13 +212,39 @@ def test_style():
         assert result.returncode == 0, result.stdout
 
 
+def checked(*words):
+    """What a type checker prints, and its exit status."""
+    pytest.importorskip(words[0])
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_types():
     """Pyright finds no error in the sources, infers the types that `typed.py` says, and finds the
     mistakes in it."""
-    pytest.importorskip("basedpyright")
     words = ["--pythonpath", sys.executable, "src", "tests/typed.py"]
-    result = subprocess.run(
-        [sys.executable, "-m", "basedpyright", *words],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    result = checked("basedpyright", *words)
+    assert result.returncode == 0, result.stdout
+
+
+def test_mypy_sees_the_same_types():
+    """With `--strict`, mypy infers the types that `typed.py` says, and finds the mistakes in it."""
+    result = checked("mypy", "--follow-imports", "silent", "tests/typed.py")
+    assert result.returncode == 0, result.stdout
+
+
+def test_all_public_types_are_known():
+    """Pyright knows the type of every public name, except of two classes derived from Keras's,
+    which have no types."""
+    words = ["--pythonpath", sys.executable, "--ignoreexternal", "--outputjson"]
+    result = checked("basedpyright", "--verifytypes", "gainstage", *words)
+    names = json.loads(result.stdout)["typeCompleteness"]["symbols"]
+    unclear = [n["name"] for n in names if not n["isTypeKnown"] or n["isTypeAmbiguous"]]
+    assert {name.rpartition(".")[2] for name in unclear} == {"LogLossScale", "Stateless"}
+
+
+@pytest.mark.slow
+def test_mypy_finds_no_error():
+    """With `--strict`, mypy finds no error in the sources."""
+    result = checked("mypy", "src")
     assert result.returncode == 0, result.stdout
