@@ -75,8 +75,8 @@ class Underflow:
         scale: its loss scale.
         counts: a float array with one row per tensor. It counts elements of the scaled gradient:
             those that were 0, then those of each exponent from -40 (or less) to 40 (or more).
-        overflowed: the lowest scale of a skipped step, inf if there was none. A later step that was
-            finite at that scale or above resets it.
+        overflowed: the lowest scale of a non-finite step, inf if there was none. A later step that
+            was finite at that scale or above resets it.
 
     float16 flushes numbers below `2**-25` to 0. Numbers below `2**-14` are *subnormal*: they have
     fewer digits. The share of such elements says little, because they may be too small to matter.

@@ -1,1 +1,1 @@
-"""The core: variables and the bridge to pure functions, gradients, rules, and the step."""
+"""The core: variables and the bridge to pure functions, gradients, and the step."""

@@ -1,4 +1,4 @@
-"""The guard around an update: the only code that reads gradients, decides and updates the scale.
+"""The guard around an update: the only code that skips steps and updates the scale.
 
 A policy says what happens to the state in a skipped step: `Select`, `Branch`, or one of two
 accumulation windows. Each is a value with a few small pure functions.
@@ -96,7 +96,7 @@ class Window(Branch):
 
 
 class DropWindow(Window):
-    """A non-finite microbatch counts; its window then ends without an update."""
+    """A non-finite microbatch counts; at the end of its window there is no update."""
 
     counter = ("good_microbatches", 0)
 
@@ -132,7 +132,7 @@ WINDOWS = {"extend": Window, "drop_window": DropWindow}
 class GuardState(NamedTuple):
     """The state of a guard, as arrays or as variables."""
 
-    scale: Any  # the rule's state, None for a scale that never changes
+    scale: Any  # the rule's state, None without a rule
     observed: Any = None  # the telemetry, if enabled
     measured: Any = ()  # the measurements of the window so far, by name
 
@@ -174,7 +174,7 @@ def guarded(
     """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
     Args:
-        rule: the rule that updates the scale; None if it is fixed.
+        rule: the rule that updates the scale; None for `loss_scale_factor` alone.
         update: `(norms, inner, mask) -> (result, inner)`: the step. `norms` are the norms that
             clipping divides by, and `mask` is given if it runs on non-finite gradients.
         state: the state of the guard.

@@ -46,7 +46,8 @@ class Exponents(NamedTuple):
     step: jax.Array  # int32: the step of the count, -1 for never
     scale: jax.Array  # float32: the scale of that step
     counts: jax.Array  # float32, one row per gradient: elements that are 0, then by exponent
-    overflowed: jax.Array  # float32: the lowest scale of a skipped step that no finite one reached
+    # float32: the lowest scale of a non-finite step that no finite one reached
+    overflowed: jax.Array
 
 
 class Observed(NamedTuple):
@@ -282,7 +283,7 @@ def observed(
 
 
 def _lowest_overflow(before: jax.Array, scale: jax.Array, finite: jax.Array) -> jax.Array:
-    """The lowest scale of a skipped step, until a step is finite at that scale or above."""
+    """The lowest scale of a non-finite step, until a step is finite at that scale or above."""
     kept = jnp.where(scale >= before, jnp.inf, before)
     return jnp.where(finite, kept, jnp.minimum(before, scale)).astype(jnp.float32)
 

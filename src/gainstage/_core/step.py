@@ -249,7 +249,7 @@ class Step:
             ]
             norms = norms_of(means, self.options.limits, self.shardings)
             conditions = [] if whole is None else [whole]
-            if norms and self.skips:  # the norm of the mean was not checked before
+            if norms and self.skips:  # in Keras and `to_optax` nobody has checked it before
                 conditions.append(jnp.isfinite(jnp.array(norms)).all())
 
             def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
@@ -284,8 +284,9 @@ class Step:
         frequency = self.options.ema_overwrite_frequency
         updates = state.iterations // (self.options.gradient_accumulation_steps or 1)
         momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
-        # A 1 that XLA cannot fold. XLA:CPU may or may not round `b * c` in `a + b * c`; with jax
-        # 0.12 that depends on the mesh. In `a + b * c * one` the product is always rounded.
+        # A 1 that XLA cannot fold: `updates` is negative only if a window is dropped. XLA:CPU may
+        # round `b * c` in `a + b * c` or not; with jax 0.12 that depends on the mesh. In
+        # `a + b * c * one` the product is always rounded.
         one = jnp.where(updates < 0, 0.0, 1.0)
         kept = None if self.window is None else state.iterations == before.iterations
         averages, weights = [], []

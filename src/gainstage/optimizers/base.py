@@ -56,8 +56,9 @@ class Optimizer(Configurable):
 
     Args:
         learning_rate: a number, a schedule, or a callable. A schedule, or a callable of one
-            argument, gets the number of earlier steps (accumulating ones count too) and is traced.
-            A callable of no argument runs in Python, once per eager step; a traced function raises.
+            argument, gets the number of earlier steps and is traced; accumulating steps count,
+            skipped ones do not. A callable of no argument runs in Python, once per eager step; a
+            traced function raises.
         weight_decay: decoupled decay, >= 0: `w -= w * weight_decay * learning_rate`.
         clipnorm: the largest norm of each variable's gradient, > 0.
         clipvalue: the largest absolute value of a gradient's element, > 0.
