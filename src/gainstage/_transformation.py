@@ -35,8 +35,8 @@ def loss_scaled(
     every weight bit for bit; `optax.apply_updates` may flush subnormal weights to 0. `tx` gets
     half-precision gradients and parameters in float32, and keeps its state in float32.
 
-    Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation in front can hide an
-    overflow (`optax.clip`) or store it (`optax.MultiSteps`); one behind still runs on a skipped
+    Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation before it can hide an
+    overflow (`optax.clip`) or store it (`optax.MultiSteps`); one after it still runs on a skipped
     step. Wrap `optax.multi_transform` too: inside it only one group's gradients are checked.
 
     Args:

@@ -67,7 +67,7 @@ def prose():
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 parts = doctest.DocTestParser().parse(ast.get_docstring(node) or "")
                 text = "".join(part for part in parts if isinstance(part, str))
-                yield path, re.sub(r"::\n\n(    .*\n?|\n)+", "", text)  # formulas
+                yield path, re.sub(r":\n\n(    .*\n?|\n)+", "", text)  # formulas
 
 
 def test_powers_are_written_as_code():
@@ -143,3 +143,9 @@ def test_no_power_is_bold(site):
     for page in site.glob("**/*.html"):
         text = re.sub(r"</?(code|span)[^>]*>", "", page.read_text())
         assert re.findall(r"\d<strong>.{40}|.{40}</strong>-?\d", text) == [], page
+
+
+def test_docstrings_are_written_as_markdown(site):
+    """No page shows the colons of reStructuredText, or quotes a text that begins with `>=`."""
+    for page in site.glob("**/*.html"):
+        assert re.findall(r".{40}::</p>|<blockquote.{40}", page.read_text(), re.DOTALL) == [], page

@@ -15,7 +15,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Adadelta(Optimizer):
-    """Adadelta::
+    """Adadelta:
 
         a = rho * a + (1 - rho) * g**2
         step = -g * sqrt(d + epsilon) / sqrt(a + epsilon)
@@ -25,7 +25,7 @@ class Adadelta(Optimizer):
     Args:
         learning_rate: a number, schedule or callable; the paper's is 1.
         rho: the decay rate of the averages, in [0, 1].
-        epsilon: >= 0, added to both averages.
+        epsilon: a number >= 0, added to both averages.
         *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:

@@ -15,7 +15,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Adagrad(Optimizer):
-    """Adagrad::
+    """Adagrad:
 
         a += g**2
         w -= learning_rate * g / sqrt(a + epsilon)
@@ -23,7 +23,7 @@ class Adagrad(Optimizer):
     Args:
         learning_rate: a number, schedule or callable.
         initial_accumulator_value: the first value of `a`, >= 0.
-        epsilon: >= 0, added to `a`.
+        epsilon: a number >= 0, added to `a`.
         *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
     Raises:

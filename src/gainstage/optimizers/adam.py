@@ -15,7 +15,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Adam(Optimizer):
-    """Adam, with the bias correction in the learning rate::
+    """Adam, with the bias correction in the learning rate:
 
         alpha = learning_rate * sqrt(1 - beta_2**t) / (1 - beta_1**t)
         m += (1 - beta_1) * (g - m)
@@ -25,7 +25,7 @@ class Adam(Optimizer):
     Args:
         learning_rate: a number, schedule or callable.
         beta_1, beta_2: the decay rates of the two moments, in [0, 1).
-        epsilon: >= 0, added in float32, where it cannot underflow.
+        epsilon: a number >= 0, added in float32, where it cannot underflow.
         amsgrad: whether to divide by the largest second moment so far.
         *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 
@@ -95,7 +95,7 @@ class AdamW(Adam):
 
     Args:
         learning_rate: a number, schedule or callable.
-        weight_decay: >= 0.
+        weight_decay: a number >= 0.
         beta_1, beta_2, epsilon, amsgrad: as for `Adam`.
         *options, **named_options: options of every `Optimizer`, `clipnorm` first.
 

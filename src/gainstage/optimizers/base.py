@@ -539,7 +539,7 @@ class Optimizer(Configurable):
                 need it.
             apply_if: a bool scalar. If False, the update is skipped, even if all gradients are
                 finite. The loss scale still reacts to them; a finite microbatch does not count in
-                its window. Several optimizers can share a skip decision::
+                its window. Several optimizers can share a skip decision:
 
                     finite = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
                     opt_a.apply(grads_a, apply_if=finite)

@@ -14,7 +14,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class Lion(Optimizer):
-    """Lion: a step of the sign of an interpolated momentum::
+    """Lion: a step of the sign of an interpolated momentum:
 
         w -= learning_rate * sign(beta_1 * m + (1 - beta_1) * g)
         m = beta_2 * m + (1 - beta_2) * g

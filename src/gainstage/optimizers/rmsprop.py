@@ -15,7 +15,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class RMSprop(Optimizer):
-    """RMSprop, plain or centered, with momentum::
+    """RMSprop, plain or centered, with momentum:
 
         v = rho * v + (1 - rho) * g**2
         a = rho * a + (1 - rho) * g                     # centered; else a = 0
@@ -27,7 +27,7 @@ class RMSprop(Optimizer):
         learning_rate: a number, schedule or callable.
         rho: the decay rate of the averages, in [0, 1].
         momentum: in [0, 1].
-        epsilon: >= 0, added to the variance.
+        epsilon: a number >= 0, added to the variance.
         centered: whether to divide by the variance instead of the mean square.
         *options, **named_options: options of every `Optimizer`, `weight_decay` first.
 

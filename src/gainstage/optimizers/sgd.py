@@ -13,7 +13,7 @@ from gainstage.optimizers.base import Optimizer
 
 
 class SGD(Optimizer):
-    """Gradient descent::
+    """Gradient descent:
 
         w -= learning_rate * g                          # momentum == 0: no slot
         m = momentum * m - learning_rate * g            # momentum > 0:

@@ -139,7 +139,7 @@ class FixedLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """Raises the scale after a run of finite steps, and lowers it after a non-finite step.
 
-    The rule, as code (`multiplier` >= 1)::
+    The rule, as code (`multiplier` >= 1):
 
         if finite:
             good_steps += 1
