@@ -4,6 +4,9 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,9 @@ def script(name):
 
 release, site = script("release"), script("site")
 
+ADDRESS = "https://host.example/Owner/name"
+README = "![A](docs/a.png) [b](docs/b.md#c) [d](https://d.example) [e](#e)\n"
+
 
 @pytest.fixture
 def project(tmp_path):
@@ -30,6 +36,8 @@ def project(tmp_path):
         (tmp_path / "src/gainstage").mkdir(parents=True)
         (tmp_path / "src/gainstage/__init__.py").write_text('__version__ = "1.2.3"\n')
         (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {heading}\n\n## 1.2.2\n")
+        (tmp_path / "pyproject.toml").write_text('[project]\nname = "gainstage"\n')
+        (tmp_path / "README.md").write_text(README)
         return tmp_path
 
     return make
@@ -47,9 +55,33 @@ def project(tmp_path):
 )
 def test_only_what_agrees_is_released(project, tag, heading, message):
     """The tag, the version and the dated section of the changelog name the same version."""
-    said = release.main(tag, project(heading))
+    root = project(heading)
+    said = release.main(tag, ADDRESS, root)
     assert said.startswith(message)
     assert bool(said) == bool(message)
+    assert ((root / "README.md").read_text() == README) == bool(message)
+
+
+def test_a_release_names_the_addresses_of_its_repository(project):
+    """The command succeeds, the package has the project's addresses, and each link of its README is
+    whole."""
+    root = project("1.2.3 (2026-01-31)")
+    (root / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/release.py", root / ".ci")
+    subprocess.run([sys.executable, root / ".ci/release.py", "v1.2.3", ADDRESS], check=True)
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"] == {
+        "name": "gainstage",
+        "urls": {
+            "Documentation": "https://owner.github.io/name/",
+            "Repository": ADDRESS,
+            "Issues": f"{ADDRESS}/issues",
+            "Changelog": f"{ADDRESS}/blob/v1.2.3/CHANGELOG.md",
+        },
+    }
+    assert (root / "README.md").read_text() == (
+        f"![A]({ADDRESS}/raw/v1.2.3/docs/a.png) [b]({ADDRESS}/blob/v1.2.3/docs/b.md#c) "
+        "[d](https://d.example) [e](#e)\n"
+    )
 
 
 def test_actions_are_pinned():
