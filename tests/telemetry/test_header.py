@@ -99,16 +99,17 @@ class Mine(gs.LossScale):
         return state
 
 
-codes = st.text() | st.sampled_from([
+REFUSED = [
     "Mine()", "__import__('os').system('true')", "FixedLossScale(2.0**99999999)", "(" * 9000,
     "FixedLossScale(9**9**9**9)", "FixedLossScale(*[1])", "DynamicLossScale(**{})", "\0", "f(x)",
     "FixedLossScale(True)", "FixedLossScale('a')", "DynamicLossScale(typo=1)",
-])  # fmt: skip
+]  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None)
-@given(codes)
+@given(st.text() | st.sampled_from(REFUSED))
 def test_the_code_of_a_rule_is_read_and_never_run(code):
     """Whatever a file calls its rule, it is one of Gainstage's own, or none."""
     assert code_of(Mine()) == "Mine()"
-    assert rule_of(code) is None
+    rule = rule_of(code)
+    assert rule is None or (code not in REFUSED and type(rule) in map(type, RULES))
