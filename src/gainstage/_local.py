@@ -17,8 +17,8 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
     The gradients are the same, except for underflow and overflow on the way. Use it for a part of a
     network whose gradients are much smaller or larger than the others: the loss scale then suits
     the others. The cotangent of the result must not have underflowed already; if it is that small,
-    let `fun` return float32. The cotangents of float16 inputs have the loss scale alone again. A
-    float32 parameter that `fun` casts loses nothing.
+    let `fun` return float32. The cotangents of float16 inputs have the loss scale alone again, and
+    may underflow. A float32 parameter that `fun` casts loses nothing.
 
     Args:
         fun: a function of arrays, or of pytrees of them.

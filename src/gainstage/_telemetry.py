@@ -82,7 +82,7 @@ class Underflow:
     fewer digits. The share of such elements says little, because they may be too small to matter.
     `error` says what matters: the rounding error as a share of the whole gradient.
 
-    Gradients that were float16 before contain zeros instead of numbers below `2**-24`. `error`
+    Gradients that were float16 before contain zeros instead of numbers below `2**-25`. `error`
     counts all zeros as exact.
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740, figure 3.

@@ -168,7 +168,10 @@ class TrainStep(Generic[Params, P, *More]):
         params = self._updated(params, apply_updates(trainable, updates, opt_state))
         new, after = _split(params)
         if after != model:
-            raise ValueError("Expected a loss_fn that does not change the structure of the model.")
+            raise ValueError(
+                "Expected a loss_fn that does not change the structure of the model; got one that "
+                "does. Create all variables of the model before the first step."
+            )
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
         arrays = keep_if_applied(new, arrays, opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else [])

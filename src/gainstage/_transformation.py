@@ -32,8 +32,8 @@ def loss_scaled(
 
     It takes the true gradients that `gainstage.value_and_grad` returns. If one of them is not
     finite, the updates are -0.0 and the state of `tx` does not change. `apply_updates` then keeps
-    every weight bit for bit; `optax.apply_updates` may flush subnormal weights to 0. `tx` gets
-    half-precision gradients and parameters in float32, and keeps its state in float32.
+    every weight bit for bit; `optax.apply_updates` may flush subnormal weights to 0. Half-precision
+    gradients and parameters are upcast for `tx`, which keeps its state in float32.
 
     Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation before it can hide an
     overflow (`optax.clip`) or store it (`optax.MultiSteps`); one after it still runs on a skipped
@@ -211,8 +211,9 @@ def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
     """Returns `new` if the last step was applied, and `old`, bit for bit, if it was skipped.
 
     Use it for what a step changes besides parameters and optimizer state: running means of batch
-    normalisation, moving averages, random states. `gainstage.train_step` and `Optimizer.minimize`
-    do this themselves.
+    normalisation, moving averages, random states. `Optimizer.minimize` does this itself.
+    `gainstage.train_step` does it for what is part of the model, not for what the loss returns as
+    aux.
 
     Args:
         new: a pytree of arrays, after the step.

@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 class Scaling(NamedTuple):
     """The delayed scaling of one tensor, all in float32, because `jax.grad` takes nothing else.
 
-    In a gradient of a scaling, `seen` has the counts, and the rest is 0.
+    `dot` returns its counts as the gradient of `seen`; the gradients of the others are 0.
     """
 
     factor: jax.Array  # the power of two that multiplies the tensor before the cast
@@ -232,7 +232,9 @@ def update(
     def one(state: Scaling, new: Any) -> Scaling:
         new = new.seen if isinstance(new, Scaling) else new
         if not isinstance(new, Seen):
-            raise TypeError(f"Expected the gradient of states for seen; got {new!r} in it.")
+            raise TypeError(
+                f"Expected the gradient of states for seen, or a Seen for each; got {new!r}."
+            )
         usable = applied & (new.nonfinite == 0) & (new.sizes > 0).any(-1)
         ages = jnp.where(new.sizes > 0, 0, jnp.minimum(state.history + 1, NEVER))
         ages = jnp.where(usable[..., None], ages, state.history)

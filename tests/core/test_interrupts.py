@@ -113,7 +113,7 @@ def test_a_step_inside_of_a_loss_is_refused():
         opt.apply([jnp.ones(3)], [weight])
         return (weight * weight).sum()
 
-    with pytest.raises(ValueError, match="In a loss: call `apply` after `minimize`"):
+    with pytest.raises(ValueError, match="In a loss: move `apply` out of it, after `minimize`"):
         opt.minimize(loss, [weight])
     assert weight.numpy().tolist() == [1.0, 1.0, 1.0]
     opt.minimize(lambda: weight.value().sum(), [weight])

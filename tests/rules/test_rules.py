@@ -290,7 +290,7 @@ def test_a_loss_is_one_array_and_gradients_are_any_tree():
     state = tx.init(jnp.ones(2))
     for scale in (opt.scale_loss, lambda loss: gs.scale_loss(loss, state)):
         with pytest.raises(
-            TypeError, match=r"Expected one loss, an array; got .* Add several losses"
+            TypeError, match=r"Expected one loss, an array; got .* Sum several losses"
         ):
             scale((jnp.ones(()), jnp.ones(())))
     good, bad = {"a": [jnp.ones(2), None]}, {"a": jnp.array([1.0, np.nan])}

@@ -76,8 +76,8 @@ def test_the_page_of_a_bad_step_says_all(tmp_path):
         words.index(part)
         for part in (x.verdict, "Causes", "mul, backward", x.causes[0].message, x.causes[0].place,
                      "Tried", x.remedies[0].change, "Loss scales that fit",
-                     f"{x.window().highest} ends first", "Errors of the gradients", "Not finite: ",
-                     f"gainstage {gs.__version__}")
+                     f"Above, {x.window().highest} overflows", "Errors of the gradients",
+                     "Not finite: ", f"gainstage {gs.__version__}")
     ]  # fmt: skip
     assert places == sorted(places)
     assert tags.of("verdict")[0]["class"] == "verdict bad"
@@ -102,7 +102,7 @@ def test_names_are_only_names(name, tmp_path):
     _, text, tags = drawn(tmp_path, network(overflow), {name: KERNEL}, prescribe=False)
     assert {tag for tag, _ in tags.found}.isdisjoint({"script", "img", "link", "iframe"})
     bold = [tag for tag, _ in tags.found if tag == "b"]
-    assert len(bold) == 1  # of the layer that ends first
+    assert len(bold) == 1  # of the layer that overflows first
     if name.isprintable():
         assert any(name in data for data in tags.words)
     attributes = {key for _, attributes in tags.found for key in attributes}

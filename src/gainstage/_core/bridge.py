@@ -314,8 +314,8 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     structure: Any = jax.tree.structure(old)
     if structure != jax.tree.structure(shapes[1]):
         raise TypeError(
-            f"Expected the new state in the structure of the old, {structure}; got "
-            f"{jax.tree.structure(shapes[1])}."
+            f"Expected the update to return its state in the structure that it got, {structure}; "
+            f"got {jax.tree.structure(shapes[1])}."
         )
     if jaxpr is None:
         result, new = shapes

@@ -39,7 +39,7 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
         TypeError: `loss` is not a single array.
     """
     if not jax.tree_util.all_leaves([loss]) or loss is None:
-        raise TypeError(f"Expected one loss, an array; got {loss!r}. Add several losses first.")
+        raise TypeError(f"Expected one loss, an array; got {loss!r}. Sum several losses into one.")
     loss = upcast(loss)
     return loss * jnp.asarray(scale, loss.dtype)
 

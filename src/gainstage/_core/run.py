@@ -321,7 +321,8 @@ def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
         raise ValueError(
             f"Expected {variables[0].name!r} to be in the state of the function that is "
             f"traced or differentiated, as {bound} are. In `gainstage.jit`: add "
-            f"`optimizer.variables` to `state`. In a loss: call `apply` after `minimize`."
+            f"`optimizer.variables` to `state`. In a loss: move `apply` out of it, after "
+            f"`minimize`."
         )
 
 

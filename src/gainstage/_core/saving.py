@@ -95,7 +95,10 @@ def _check_groups(groups: Any, store: Any) -> None:
     except (ValueError, RecursionError):
         table = reprlib.repr(saved)
     if table != groups:
-        raise ValueError(f"Expected the groups {groups} in what was saved; got {table}.")
+        raise ValueError(
+            f"Expected the groups {groups} in what was saved; got {table}. Use the variables and "
+            f"the `group_small` of the optimizer that was saved."
+        )
 
 
 def shown(scalar: Variable) -> str:

@@ -21,7 +21,7 @@ from gainstage.schedules import LearningRateSchedule
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """The options of a step, for any rule; each value is checked by `check_option`."""
+    """The options of a step, for any update rule; each value is checked by `check_option`."""
 
     weight_decay: float | None = None
     clipnorm: float | None = None
@@ -164,11 +164,11 @@ class StepState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step after the finite check. Its order is fixed: accumulate, clip, decoupled weight decay,
-    the rule, moving average, constraints, one cast, `iterations` + 1.
+    the update rule, moving average, constraints, one cast, `iterations` + 1.
 
     Args:
         options: the active options.
-        rule: `(state, gradients, rate) -> state`, on weights in float32 or wider.
+        update_rule: `(state, gradients, rate) -> state`, on weights in float32 or wider.
         rate: the learning rate.
         variables: the weights' variables, for names, dtypes, constraints and shardings.
         shardings: the sharding of each weight's state, None off a mesh.
@@ -178,7 +178,7 @@ class Step:
     """
 
     options: StepOptions
-    rule: Callable[[StepState, Gradients, jax.Array], StepState]
+    update_rule: Callable[[StepState, Gradients, jax.Array], StepState]
     rate: LearningRate
     variables: Sequence[Variable]
     shardings: Sequence[Any]
@@ -264,7 +264,7 @@ class Step:
     def _update(
         self, state: StepState, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
     ) -> StepState:
-        """Clips and decays, then applies the rule."""
+        """Clips and decays, then applies the update rule."""
         options = self.options
         grads = gradients.clip(grads, options.limits, norms)
         if options.weight_decay is not None:
@@ -276,7 +276,7 @@ class Step:
                 for w, g, decays, sharding in rows
             ]
             state = state._replace(weights=weights)
-        return self.rule(state, grads, rate)
+        return self.update_rule(state, grads, rate)
 
     def _average(self, state: StepState, before: StepState) -> StepState:
         """Updates the averages, and, when due, sets the weights to them; not in a step that drops

@@ -256,9 +256,10 @@ class Store:
     def _counter(self, window: Window | None, policy: str) -> Variable | None:
         """The window count that `on_bad_microbatch` needs, if any."""
         if policy != "extend" and not (window and self.skips):
+            missing = "loss scale" if window else "gradient_accumulation_steps"
             raise ValueError(
                 f"Expected gradient_accumulation_steps and a loss scale for "
-                f"on_bad_microbatch={policy!r}; got none."
+                f"on_bad_microbatch={policy!r}; got no {missing}."
             )
         if window is None or window.counter is None:
             return None

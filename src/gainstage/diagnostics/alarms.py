@@ -59,7 +59,7 @@ class Alarms(Writer):
     - "headroom": a scale that cannot fall is within one bit of overflow.
     - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
       and the scale did not rise.
-    - "boundary": `look_at` finds that the loss is cast from float16 too late for the rule's scales.
+    - "boundary": the loss is computed in float16, where the rule's scales overflow; see `look_at`.
 
     Alarms change nothing in the run. With `warnings.simplefilter("error", Alarm)` an alarm becomes
     an exception of `write`, between two steps, so a checkpoint can be saved.

@@ -24,7 +24,7 @@ MANY = 10  # bad steps in a row: more than after a scale was doubled too soon
 
 
 class BadStep(NamedTuple):
-    """A bad step, as `read_capsule` returns it; `loss_fn(*args) * scale` repeats its loss.
+    """A bad step, as `read_capsule` returns it; `loss_fn(*args) * scale` is its scaled loss.
 
     Args:
         args: the arguments of the loss: parameters and batch.
@@ -46,13 +46,13 @@ class Capsule:
 
     Call `write` after every step. It saves the first step with non-finite gradients, and the first
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
-    none was saved before. `gainstage autopsy`, or `gainstage.diagnostics.xray`, then finds the
+    it saved none of the nine. `gainstage autopsy`, or `gainstage.diagnostics.xray`, then finds the
     cause in another process.
 
     A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
     loss, even if the step donates its arguments. If a step of your own also changes other state on
     a skipped step, such as running means of batch normalisation, that state is saved as changed.
-    `gainstage.train_step` keeps all state.
+    `gainstage.train_step` keeps all state of an NNX model.
 
     `write` waits for the step, because the next one may change the parameters. On a CPU this adds
     about 0.1 ms to a step of 0.1 ms, 10 % to a step of 5 ms, and at most 3 % to a step of 35 ms. It

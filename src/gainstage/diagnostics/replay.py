@@ -171,7 +171,8 @@ def _usable(run: Run) -> Run:
     steps = int(run.steps[-1]) - int(run.steps[0]) + 1
     if there.sum() < 0.9 * steps:
         raise ValueError(
-            f"Expected finite and loss_scale of nearly every step; got {there.sum()} of {steps}."
+            f"Expected finite and loss_scale of nearly every step; got {there.sum()} of {steps}. "
+            f"Write `gainstage.telemetry(...)` at every step."
         )
     numbers = {name: values[there] for name, values in run.numbers.items()}
     gaps = {name: gap[there] for name, gap in run.gaps.items()}

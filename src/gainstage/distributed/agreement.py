@@ -24,11 +24,10 @@ from gainstage.optimizers.base import Optimizer
 def assert_consistent(optimizer: Optimizer) -> None:
     """Raises an error on every process unless all have the same optimizer, built alike.
 
-    If one process has another learning rate, weights are wrong without an error; with another
-    option, sums are. Call this once before the first step. It compares the class, the
-    configuration, and the variables' order, names, shapes, dtypes and shardings. It also compares
-    all scalars of the state, such as learning rate and scale, and the versions of gainstage and
-    JAX. Callables are compared by name.
+    If one process has another learning rate or option, weights are wrong without an error. Call
+    this once before the first step. It compares the class, the configuration, and the variables'
+    order, names, shapes, dtypes and shardings. It also compares all scalars of the state, such as
+    learning rate and scale, and the versions of gainstage and JAX. Callables are compared by name.
 
     Args:
         optimizer: an optimizer, built on every process or on none.

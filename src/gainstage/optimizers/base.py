@@ -57,8 +57,8 @@ class Optimizer(Configurable):
     Args:
         learning_rate: a number, a schedule, or a callable. A schedule, or a callable of one
             argument, gets the number of earlier steps and is traced; accumulating steps count,
-            skipped ones do not. A callable of no argument runs in Python, once per eager step; a
-            traced function raises.
+            skipped ones do not. A callable of no argument runs in Python, once per eager step;
+            inside a traced function it is an error.
         weight_decay: decoupled decay, >= 0: `w -= w * weight_decay * learning_rate`.
         clipnorm: the largest norm of each variable's gradient, > 0.
         clipvalue: the largest absolute value of a gradient's element, > 0.
@@ -74,7 +74,7 @@ class Optimizer(Configurable):
             update; None or 0 updates at every step.
         on_bad_microbatch: what a non-finite microbatch does to its accumulation window. "extend":
             it does not count, and the window takes one more. "drop_window": it counts, and the
-            window ends without an update; the loss scale is then updated only between windows.
+            window makes no update at its end; the scale is then updated only between windows.
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
         mesh: the `jax.sharding.Mesh` that replicates scalars; by default the variables' mesh.
@@ -730,7 +730,7 @@ class Optimizer(Configurable):
         decay = options.weight_decay
         return Step(
             options=options,
-            rule=lambda state, grads, rate: self._apply_rule(state, grads, rate, loss),
+            update_rule=lambda state, grads, rate: self._apply_rule(state, grads, rate, loss),
             rate=store.rate,
             variables=list(store.index),
             shardings=store.shardings,

@@ -23,8 +23,8 @@ class Optax(Optimizer):
     averaging, accumulation, clipping.
 
     The transformation gets all variables at once, as a list, in float32 or wider. A missing
-    gradient is passed as zeros. Its variable does not change, nor does its part of the state: its
-    element in each list as long as that of the variables. Typed random keys in the state are stored
+    gradient is passed as zeros. Its variable does not change, nor does its element of any list in
+    the state that has one for each variable. Typed random keys in the state are stored
     as integers, so that they can be saved. Masks and labels are lists in the order of the
     variables, or functions of such a list.
 

@@ -45,10 +45,10 @@ class AdaptiveLossScale(LossScale):
 
     - The true loss is not finite: the scale does not change.
     - Otherwise the scale is halved; before the first finite step it is divided by `2**12`.
-    - Lower scales did not help for twelve bad steps: the scale returns to its value before them,
-      and only every 64th bad step tries a lower one. If no step was finite yet, or gradients are
-      NaN and the loss is not known, this happens after three. If no step was finite yet, the scale
-      returns to the first value that was tried.
+    - Lower scales do not help: after twelve bad steps the scale returns to its value before them,
+      and only every 64th bad step tries a lower one. If gradients are NaN and the loss is not
+      known, this happens after three. Before the first finite step it happens after three too, and
+      the scale returns to the first lower value.
 
     `minimize` knows the loss; pass it to `apply` as `loss=`, to `loss_scaled` as `value=`.
 

@@ -205,9 +205,9 @@ def _described(window: Window) -> str:
     if window.is_empty:
         return (
             f"no scale fits all layers: {window.lowest} needs at least {low}, {window.highest} "
-            f"ends at {high}"
+            f"overflows above {high}"
         )
-    return f"scales that fit: {low} to {high} ({window.highest} ends first)"
+    return f"scales that fit the backward pass: {low} to {high} (above, {window.highest} overflows)"
 
 
 def _errors(program: Program, ran: Ran) -> dict[str, float]:

@@ -201,10 +201,10 @@ LEGEND = (
 def _fitting(fits: Window) -> str:
     low, high = (f"2^{end:g}" for end in fits[:2])
     if fits.is_empty:
-        needs = f"{fits.lowest} needs at least {low}, {fits.highest} ends at {high}"
+        needs = f"{fits.lowest} needs at least {low}, {fits.highest} overflows above {high}"
         return f"No scale fits all layers: {needs}."
     which = f"from {low} to {high}" if math.isfinite(fits.low) else f"up to {high}"
-    return f"Scales {which} fit all layers; {fits.highest} ends first."
+    return f"Scales {which} fit all layers. Above, {fits.highest} overflows."
 
 
 def _span(window: Window) -> str:
