@@ -113,6 +113,9 @@ class Stateless(keras.optimizers.Optimizer):
 class KerasOptimizer(Stateless):
     """Wraps an optimizer of gainstage for Keras, for models that need no loss scaling.
 
+    Under the policy `mixed_float16`, pass `auto_scale_loss=False` to `compile`: else Keras wraps it
+    in its own `LossScaleOptimizer`.
+
     Args:
         optimizer: an optimizer that is not built, with all its options; it is not changed.
         name: the name, by default the optimizer's.
