@@ -814,7 +814,7 @@ def _():
 
 
 @row(1, "warning: load_own_variables of another length")
-@row(PURPOSE, "variables of another number")
+@row(PURPOSE, "loading another number of variables")
 def _():
     opt, store = with_momentum(), {}
     opt.build([gs.Variable(1.0)])
@@ -851,10 +851,10 @@ def check_rate_in_place_of_a_schedule(make):
     assert float(opt.learning_rate) == 0.25
 
 
-row(1, "TypeError: a number in the place of a schedule")(
+row(1, "TypeError: setting a number where a schedule is")(
     lambda: check_rate_in_place_of_a_schedule(lambda rate: wrapped(gs.SGD(rate)))
 )
-row(3, "TypeError: a number in the place of a schedule")(
+row(3, "TypeError: setting a number where a schedule is")(
     lambda: check_rate_in_place_of_a_schedule(dtensor.SGD)
 )
 
@@ -1135,7 +1135,7 @@ def _():
 
 
 @row(2, "ValueError: all gradients are None")
-@row(PURPOSE, "the count before an error")
+@row(PURPOSE, "the scale's step count before an error")
 def _():
     w, opt = gs.Variable(1.0), v1_wrapped("dynamic")
     opt.apply_gradients([(1.0, w)])
@@ -1249,7 +1249,7 @@ def _():
 
 
 @row(3, "use_ema")
-@row(PURPOSE, "averages on a mesh")
+@row(PURPOSE, "averages on a mesh, in 2.15")
 def _():
     check_average("use_ema", dtensor.SGD)
     mesh = mesh_of_all()
