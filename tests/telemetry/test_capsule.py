@@ -529,7 +529,7 @@ def test_an_autopsy_x_rays_the_step_with_the_loss_of_a_module(command, write, tm
 
 def test_an_autopsy_says_what_is_different_here(command, write, monkeypatch):
     """Other versions are named, and a step that is finite here is said to be."""
-    of_run = {**capsule_module.versions(), "jax": "0.10.0", "platform": "gpu"}
+    of_run = {**capsule_module.versions(), "jax": "0.9.0", "platform": "gpu"}
     with monkeypatch.context() as patch:
         patch.setattr(capsule_module, "versions", lambda: of_run)
         path = write(2.0, 3)
