@@ -93,16 +93,15 @@ def test_gradients_are_stored_once():
     shape = (512, 512)
 
     def product(params, x):
-        return ((x @ params) ** 2).mean()
+        product = x @ params
+        return jnp.vdot(product, product) / product.size  # jax 0.10.0 would store the squares
 
     tx = gs.loss_scaled(optax.adam(0.1))
     planned = jax.ShapeDtypeStruct(shape, jnp.float32)
     lowered = gs.train_step(product, tx).lower(planned, jax.eval_shape(tx.init, planned), planned)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= 3 * 4 * 512**2
-    # The product and the gradient; the squares too where XLA for CPU stores what it sums.
-    arrays = 2.5 if jax.__version_info__ >= (0, 10, 2) else 3.5
-    assert memory.temp_size_in_bytes <= arrays * 4 * 512**2
+    assert memory.temp_size_in_bytes <= 2.5 * 4 * 512**2  # the product, the gradient
 
     params = jnp.ones(shape)
     state = tx.init(params)
