@@ -47,8 +47,6 @@ class Request(NamedTuple):
 # times the first of these factors for which their sum is finite.
 FACTORS = (2.0**80, 1.0, 2.0**-90)
 FLUSHED = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
-# XLA:CPU before jax 0.10.2 stores what a reduction of float32 computes from its operand.
-STORES_FLOAT32 = jax.__version_info__ < (0, 10, 2)
 # Devices also send norms as squares: a single norm in two ranges, separated by this value.
 LARGE = 2.0**12
 
@@ -267,8 +265,7 @@ def _quickly(
     before, each = jnp.zeros(()), []
     before = varying_like(before, arrays) if everywhere else before
     for x in arrays:
-        stored = x.dtype == jnp.float16 or (STORES_FLOAT32 and x.dtype == jnp.float32)
-        if ordered and stored:  # by XLA:CPU, in float32
+        if ordered and x.dtype == jnp.float16:  # XLA:CPU would store it in float32
             before = in_chunks(before, x)
             each.append(before.astype(scale.dtype))
         else:
@@ -323,7 +320,6 @@ def _exactly(
 
     def read(scalars: Any, so_far: Any, *row: jax.Array) -> Any:
         stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
-        stored |= STORES_FLOAT32
         longest = CHUNK if ordered and stored else 0
         return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
 
