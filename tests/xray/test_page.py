@@ -68,19 +68,19 @@ def drawn(path, loss, params=None, scale=2.0**10, **options):
 
 
 def test_the_page_of_a_bad_step_says_all(tmp_path):
-    """Verdict, cause, what was tried, windows, gradients and version, one after the other."""
+    """Summary, cause, what was tried, windows, gradients and version, one after the other."""
     backward = network(lambda h: h * HALF(2.0**-10) * HALF(2.0**10))
     x, text, tags = drawn(tmp_path, backward, scale=2.0**15)
     words = "".join(tags.words)
     places = [
         words.index(part)
-        for part in (x.verdict, "Causes", "mul, backward", x.causes[0].message, x.causes[0].place,
+        for part in (x.summary, "Causes", "mul, backward", x.causes[0].message, x.causes[0].place,
                      "Tried", x.remedies[0].change, "Loss scales that fit",
                      f"Above, {x.window().highest} overflows", "Errors of the gradients",
                      "Not finite: ", f"gainstage {gs.__version__}")
     ]  # fmt: skip
     assert places == sorted(places)
-    assert tags.of("verdict")[0]["class"] == "verdict bad"
+    assert tags.of("summary")[0]["class"] == "summary bad"
     assert "scale of this step" in words
     assert len(text) < 30_000
 
@@ -91,7 +91,7 @@ def test_the_page_of_a_healthy_step(tmp_path):
     words = "".join(tags.words)
     assert "CausesNone." in words
     assert "Tried" not in words
-    assert tags.of("verdict")[0]["class"] == "verdict good"
+    assert tags.of("summary")[0]["class"] == "summary good"
     assert len(tags.of("row")) == len(x.windows()) + 1 + len(x.gradient_errors) + 1
     assert len(tags.of("now")) == len(x.windows()) + 1
 

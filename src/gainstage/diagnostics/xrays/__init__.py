@@ -150,7 +150,7 @@ class Xray:
         Path(path).write_text(page(self), encoding="utf-8")
 
     @property
-    def verdict(self) -> str:
+    def summary(self) -> str:
         """The first sentence: what is wrong, if anything."""
         at = f"at scale {as_power(self.scale)}"
         errors = self.gradient_errors
@@ -185,7 +185,7 @@ class Xray:
         return helps_not if hopeless else ""
 
     def __str__(self) -> str:
-        lines = [self.verdict]
+        lines = [self.summary]
         lines += [self.comparison] if self.comparison else []
         lines += [f"cause: {cause}" for cause in self.causes[:SHOWN]]
         if len(self.causes) > SHOWN:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 LAYERS = 40  # the number of layers that are drawn
 STYLE = """\
-.verdict { border-left: 4px solid var(--fits); background: var(--box); padding: .75rem 1rem;
+.summary { border-left: 4px solid var(--fits); background: var(--box); padding: .75rem 1rem;
   margin: 0 0 .75rem; font-size: 1.0625rem; overflow-wrap: anywhere; }
-.verdict.lost { border-color: var(--loss); } .verdict.bad { border-color: var(--overflow); }
+.summary.lost { border-color: var(--loss); } .summary.bad { border-color: var(--overflow); }
 :root { --fits: #2b8a4b; --shade: #e3f3e8; }
 @media (prefers-color-scheme: dark) { :root { --fits: #5fc98a; --shade: #1c3527; } }
 .cause { background: var(--box); border-radius: 6px; padding: .75rem 1rem; margin: .75rem 0; }
@@ -58,7 +58,7 @@ def page(x: "Xray") -> str:
     Args:
         x: the X-ray.
     """
-    parts = [_verdict(x), _headline(x), _causes(x.causes), _tried(x)]
+    parts = [_summary(x), _headline(x), _causes(x.causes), _tried(x)]
     parts += [_windows(x.windows(), x.scale), _errors(x.gradient_errors), _unseen(x.unseen)]
     return document("X-ray of a step", parts, STYLE)
 
@@ -67,10 +67,10 @@ def _words(words: str) -> str:
     return text(printable(words, 10 * LONGEST))
 
 
-def _verdict(x: "Xray") -> str:
+def _summary(x: "Xray") -> str:
     kind = "bad" if not x.finite else "lost" if x.causes else "good"
-    sentences = [x.verdict, x.comparison]
-    return f'<div class="verdict {kind}">{_words(" ".join(filter(None, sentences)))}</div>'
+    sentences = [x.summary, x.comparison]
+    return f'<div class="summary {kind}">{_words(" ".join(filter(None, sentences)))}</div>'
 
 
 def _headline(x: "Xray") -> str:
