@@ -28,9 +28,8 @@ def main(tag: str, address: str, root: Path = ROOT) -> str:
 def write_addresses(tag: str, address: str, root: Path) -> None:
     """Adds `[project.urls]`, and completes the README's links for the package's page."""
     _, owner, name = address.rsplit("/", 2)
-    pages = f"https://{owner.lower()}.github.io/{name}/"
     urls = {
-        "Documentation": pages,
+        "Documentation": f"https://{owner.lower()}.github.io/{name}/",
         "Repository": address,
         "Issues": f"{address}/issues",
         "Changelog": f"{address}/blob/{tag}/CHANGELOG.md",
