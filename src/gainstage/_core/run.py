@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from gainstage._core._jax import Tracer, used_arguments
 from gainstage._core.arrays import strong
 from gainstage._core.bridge import assign, functional, jit, read, recorded, run
+from gainstage._core.buffers import buffers
 from gainstage._core.gradients import upcast
 from gainstage._core.saving import wrong_count
 from gainstage._core.variable import Variable, is_inside
@@ -116,7 +117,7 @@ class Runner:
         grads, *more = args
         if any([variable._traces for variable in variables]):
             self._kind = None  # the shardings of traced gradients were not checked
-            applied = apply(grads, None, *more)  # already inside a traced function
+            applied = apply(grads, rate(), *more)  # already inside a traced function
         elif version is None:
             applied = run(apply, (variables, weights), grads, rate(), *more)
         else:
@@ -201,9 +202,9 @@ def differentiate(
     depends = used_arguments(jax.make_jaxpr(linear)(values))
     (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
     if not is_inside():  # a result may share the buffer of a weight, which a step donates
-        memory = set(itertools.chain(*map(_buffers, jax.tree.leaves((grads, more)))))
+        memory = set(itertools.chain(*map(buffers, jax.tree.leaves((grads, more)))))
         for variable, array in zip(variables, values, strict=True):
-            if not memory.isdisjoint(_buffers(array)):
+            if not memory.isdisjoint(buffers(array)):
                 variable.value()  # marks it as held by others
     grads = [g if used else None for g, used in zip(grads, depends, strict=True)]
     value, aux, new = more
@@ -239,13 +240,6 @@ def assign_if_applied(new: Mapping[Variable, jax.Array], decisions: Sequence[Any
 def _selected(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax.Array]:
     applied = jnp.stack(conditions).all()
     return [jnp.where(applied, n, o) for n, o in zip(new, old, strict=True)]
-
-
-def _buffers(array: Any) -> list[int]:
-    """The memory addresses of an array's shards in this process."""
-    if not isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return []
-    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards]
 
 
 def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
@@ -303,11 +297,16 @@ def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variab
 VERBS = ("minimize", "compute_gradients", "apply_gradients", "apply", "stateless_apply")
 
 
+def overrides(optimizer: Any, name: str) -> type | None:
+    """The class of a user that overrides an attribute of our classes; None if there is none."""
+    owner = next(cls for cls in type(optimizer).__mro__ if name in vars(cls))
+    return None if owner.__module__.partition(".")[0] == "gainstage" else owner
+
+
 def check_verbs(optimizer: Any, caller: str, verbs: Sequence[str] = VERBS) -> None:
     """Raises a TypeError if the user's class overrides one of `verbs`, which `caller` bypasses."""
     for verb in verbs:
-        owner = next(cls for cls in type(optimizer).__mro__ if verb in vars(cls))
-        if owner.__module__.partition(".")[0] != "gainstage":
+        if owner := overrides(optimizer, verb):
             raise TypeError(
                 f"{owner.__name__} overrides {verb}, which {caller} does not call. Override "
                 f"update_step, or change the gradients before they are given to the optimizer."

@@ -89,11 +89,7 @@ class LearningRate:
             self.variable = Variable(number, jnp.float32, name, trainable=False)
         else:
             self._takes_step = _takes_step(source)
-
-    @property
-    def is_called(self) -> bool:
-        """Whether Python calls it once per eager step."""
-        return self.variable is None and not self._takes_step
+        self.is_called = self.variable is None and not self._takes_step  # by Python, in each step
 
     def now(self) -> jax.Array | None:
         """Returns the value to pass to a compiled step; None if the step computes its rate itself.
@@ -174,7 +170,6 @@ class Step:
         shardings: the sharding of each weight's state, None off a mesh.
         decays: whether each weight decays.
         window: the accumulation window; None for an update in every step.
-        skips: whether non-finite steps are skipped, here or by the caller.
     """
 
     options: StepOptions
@@ -184,7 +179,6 @@ class Step:
     shardings: Sequence[Any]
     decays: Sequence[bool]
     window: Window | None
-    skips: bool
 
     def __call__(
         self,
@@ -248,16 +242,11 @@ class Step:
                 for a, g in zip(sums, grads, strict=True)
             ]
             norms = norms_of(means, self.options.limits, self.shardings)
-            conditions = [] if whole is None else [whole]
-            if norms and self.skips:  # in Keras and `to_optax` nobody has checked it before
-                conditions.append(jnp.isfinite(jnp.array(norms)).all())
 
             def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
                 return None, self._update(state, gradients.divided(means), norms, rate)
 
-            if not conditions:
-                return update(state)
-            return None, run_if(jnp.array(conditions).all(), update, state)
+            return update(state) if whole is None else (None, run_if(whole, update, state))
 
         return run_if(window.ends(state), close, state._replace(accumulators=sums))
 

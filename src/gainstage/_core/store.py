@@ -133,11 +133,13 @@ class Store:
         self,
         owner: str,
         learning_rate: Any,
+        has_own_rate: bool,
         options: StepOptions,
         mesh: Mesh | None,
         shard_over: tuple[str, ...],
     ):
         self.owner, self.options, self.mesh = owner, options, mesh
+        self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
         self.version = 0  # of the constants of a compiled step
         self.iterations = Variable(0, jnp.int32, f"{owner}/iteration", trainable=False)
         self.rate = LearningRate(learning_rate, owner)

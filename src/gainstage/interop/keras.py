@@ -141,18 +141,22 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             self._guard = Guard(self.name)
             inner_optimizer._ours._store.set_guard(self._guard)
 
-    @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Any) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
-        super().build(variables)
+        self.step_counter = self.add_variable((), "zeros", "int", "none", name="step_counter")
+        first = keras.initializers.Constant(self.initial_scale)
+        self.dynamic_scale = self.add_variable((), first, "float32", "none", name="dynamic_scale")
+        # Keras's wrapper builds it with tracking off. A variable that the inner `build` assigns as
+        # a plain attribute, as Nadam's does, would then not be one of the optimizer's.
+        self.inner_optimizer.build(variables)
+        keras.optimizers.Optimizer.build(self, variables)
         state = start(self.rule)._asdict()
-        self._counts = {"good_steps": self.step_counter, "scale": self.dynamic_scale}
-        for field in [name for name in state if name not in self._counts]:
-            if state[field] is not None:
-                constant = keras.initializers.Constant(state[field])
-                self._counts[field] = self.add_variable(
-                    (), constant, str(state[field].dtype), name=field
-                )
+        counts = {"good_steps": self.step_counter, "scale": self.dynamic_scale}
+        for field, value in state.items():
+            if value is not None and field not in counts:
+                constant = keras.initializers.Constant(value)
+                counts[field] = self.add_variable((), constant, str(value.dtype), name=field)
+        self._counts = counts
 
     def _frozen(self) -> Any:
         return self.rule, constants(self.inner_optimizer)
@@ -181,7 +185,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         arrays = [g if g is None else jnp.asarray(g) for g in grads]
         inner_optimizer = self.inner_optimizer
         ours = isinstance(inner_optimizer, KerasOptimizer)
-        limits = inner_optimizer._ours._store.in_force.limits_of_steps if ours else {}
+        limits = inner_optimizer._ours._store.in_force.limits if ours else {}
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
@@ -196,7 +200,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
         measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
-        reading = Reading(state.scale, limits, leaves=arrays)
+        known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
+        sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
+        reading = Reading(state.scale, limits, sums, leaves=arrays)
         done = guarded(self.rule, update, GuardState(state), old, measured, reading, Branch())
         weights, inner = done.inner
         for field, value in done.state.scale._asdict().items():
@@ -229,6 +235,15 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """The variables to which an optimizer adds gradients before it uses their mean, if any."""
+    if not optimizer.gradient_accumulation_steps:
+        return []
+    if isinstance(optimizer, KerasOptimizer):
+        return [optimizer._mirror(total) for total in optimizer._ours._store.accumulators]
+    return optimizer._accumulated_gradients
 
 
 def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from gainstage._core.bridge import functional
 from gainstage._core.configurable import deserialize, family, serialize
 from gainstage._core.options import OPTIONS
+from gainstage._core.run import check_verbs
 from gainstage._core.signals import deferred_signals
 from gainstage._core.step import LearningRate
 from gainstage._core.variable import Variable
@@ -137,6 +139,7 @@ class KerasOptimizer(Stateless):
             raise TypeError(
                 f"Expected an optimizer of gainstage that does not scale losses; got {optimizer!r}."
             )
+        check_verbs(optimizer, "Keras", ("minimize", "compute_gradients", "apply_gradients"))
         if optimizer.built:
             raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
         _check_rate(optimizer._store.rate)
@@ -146,6 +149,8 @@ class KerasOptimizer(Stateless):
         self._ours = copy.deepcopy(optimizer)
         count, rate = self._ours._store.iterations, self._ours._store.rate
         self._iterations = _mirror_of(count, count.value())  # the assignment tracks it
+        self._updates = _Updates(self._iterations, self._ours)
+        self._untrack_variable(self._updates)
         number = rate.variable
         self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
 
@@ -216,13 +221,17 @@ class KerasOptimizer(Stateless):
 
     @property
     def iterations(self) -> Any:
-        """The number of updates: a variable; with gradient accumulation, an integer array."""
-        steps = self.gradient_accumulation_steps
-        return self._iterations.value // steps if steps else self._iterations
+        """The number of updates: a variable. With gradient accumulation it is computed from the
+        number of microbatches and cannot be assigned."""
+        return self._updates if self.gradient_accumulation_steps else self._iterations
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate: a variable; with a schedule, its current value."""
+        """The current rate: a variable; with a schedule or a `learning_rate` of the optimizer's own
+        class, its current value."""
+        if self._ours._store.has_own_rate:
+            pure = functional(self._ours._rate_of_step, self._ours.variables)
+            return pure([variable.value for variable in self.variables])[0]
         rate = self._learning_rate
         if isinstance(rate, keras.Variable):
             return rate
@@ -280,6 +289,27 @@ class KerasOptimizer(Stateless):
             rate = keras.saving.deserialize_keras_object(rate, custom_objects)
             description["config"]["learning_rate"] = rate
         return cls(deserialize(description, Optimizer, custom_objects), config.get("name"))
+
+
+class _Updates(keras.Variable):
+    """The number of updates of an optimizer that accumulates gradients."""
+
+    def __init__(self, count: Any, optimizer: Optimizer):
+        super().__init__(0, dtype="int32", trainable=False, name="iterations")
+        self._count, self._optimizer = count, optimizer
+
+    @property
+    def value(self) -> Any:
+        steps = self._optimizer._store.in_force.gradient_accumulation_steps or 1
+        return self._count.value // steps
+
+    def assign(self, value: Any) -> None:
+        raise TypeError(
+            "`iterations` is computed from the number of microbatches; it cannot be set."
+        )
+
+    def __repr__(self) -> str:
+        return f"<Variable path={self.path}, shape=(), dtype=int32, value={self.value}>"
 
 
 def constants(optimizer: Any) -> Any:

@@ -35,6 +35,7 @@ from gainstage._core.run import (
     differentiate,
     fitted,
     loss_of,
+    overrides,
 )
 from gainstage._core.saving import shown, wrong_count
 from gainstage._core.slots import Initializer
@@ -152,7 +153,10 @@ class Optimizer(Configurable):
         over = (shard_state_over,) if isinstance(shard_state_over, str) else shard_state_over or ()
         self.shard_state_over = tuple(over)
         options = StepOptions.checked(given)
-        self._store = Store(self.name, learning_rate, options, mesh, self.shard_state_over)
+        has_own_rate = overrides(self, "learning_rate") is not None
+        self._store = Store(
+            self.name, learning_rate, has_own_rate, options, mesh, self.shard_state_over
+        )
         self._slots = self._store.slots
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
@@ -570,7 +574,7 @@ class Optimizer(Configurable):
         )  # the check may have built them
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         args, version = (grads, loss, apply_if), store.version if self.jit_compile else None
-        self._runner(self._apply, variables, weights, args, store.rate.now, version)
+        self._runner(self._apply, variables, weights, args, self._rate_of_step, version)
 
     def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> Any:
         """Takes one step on the bound variables; returns whether it was applied."""
@@ -645,8 +649,14 @@ class Optimizer(Configurable):
         if len(trainable_variables) != len(trainable):
             raise wrong_count("trainable_variables", trainable_variables, trainable)
         values = (list(trainable_variables), list(optimizer_variables))
-        rate = self._store.rate.now()
-        return functional(self._apply, (trainable, variables))(values, grads, rate)[1]
+
+        def step(grads: Any) -> None:
+            if overrides(self, "apply"):
+                self.apply(grads, trainable)
+            else:
+                self._apply(grads, self._rate_of_step())
+
+        return functional(step, (trainable, variables))(values, grads)[1]
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
         """Sets the variables to their moving averages, at the end of training with `use_ema`.
@@ -676,6 +686,14 @@ class Optimizer(Configurable):
         """The factor of the loss; None for no scaling."""
         factor = self._store.in_force.loss_scale_factor
         return None if factor is None else jnp.asarray(factor, jnp.float32)
+
+    def _rate_of_step(self) -> jax.Array | None:
+        """The learning rate if it is computed for each step outside of it: that of a callable of no
+        argument, or of a subclass's own `learning_rate`. Else None."""
+        if not self._store.has_own_rate:
+            return self._store.rate.now()
+        rate: Any = self.learning_rate
+        return jnp.asarray(rate.value() if isinstance(rate, Variable) else rate, jnp.float32)
 
     def _wants_loss(self) -> bool:
         """Whether a step uses the true loss, if it is given."""
@@ -736,7 +754,6 @@ class Optimizer(Configurable):
             shardings=store.shardings,
             decays=[decay is not None and self._decays(v) for v in store.index],
             window=store.window,
-            skips=store.skips,
         )
 
     def _apply_rule(

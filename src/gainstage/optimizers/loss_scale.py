@@ -27,7 +27,7 @@ from gainstage._core.slots import Slots
 from gainstage._core.stats import check_telemetry
 from gainstage._core.step import StepState
 from gainstage._core.store import ScaleGuard, scaled_by
-from gainstage._core.types import Scalar
+from gainstage._core.types import Rate, Scalar
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.optax import Optax
@@ -229,6 +229,15 @@ class LossScaleOptimizer(Optimizer):
                 stacklevel=4,
             )
         return super()._checked(grads, trainable_variables)
+
+    @property
+    def learning_rate(self) -> Variable:
+        """The inner optimizer's learning rate."""
+        return self._inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Rate) -> None:
+        self._inner.learning_rate = learning_rate
 
     def _wants_loss(self) -> bool:
         return "loss" in self._rule.measures or self._inner._wants_loss()

@@ -141,7 +141,10 @@ class MultiOptimizer(Optimizer):
         for optimizer, variables in self.optimizers_and_variables:
             store = optimizer._store
             own = [gradient_of[variable] for variable in variables]
-            own_rate = rate * store.rate.at(store.iterations.value())
+            own_rate = optimizer._rate_of_step()
+            if own_rate is None:
+                own_rate = store.rate.at(store.iterations.value())
+            own_rate = rate * own_rate
             decay = store.in_force.weight_decay
             for variable, gradient in zip(variables, own, strict=True):
                 if decay is not None and gradient is not None and optimizer._decays(variable):

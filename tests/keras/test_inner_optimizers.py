@@ -1,0 +1,124 @@
+"""Keras's wrapper around any optimizer: it trains the rule, and reads the options, of that one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+
+keras = pytest.importorskip("keras")
+
+from gainstage.interop.keras import KerasOptimizer, LossScaleOptimizer
+
+RULES = ["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "Adafactor", "Ftrl", "Lion",
+         "Nadam", "RMSprop", "Lamb", "Muon"]  # fmt: skip
+
+
+def trained(optimizer, steps=5):
+    """A weight after some steps of one constant gradient."""
+    weight = keras.Variable(np.ones((3, 4), "float32"))
+    optimizer.build([weight])
+    for _ in range(steps):
+        optimizer.apply([optimizer.scale_loss(jnp.full((3, 4), 0.25))], [weight])
+    return np.asarray(weight.value)
+
+
+class Counting(keras.optimizers.SGD):
+    """Halves each step, by a count that its `build` assigns as an attribute."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.factor = keras.Variable(1.0)
+        self.lists = {"more": [keras.Variable(0.0)]}
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * self.factor, variable, learning_rate)
+        self.factor.assign(self.factor / 2)
+        self.lists["more"][0].assign_add(1.0)
+
+
+@pytest.mark.parametrize("name", [*RULES, "Counting"])
+def test_each_optimizer_of_keras_keeps_its_rule(name):
+    """Under the wrapper five steps are those of the optimizer alone, also where `build` assigns a
+    variable as a plain attribute: all of its variables are variables of the wrapper."""
+    kind = Counting if name == "Counting" else getattr(keras.optimizers, name)
+    alone, wrapped = kind(0.1), LossScaleOptimizer(kind(0.1))
+    np.testing.assert_allclose(trained(wrapped), trained(alone), rtol=3e-6)
+    assert [v.shape for v in wrapped.variables[4:]] == [v.shape for v in alone.variables]
+    assert len({id(v) for v in wrapped.variables}) == len(wrapped.variables)
+    if name == "Counting":
+        assert float(wrapped.inner_optimizer.lists["more"][0].value) == 5
+
+
+class Doubled(gs.SGD):
+    def apply(self, grads, trainable_variables=None, **more):
+        super().apply([2 * g for g in grads], trainable_variables, **more)
+
+
+class HalfRate(gs.SGD):
+    @property
+    def learning_rate(self):
+        return super().learning_rate * 0.5
+
+
+@pytest.mark.parametrize("wrap", [KerasOptimizer, LossScaleOptimizer], ids=["alone", "wrapped"])
+@pytest.mark.parametrize(("kind", "expected"), [(Doubled, 0.75), (HalfRate, 0.9375)])
+def test_what_a_class_of_ours_overrides_is_called_in_fit(kind, expected, wrap):
+    """`fit` calls the `apply` of a user's class, and reads its `learning_rate`."""
+    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    model = keras.Sequential([dense])
+    optimizer = wrap(kind(0.125))
+    model.compile(optimizer, "mae")
+    model.fit(np.ones((4, 1), "float32"), np.zeros((4, 1), "float32"), verbose=0)
+    assert dense.kernel.value.tolist() == [[expected]]
+    if kind is HalfRate:
+        ours = getattr(optimizer, "inner_optimizer", optimizer)
+        assert float(ours.learning_rate) == 0.0625
+
+
+@pytest.mark.parametrize("wrap", [KerasOptimizer, LossScaleOptimizer], ids=["alone", "wrapped"])
+@pytest.mark.parametrize("verb", ["minimize", "compute_gradients", "apply_gradients"])
+def test_an_override_that_keras_does_not_call_is_refused(verb, wrap):
+    """Keras calls only `apply` of these; a class that overrides another says so."""
+    changed = type("Changed", (gs.SGD,), {verb: lambda self, *args: None})
+    with pytest.raises(TypeError, match=f"Changed overrides {verb}, which Keras does not call"):
+        wrap(changed(0.1))
+
+
+def test_the_number_of_updates_is_a_variable_with_accumulation_too():
+    """`iterations` is a Keras variable that counts updates."""
+    counts = {}
+    for steps in (None, 2):
+        optimizer = KerasOptimizer(gs.SGD(0.1, gradient_accumulation_steps=steps))
+        trained(optimizer, 5)
+        assert isinstance(optimizer.iterations, keras.Variable)
+        assert "value=" + str(int(optimizer.iterations.value)) in repr(optimizer.iterations)
+        counts[steps] = int(optimizer.iterations.value)
+    assert counts == {None: 5, 2: 2}
+    with pytest.raises(TypeError, match="computed from the number of microbatches"):
+        optimizer.iterations.assign(3)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: keras.optimizers.SGD(1e-30, gradient_accumulation_steps=2),
+        lambda: gs.SGD(1e-30, gradient_accumulation_steps=2),
+        lambda: gs.SGD(1e-30, gradient_accumulation_steps=2, clipnorm=1.0),
+    ],
+    ids=["keras", "ours", "clipped"],
+)
+def test_a_sum_of_microbatches_that_overflows_is_skipped(inner):
+    """Two finite gradients whose sum is infinite do not make an update or an infinite sum."""
+    optimizer = LossScaleOptimizer(inner(), rule=gs.FixedLossScale(1.0))
+    weight = keras.Variable(np.ones(3, "float32"))
+    optimizer.build([weight])
+    for _ in range(4):
+        optimizer.apply([jnp.full(3, 3e38)], [weight])
+    assert int(optimizer.inner_optimizer.iterations) == 0
+    assert weight.value.tolist() == [1, 1, 1]
+    assert all(np.isfinite(v.value).all() for v in optimizer.variables)
+    optimizer.apply([jnp.full(3, -1e30)], [weight])
+    assert int(optimizer.inner_optimizer.iterations) == (
+        0 if optimizer.inner_optimizer.clipnorm else 1
+    )
