@@ -17,6 +17,7 @@ from gainstage._core.stats import (
     FLUSHED,
     HIGHEST,
     LOWEST,
+    NEVER,
     SUBNORMAL,
     TOP,
     Observed,
@@ -39,8 +40,9 @@ def telemetry(opt_or_state: Any) -> StepInfo:
 
     Return it from a compiled step beside the loss: it stays on the device until you read it.
     `max_abs` is measured every 17th applied step, in skipped steps and in the first step after
-    one; in between it is NaN. If the rule measures it, it is measured every step. The
-    writers of `gainstage.diagnostics` and `gainstage.interop.tensorboard` take it unchanged.
+    one; in between it is NaN. It is measured in every step if the rule measures it, or under
+    `jax_debug_nans`. The writers of `gainstage.diagnostics` and `gainstage.interop.tensorboard`
+    take it unchanged.
 
     Args:
         opt_or_state: a `LossScaleOptimizer(..., telemetry=True)`, or a pytree that contains exactly
@@ -334,8 +336,9 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         raise ValueError(f"Expected params of {len(causes)} leaves; got {len(names)}.")
     lost = None
     if exponents is not None and exponents.step >= 0:
-        step, *scales = map(float, (exponents.step, exponents.scale, exponents.overflowed))
-        lost = Underflow(int(step), scales[0], exponents.counts, scales[1])
+        step, scale, lowest = map(float, (exponents.step, exponents.scale, exponents.overflowed))
+        lowest = math.inf if lowest >= NEVER else lowest
+        lost = Underflow(int(step), scale, exponents.counts, lowest)
     steps, skipped = int(info.applied_steps + info.skipped_steps), int(info.skipped_steps)
     return Report(steps, skipped, tuple(names), causes, lost)
 

@@ -1,6 +1,7 @@
 """A whole train step as one compiled program, for optax loops."""
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
 
@@ -10,9 +11,12 @@ import optax
 from jax.sharding import NamedSharding
 
 from gainstage._core import checks, gradients
+from gainstage._core.bridge import reruns
+from gainstage._core.buffers import unshared
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import Aux, P, Params, Scalar, Transformation, Tree, Using
+from gainstage._core.variable import is_inside
 from gainstage._transformation import apply_updates, keep_if_applied
 from gainstage._value_and_grad import scaled_value_and_grad
 
@@ -72,9 +76,10 @@ def train_step(
         has_aux: whether `loss_fn` returns (loss, aux).
         using: the function that differentiates: `flax.nnx.value_and_grad` if `params` is an NNX
             model, `equinox.filter_value_and_grad` if it is an Equinox model.
-        donate: whether a step donates `params` and `opt_state`, which are then deleted. If a step
-            is interrupted before its results are assigned, they are lost: restart from a
-            checkpoint.
+        donate: whether a step donates `params` and `opt_state`, which are then deleted. An array
+            that is there twice, or also in the batch, is copied first. Nothing is donated under
+            `jax_debug_nans` and `jax_debug_infs`. If a step is interrupted before its results are
+            assigned, they are lost: restart from a checkpoint.
 
     Returns:
         A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`,
@@ -102,18 +107,22 @@ def train_step(
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
-    donated = (2, 3) if checks.flag("donate", donate) else ()
+    donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
-    return TrainStep(loss_fn, tx, has_aux, using, donated)
+    return TrainStep(loss_fn, tx, has_aux, using, donates)
 
 
 class TrainStep(Generic[Params, P, *More]):
     """The compiled step that `train_step` returns."""
 
-    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Using, donated: Any):
+    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Using, donates: bool):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._trainable, self._updated = _of_nnx() if _is_of_flax(using) else (_chosen, _merged)
-        self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=donated)
+        self._donates = donates
+        self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
+        self._keeping = self._program = jax.jit(self._run, static_argnums=(0, 1))
+        if donates:
+            self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=(2, 3))
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
 
@@ -127,13 +136,32 @@ class TrainStep(Generic[Params, P, *More]):
         def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
             """Takes a step."""
             arrays, model = self._checked(params)
-            arrays, *results = self._program(model, _shardings(arrays), arrays, opt_state, *batch)
+            program = self._keeping
+            if donates := self._donates and not reruns() and not is_inside():
+                program = self._program
+                arrays, opt_state = self._unshared(arrays, opt_state, batch)
+            arrays, *results = program(model, _shardings(arrays), arrays, opt_state, *batch)
+            if donates:
+                firsts = _firsts(arrays, jax.tree.leaves(results[0]))
+                self._last = [weakref.ref(x) for x in firsts]
             return model.with_arrays(arrays), *results
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
         return self._program.lower(model, _shardings(arrays), arrays, opt_state, *batch)
+
+    def _unshared(self, arrays: list[Any], opt_state: Any, batch: Any) -> tuple[list[Any], Any]:
+        """The arrays and state to donate, without a buffer that is there twice."""
+        leaves, structure = jax.tree.flatten(opt_state)
+        others = jax.tree.leaves(batch)
+        # What the last step returned shares no buffers, but it may be in the batch too.
+        pairs = zip(self._last, _firsts(arrays, leaves), strict=False)
+        returned = [last() is x for last, x in pairs]
+        if returned and all(returned) and set(map(id, arrays)).isdisjoint(map(id, others)):
+            return arrays, opt_state
+        free = unshared([*arrays, *leaves], others)
+        return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
 
     def _checked(self, params: Any) -> tuple[list[Any], "_Model"]:
         arrays, model = _split(params)
@@ -202,6 +230,10 @@ class _Model:
 
 
 _ARRAY = object()  # marks the place of an array
+
+
+def _firsts(*lists: list[Any]) -> list[Any]:
+    return [found[0] for found in lists if found]
 
 
 def _split(params: Any) -> tuple[list[Any], _Model]:

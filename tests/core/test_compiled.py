@@ -423,3 +423,17 @@ def test_the_first_step_counts_and_compiles_the_only_program():
             finite.append(bool(ok))
             losses.append(float(loss))
         fails(flax, len(traces) > 1 or not finite[0] or not np.isfinite(losses[0]))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_print_that_raises_leaves_the_variables(ordered):
+    """`jax.debug.print` runs Python code too: if its format fails, each variable has its value."""
+    v = gs.Variable(jnp.ones(1000))
+
+    def fn():
+        v.assign_add(1.0)
+        jax.debug.print("{x:d}", x=v.value().sum(), ordered=ordered)
+
+    with pytest.raises(Exception, match="Unknown format code"):
+        gs.jit(fn, [v], donate=True)()
+    assert v.value().tolist() == [1] * 1000

@@ -192,3 +192,66 @@ def test_errors_name_the_remedy():
         gs.train_step(loss_fn, tx, donate=1)
     with pytest.raises(TypeError, match="Expected a scalar loss from fun"):
         gs.train_step(lambda p, x, y: p["w"], tx)(params, tx.init(params), X, Y)
+
+
+PARAMETERS_IN_THE_STATE = {
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "cocob": lambda: optax.contrib.cocob(),
+    "dowg": lambda: optax.contrib.dowg(),
+    "mechanize": lambda: optax.contrib.mechanize(optax.sgd(0.1)),
+    "lbfgs": lambda: optax.scale_by_lbfgs(),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS_IN_THE_STATE)
+def test_a_state_that_begins_with_the_parameters_is_donated(name):
+    """An `init` that puts the parameters themselves into the state needs no copy by the user."""
+    tx = gs.loss_scaled(PARAMETERS_IN_THE_STATE[name]())
+    step, other = gs.train_step(loss_fn, tx), gs.train_step(loss_fn, tx, donate=False)
+    a, b = first(), first()
+    state_a, state_b = tx.init(a), tx.init(b)
+    for _ in range(3):
+        a, state_a, _ = step(a, state_a, X, Y)
+        b, state_b, _ = other(b, state_b, X, Y)
+    jax.tree.map(np.testing.assert_array_equal, (a, state_a), (b, state_b))
+
+
+def same_memory(array):
+    """Another array with the same buffer."""
+    other = jax.device_put(array, jax.devices()[0])
+    assert other is not array
+    assert other.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+    return other
+
+
+@pytest.mark.parametrize("second", [lambda z: z, same_memory], ids=["same array", "same memory"])
+def test_tied_weights_and_parameters_in_the_batch_are_donated(second):
+    """A buffer that is there twice, in the parameters or also in the batch, is copied: the step
+    does not fail, and what the batch holds stays readable."""
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    step = gs.train_step(lambda p, old: (p["a"] * p["b"] - old["a"]).sum(), tx)
+    z = jnp.full(4, 2.0)
+    params = {"a": z, "b": second(z)}
+    params, state, _ = step(params, tx.init(params), {"a": jnp.zeros(4)})
+    assert params["a"].tolist() == params["b"].tolist() == [1] * 4
+    for expected in (0.5, 0.25):  # the last step's result, as parameters and as a target
+        target = params
+        params, state, _ = step(params, state, target)
+        assert params["a"].tolist() == [expected] * 4
+        assert np.isfinite(target["a"]).all()
+
+
+@pytest.mark.parametrize("flag", ["debug_nans", "debug_infs"])
+def test_a_debug_flag_names_the_operation(flag):
+    """Under a debug flag nothing is donated, so JAX can run the step again and name the operation;
+    the parameters are those of before."""
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    step = gs.train_step(lambda w, x: jnp.log(w * x).sum(), tx)
+    w = jnp.ones(3)
+    opt_state = tx.init(w)
+    with getattr(jax, flag)(True):
+        w, opt_state, _ = step(w, opt_state, 1.0)
+        bad = -1.0 if flag == "debug_nans" else 0.0
+        with pytest.raises(FloatingPointError, match="log"):
+            step(w, opt_state, bad)
+    assert w.tolist() == [0.5, 0.5, 0.5]

@@ -353,3 +353,49 @@ def test_at_the_floor_a_run_goes_on_and_can_be_asked():
     assert str(gs.report(opt)).splitlines()[1] == "w: 40 of 40, all inf, steps 0 to 39"
     opt.apply([[1.0, 1.0], 1.0], [w, b])
     assert (w.numpy().tolist(), float(b)) == ([0.5, 0.5], 0.5)
+
+
+@pytest.mark.parametrize("rule", [gs.DynamicLossScale, gs.AdaptiveLossScale])
+@pytest.mark.parametrize("how", ["train_step", "eager", "no loss", "ours", "ours, uncompiled"])
+@pytest.mark.parametrize("flag", ["debug_nans", "debug_infs"])
+def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
+    """No telemetry and no rule marks anything with a NaN or an inf that JAX would stop at."""
+
+    def loss(w, h):
+        return 0.01 * ((w.sum() + h) ** 2).mean()
+
+    with getattr(jax, flag)(True):
+        params = [jnp.ones((3, 4)), jnp.ones(4, jnp.float16)]
+        if how.startswith("ours"):
+            inner = gs.Adam(0.1, jit_compile="un" not in how, global_clipnorm=1.0)
+            opt = gs.LossScaleOptimizer(inner, rule=rule(), telemetry=True, underflow_every=2)
+            w = [gs.Variable(p) for p in params]
+            for _ in range(3):
+                opt.minimize(lambda: loss(*(v.value() for v in w)), w)
+            state, params = opt, None
+        else:
+            tx = gs.loss_scaled(optax.adam(0.1), rule(), telemetry=True, underflow_every=2)
+            state = tx.init(params)
+            step = gs.train_step(lambda p: loss(*p), tx)
+            for _ in range(3):
+                if how == "train_step":
+                    params, state, _ = step(params, state)
+                    continue
+                value, grads = gs.value_and_grad(lambda p: loss(*p), state)(params)
+                more = {} if how == "no loss" else {"value": value}
+                updates, state = tx.update(grads, state, params, **more)
+                params = gs.apply_updates(params, updates, state)
+        info, report = gs.telemetry(state), gs.report(state, params)
+    assert (int(info.applied_steps), report.skipped) == (3, 0)
+    if flag == "debug_nans":
+        assert float(info.max_abs) > 0
+
+
+def test_a_step_without_a_finite_gradient_has_no_largest_one():
+    """`max_abs` is NaN if all gradients are NaN, and the largest finite one if some are."""
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
+    params = jnp.ones(3)
+    state = tx.init(params)
+    for grads, expected in (([jnp.nan] * 3, np.nan), ([jnp.nan, 2.0, jnp.inf], 2.0)):
+        _, state = tx.update(jnp.array(grads), state, params)
+        np.testing.assert_equal(float(gs.telemetry(state).max_abs), expected)

@@ -171,9 +171,10 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         fn: a function of arrays, or of pytrees of them.
         state: a pytree of all variables that `fn` reads or assigns.
         donate: whether the memory of the old values is reused for the new ones. An array that
-            `value()` has returned is copied first, so it stays readable. A program with callbacks
-            (`jax.pure_callback`, `io_callback`, `debug.callback`) is not donated, because a
-            callback may raise. It needs twice the memory, and the call waits until it ends.
+            `value()` has returned is copied first, so it stays readable. Nothing is donated under
+            `jax_debug_nans`, nor in a program with callbacks (`jax.pure_callback`, `io_callback`,
+            `debug.callback`, `debug.print`), because a callback may raise. Such a program needs
+            twice the memory, and the call waits until it ends.
 
     After an exception or a signal (Ctrl-C) in a call, all variables have their values from before
     the call, or all have those from after it.
@@ -228,8 +229,10 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
             write(self._state, values)
             return result
         if self._calls_back is None:
-            self._calls_back = _calls_back(self._compiled.trace(*arguments).jaxpr)
-        if self._calls_back:
+            program = self._compiled.trace(*arguments).jaxpr
+            # `jax.debug.print` has an effect; `jax.pure_callback` has a name and no effect.
+            self._calls_back = bool(program.effects) or _calls_back(program)
+        if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(*arguments))
             write(self._state, values)
             return result
@@ -246,6 +249,12 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the lowered program for these arguments, as `jax.jit(f).lower`."""
         return self._compiled.lower(*self._arguments(args, kwargs))
+
+
+def reruns() -> bool:
+    """Whether JAX runs a program again to find its first NaN or inf, which needs the arguments."""
+    config: Any = jax.config  # of which type checkers know no flags
+    return config.jax_debug_nans or config.jax_debug_infs
 
 
 def _calls_back(program: Any) -> bool:
@@ -310,6 +319,9 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     eager call has nothing to fuse: it simply runs `fn`.
     """
     inside = is_inside()
+    # A state may have numbers, as when a learning rate in an optax state is replaced by one.
+    before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
+    old = jax.tree.unflatten(jax.tree.structure(old), before)
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
     structure: Any = jax.tree.structure(old)
     if structure != jax.tree.structure(shapes[1]):
@@ -322,7 +334,6 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
         return result, jax.tree.map(
             lambda n, o: lax.select(applies, jnp.asarray(n, o.dtype), o), new, old
         )
-    before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     known = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
     known |= zip(jaxpr.invars, before, strict=True)
     outputs = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]

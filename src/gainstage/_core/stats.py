@@ -20,6 +20,7 @@ FLUSHED, SUBNORMAL, TOP = -25, -14, 15
 DIGITS = 10  # binary digits behind the first
 LOWEST, HIGHEST = -40, 40  # exponents beyond are counted here
 BINS = HIGHEST - LOWEST + 2  # one per exponent, and the first for zeros
+NEVER = float(np.finfo(np.float32).max)  # not inf, which `jax_debug_infs` would refuse
 LOOK = 17  # applied steps between measurements of `max_abs`; prime, so that tasks take turns
 
 
@@ -34,7 +35,7 @@ class StepInfo(NamedTuple):
     grad_norm: jax.Array
     applied_steps: jax.Array  # int32: the number of applied steps so far
     # float32: the largest finite element of the true gradients; 0 before the first step, NaN where
-    # it was not measured
+    # it was not measured or a skipped step has no finite element but zeros
     max_abs: jax.Array
     # bool: whether the step was applied; with `apply_if` False, a finite step is skipped too
     applied: jax.Array | bool = True
@@ -46,7 +47,7 @@ class Exponents(NamedTuple):
     step: jax.Array  # int32: the step of the count, -1 for never
     scale: jax.Array  # float32: the scale of that step
     counts: jax.Array  # float32, one row per gradient: elements that are 0, then by exponent
-    # float32: the lowest scale of a non-finite step that no finite one reached
+    # float32: the lowest scale of a non-finite step that no finite one reached, `NEVER` at first
     overflowed: jax.Array
 
 
@@ -89,8 +90,11 @@ def measure(
             raise ValueError(f"Expected measures among {sorted(known)}; got {name!r}.")
     measured = _of_gradients([n for n in names if n in _MEASURES], grads, finite, scale, ordered)
     if "loss" in names:
-        value = jnp.asarray(jnp.nan if loss is None else loss, jnp.float32)
-        measured["loss"] = value if loss is None else jnp.where(jnp.isnan(value), jnp.inf, value)
+        if loss is None:  # moved, not computed: `jax_debug_nans` checks what is computed
+            measured["loss"] = jax.device_put(np.float32(np.nan))
+        else:
+            value = jnp.asarray(loss, jnp.float32)
+            measured["loss"] = jnp.where(jnp.isnan(value), jnp.inf, value)
     manual = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if not manual:
         return measured
@@ -195,8 +199,8 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
         applied=jnp.array(True),
     )
     causes = jnp.tile(jnp.array([0, 0, -1, -1], jnp.int32), (count, 1))
-    counts, never = jnp.zeros((count, BINS), jnp.float32), jnp.float32(jnp.inf)
-    exponents = Exponents(jnp.int32(-1), zero(), counts, never)
+    counts = jnp.zeros((count, BINS), jnp.float32)
+    exponents = Exponents(jnp.int32(-1), zero(), counts, jnp.float32(NEVER))
     return Observed(info, causes, exponents if every else None)
 
 
@@ -236,11 +240,15 @@ def observed(
     largest = max_abs
     if largest is None:
         due = ~applied | ~info.applied | (info.applied_steps % LOOK == 0)
+        config: Any = jax.config  # of which type checkers know no flags
+        if config.jax_debug_nans:  # a NaN for "not measured" would stop a healthy step
+            due = jnp.ones_like(due)
         largest = lax.cond(
             due,
             lambda: measure(["max_abs"], grads, finite, scale=scale, ordered=ordered)["max_abs"],
             lambda: jnp.float32(jnp.nan),
         )
+    largest = jnp.where(~finite & (largest == 0), jnp.nan, largest)
     new = StepInfo(
         finite=finite,
         loss_scale=jnp.float32(loss_scale),
@@ -253,7 +261,6 @@ def observed(
 
     def look(longest: int) -> tuple[jax.Array, Exponents | None]:
         known = before.causes, before.exponents
-        never = jnp.float32(jnp.inf)
 
         def causes() -> tuple[jax.Array, Exponents | None]:
             return _more_causes(before.causes, grads, step, longest), before.exponents
@@ -265,7 +272,7 @@ def observed(
         def exponents() -> tuple[jax.Array, Exponents | None]:
             none = jnp.zeros(BINS, jnp.float32)
             rows = [none if g is None else _exponents(g, more, longest) for g in grads]
-            counted = Exponents(step, jnp.float32(loss_scale), jnp.stack(rows), never)
+            counted = Exponents(step, jnp.float32(loss_scale), jnp.stack(rows), jnp.float32(NEVER))
             return before.causes, counted
 
         last = before.exponents.step
@@ -284,7 +291,7 @@ def observed(
 
 def _lowest_overflow(before: jax.Array, scale: jax.Array, finite: jax.Array) -> jax.Array:
     """The lowest scale of a non-finite step, until a step is finite at that scale or above."""
-    kept = jnp.where(scale >= before, jnp.inf, before)
+    kept = jnp.where(scale >= before, NEVER, before)
     return jnp.where(finite, kept, jnp.minimum(before, scale)).astype(jnp.float32)
 
 
