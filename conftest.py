@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from jax._src import compiler
 
+from gainstage._core.unscaled import SETTLED
+
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -32,6 +34,20 @@ def pytest_configure():
 def pytest_collection_modifyitems(items):
     """What waits for processes comes first: at the end one worker would wait for it alone."""
     items.sort(key=lambda item: ("processes" not in item.path.parts, not as_users(item)))
+    for item in filter(is_documentation, items):
+        item.add_marker(pytest.mark.filterwarnings("error:No loss was multiplied"))
+
+
+def is_documentation(item):
+    """Whether a test runs what users read: a page, or the example of a docstring."""
+    return "docs" in item.path.parts or isinstance(item, pytest.DoctestItem)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process(request):
+    """In what users read, a warning that others have seen before appears again."""
+    if is_documentation(request.node):
+        SETTLED.clear()
 
 
 def as_users(node):

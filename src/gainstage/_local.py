@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.gradients import float32_or_wider
 from gainstage._core.types import P, R, Scalar
+from gainstage._core.unscaled import SETTLED
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
@@ -50,6 +51,7 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         scale = checks.loss_scale("scale", scale)
 
     def scaled(*args: Any) -> Any:
+        SETTLED.add("local")
         factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
         leaves, structure = jax.tree.flatten(args)

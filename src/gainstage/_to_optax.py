@@ -1,6 +1,7 @@
 """Our optimizers as optax transformations: the same rule, with a dictionary as its state."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,20 +80,22 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
     inner = copy.deepcopy(inner)
     inner._store.set_options(options)  # with the wrapper's options
     if not isinstance(opt, LossScaleOptimizer):
-        return _unscaled(inner)
+        return _unscaled(inner)[0]
     if inner.master_weights:
         raise ValueError(
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
     more = (opt.rule, opt.telemetry, opt.underflow_every)
-    tx = _unscaled(inner, Guard("loss_scaled"))
-    return loss_scaled_within(options.limits_of_steps, tx, *more)
+    tx, sums_in = _unscaled(inner, Guard("loss_scaled"))
+    return loss_scaled_within(options.limits, sums_in, tx, *more)
 
 
 def _unscaled(
     optimizer: Optimizer, guard: Guard | None = None
-) -> optax.GradientTransformationExtraArgs:
+) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any, Any, Any], list[Any]]]:
+    """The transformation, and the accumulators in its state, as `loss_scaled_within` needs them."""
+
     def built_for(params: Any, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
         """The optimizer, built for shapes only; without groups if `grouped` is False."""
         named, _ = jax.tree_util.tree_flatten_with_path(params)
@@ -134,7 +137,14 @@ def _unscaled(
         changes = [None if g is None else n - o for g, n, o in zip(grads, new, old, strict=True)]
         return structure.unflatten(changes), dict(zip(names, values, strict=True))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def sums_in(state: Any, named: Any, params: Any) -> list[Any]:
+        if not optimizer._store.in_force.gradient_accumulation_steps:
+            return []
+        mine, _ = built_for(params, grouped=False)
+        names = dict(zip(mine.variables, unique_names(mine.variables), strict=True))
+        return [state[names[total]] for total in mine._store.accumulators]
+
+    return optax.GradientTransformationExtraArgs(init, update), sums_in
 
 
 def _sharding_of(x: Any) -> Any:

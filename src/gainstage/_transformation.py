@@ -1,6 +1,6 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,11 @@ from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
 from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
 from gainstage._core.types import Transformation, Tree
+from gainstage._core.unscaled import SETTLED, warn
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules.base import DynamicLossScale, Rule, as_rule, start
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 
 
 def loss_scaled(
@@ -74,21 +75,27 @@ def loss_scaled(
 
     Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740.
     """
-    return loss_scaled_within({}, tx, rule, telemetry, underflow_every)
+    sums_in = _sums_of_multi_steps
+    return loss_scaled_within({}, sums_in, tx, rule, telemetry, underflow_every, warns=True)
 
 
 def loss_scaled_within(
     limits: Mapping[str, float],
+    sums_in: Callable[[Any, Any, Any], Sequence[Any]],
     tx: Any,
     rule: Rule | None = None,
     telemetry: bool = False,
     underflow_every: int | None = None,
+    warns: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`loss_scaled` of a transformation that clips: a non-finite norm skips a step too.
 
     Args:
         limits: the active clip option, as for `gradients.clip`.
+        sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
+            gradients are added; the sums must be finite. Empty if there are none.
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
+        warns: whether to warn once if no loss was scaled before an update.
     """
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -96,6 +103,7 @@ def loss_scaled_within(
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.{advice}")
     tx = optax.with_extra_args_support(tx)
     telemetry, every = check_telemetry(telemetry, underflow_every)
+    warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
 
     def init(params: Any) -> LossScaledState:
         inner = tx.init(gradients.upcast(params))
@@ -120,6 +128,8 @@ def loss_scaled_within(
         if only_if is not None:
             apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
+        if warns and loss_scale is None and not SETTLED:
+            warn()
         params = gradients.upcast(params)
         if jax.device_count() == 1:
             updates = jax.tree.map(gradients.row_major, updates)
@@ -128,7 +138,10 @@ def loss_scaled_within(
         else:
             loss_scale = jnp.asarray(loss_scale, jnp.float32)
             grads = gradients.unscale(updates, loss_scale)
-        arrays = [None if g is None or g.dtype == float0 else g for g in leaves_and_none(updates)]
+        named, _ = jax.tree_util.tree_flatten_with_path(updates, is_leaf=lambda x: x is None)
+        arrays = [
+            g if g is not None and jnp.issubdtype(g.dtype, jnp.inexact) else None for _, g in named
+        ]
         # The barrier stops XLA:CPU from storing squares that `tx` computes too.
         leaves = [
             g
@@ -146,7 +159,13 @@ def loss_scaled_within(
             GuardState(state.loss_scale, state.observed),
             state.inner,
             arrays,
-            Reading(1.0 if loss_scale is None else loss_scale, limits, (), shardings, leaves),
+            Reading(
+                1.0 if loss_scale is None else loss_scale,
+                limits,
+                sums_in(state.inner, named, params),
+                shardings,
+                leaves,
+            ),
             Select(),
             loss=extra.get("value"),
             apply_if=apply_if,
@@ -159,6 +178,28 @@ def loss_scaled_within(
         return updates, LossScaledState(guard.scale, inner, applied, guard.observed)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _sums_of_multi_steps(state: Any, named: Any, params: Any) -> Sequence[Any]:
+    """The accumulators of `optax.MultiSteps`, one per gradient, with the gradients' signs.
+
+    optax adds gradients up, or moves a mean by their difference from it. Neither can overflow
+    unless the sum of the magnitudes does.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
+    found: dict[Any, Any] = {}
+    for node in nodes:
+        if isinstance(node, optax.MultiStepsState):
+            found |= jax.tree_util.tree_flatten_with_path(node.acc_grads)[0]
+    if not found:
+        return ()
+
+    def total(path: Any, gradient: Any) -> Any:
+        if gradient is None or path not in found:
+            return None if gradient is None else jnp.zeros_like(gradient)
+        return jnp.copysign(found[path], gradient)
+
+    return [total(path, gradient) for path, gradient in named]
 
 
 def _on_mesh_of(params: Any, state: Any) -> Any:
@@ -282,7 +323,9 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
         >>> import jax.numpy as jnp, optax
         >>> tx = optax.chain(gs.loss_scaled(optax.sgd(0.5)), optax.add_decayed_weights(-0.5))
         >>> params = jnp.float32(1.0)
-        >>> updates, opt_state = tx.update(jnp.float32(jnp.nan), tx.init(params), params)
+        >>> opt_state = tx.init(params)
+        >>> loss, grads = gs.value_and_grad(lambda w: w * jnp.nan, opt_state)(params)
+        >>> updates, opt_state = tx.update(grads, opt_state, params)
         >>> print(updates, gs.apply_updates(params, updates, opt_state))
         -0.5 1.0
     """

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from gainstage._core import gradients
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Aux, P, Scalar, Using
+from gainstage._core.unscaled import SETTLED
 
 
 @overload
@@ -128,6 +129,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
         >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
+    SETTLED.add("read")
     return loss_scaled_state(opt_state).loss_scale.scale
 
 

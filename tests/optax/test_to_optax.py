@@ -174,3 +174,18 @@ def test_grouped_parameters_on_a_mesh():
     tx = gs.to_optax(gs.SGD(0.5, momentum=0.5, group_small=True))
     updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
     assert (updates["a"] == -0.5).all()
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_sum_of_microbatches_that_overflows_is_skipped(clip):
+    """Two finite gradients whose sum, or its norm, is infinite do not make an update."""
+    inner = gs.SGD(1e-30, gradient_accumulation_steps=2, global_clipnorm=clip)
+    tx = gs.to_optax(gs.LossScaleOptimizer(inner))
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    state, applied = tx.init(params), []
+    for value in (3e38, 3e38, 1.0, 1.0):
+        updates, state = tx.update({"w": jnp.full(3, value), "b": jnp.ones(2)}, state, params)
+        params = gs.apply_updates(params, updates, state)
+        applied.append(bool(state.applied))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, state)))
+    assert applied == ([True, False, True, True] if clip is None else [False, False, True, True])

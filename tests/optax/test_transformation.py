@@ -1,4 +1,6 @@
 import functools
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -684,3 +686,140 @@ def test_float16_gradients_of_zero_give_no_nan(name):
     for gradient in (0.0, 0.0, 6e-8):
         updates, state = update(jnp.full(3, gradient, jnp.float16), state, params)
         assert np.isfinite(updates).all()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_state_may_hold_a_python_number(compiled):
+    """A learning rate or a scale that is replaced by a number is used."""
+    tx = gs.loss_scaled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.125))
+    params = {"w": jnp.ones(3)}
+    state = tx.init(params)
+    update = jax.jit(tx.update) if compiled else tx.update
+    state.inner.hyperparams["learning_rate"] = 0.5
+    updates, state = update({"w": jnp.ones(3)}, state, params)
+    assert updates["w"].tolist() == [-0.5] * 3
+    updates, state = update({"w": jnp.ones(3)}, optax.tree.set(state, learning_rate=1), params)
+    assert updates["w"].tolist() == [-1] * 3
+    state = optax.tree.set(state, scale=1024.0, learning_rate=0.25)
+    _, state = update({"w": jnp.full(3, jnp.inf)}, state, params)
+    assert (float(gs.loss_scale(state)), state.inner.hyperparams["learning_rate"]) == (512, 0.25)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_gradient_of_an_integer_leaf_is_passed_on(compiled, scale):
+    """An int32 gradient, as optax alone takes it, is neither checked nor unscaled."""
+    tx = gs.loss_scaled(optax.masked(optax.sgd(0.5), {"w": True, "n": False}), telemetry=True)
+    params = {"w": jnp.ones(3), "n": jnp.arange(3)}
+    state = tx.init(params)
+    update = jax.jit(tx.update) if compiled else tx.update
+    for gradient, applied in ((jnp.ones(3), True), (jnp.full(3, jnp.nan), False)):
+        grads = {"w": gradient, "n": jnp.full(3, 4)}
+        updates, state = update(grads, state, params, loss_scale=scale)
+        assert bool(state.applied) == applied
+        assert updates["n"].tolist() == ([4, 4, 4] if applied else [0, 0, 0])
+        assert updates["n"].dtype == jnp.int32
+    assert bool(gs.value_and_grad(lambda w: w.sum(), state)(jnp.ones(2))[1].all())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("mean", [False, True])
+def test_a_sum_of_microbatches_that_overflows_is_skipped(mean, sign, nested):
+    """Finite gradients whose sum or difference overflows never make an infinite update or sum."""
+    tx = optax.MultiSteps(optax.sgd(1e-30), 3, use_grad_mean=mean).gradient_transformation()
+    if nested:
+        groups = {"a": tx, "b": optax.sgd(1.0)}
+        tx = optax.multi_transform(groups, {"w": "a", "b": "b"})
+    tx = gs.loss_scaled(tx)
+    params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+    state, applied = tx.init(params), []
+    for i in range(5):
+        grads = {"w": jnp.full(3, 3e38 * (sign if i % 2 else 1)), "b": jnp.zeros(2)}
+        updates, state = tx.update(grads, state, params)
+        params = gs.apply_updates(params, updates, state)
+        applied.append(bool(state.applied))
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves((updates, params, state)))
+    assert applied == [True, False, False, False, False]
+    for _ in range(2):  # the window goes on
+        updates, state = tx.update({"w": jnp.full(3, 1e30), "b": jnp.zeros(2)}, state, params)
+    assert float(updates["w"][0]) == pytest.approx(-1e8 if mean else -3e8, rel=0.01)
+
+
+UNSCALED = """
+import warnings
+import jax, jax.numpy as jnp, optax
+import gainstage as gs
+
+found = []
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, *_: found.append(str(message))
+w = jnp.ones(3)
+def loss_fn(w):
+    return (w * w).sum()
+{code}
+print(len(found), *[message[:23] for message in found])
+"""
+LOOPS = {
+    "forgotten": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+for _ in range(3):
+    updates, state = {update}(jax.grad(loss_fn)(w), state, w)
+""",
+    "scaled": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+loss, grads = gs.value_and_grad(loss_fn, state)(w)
+tx.update(grads, state, w)
+""",
+    "train_step": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+gs.train_step(loss_fn, tx)(w, state)
+""",
+    "by hand": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+scale = gs.loss_scale(state)
+tx.update(jax.grad(lambda w: loss_fn(w) * scale)(w) / scale, state, w)
+""",
+    "scale_loss": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx.update(jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w) / 2.0**15, state, w)
+""",
+    "unscaled by it": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx.update(jax.grad(lambda w: loss_fn(w) * 8)(w), state, w, loss_scale=8.0)
+""",
+    "local": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx.update(jax.grad(gs.locally_scaled(loss_fn, 8.0))(w), state, w)
+""",
+    "no scale": """
+tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0)); state = tx.init(w)
+tx.update(jax.grad(loss_fn)(w), state, w)
+""",
+    "to_optax": """
+tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1))); state = tx.init(w)
+tx.update(jax.grad(loss_fn)(w), state, w)
+""",
+    "restored": """
+import pickle
+tx = gs.loss_scaled(optax.sgd(0.1)); state = pickle.loads(pickle.dumps(tx.init(w)))
+loss, grads = gs.value_and_grad(loss_fn, state)(w)
+jax.jit(tx.update)(grads, state, w)
+""",
+    "filtered": """
+warnings.filterwarnings("ignore", message="No loss was multiplied")
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx.update(jax.grad(loss_fn)(w), state, w)
+""",
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_scales_no_loss_is_told_once(name):
+    """One warning per process, at the first update, and none if the loss was scaled somehow."""
+    updates = ["tx.update", "jax.jit(tx.update)"] if name == "forgotten" else [""]
+    for update in updates:
+        code = UNSCALED.replace("{code}", LOOPS[name].replace("{update}", update))
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        expected = "1 No loss was multiplied" if name == "forgotten" else "0"
+        assert printed.stdout.strip() == expected, printed.stderr

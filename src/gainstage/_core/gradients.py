@@ -12,6 +12,7 @@ from jax import lax
 from jax.dtypes import float0
 
 from gainstage._core._jax import Layout, Tracer, with_layout_constraint
+from gainstage._core.unscaled import SETTLED
 from gainstage._core.variable import placed
 from gainstage.fp8 import Seen
 
@@ -41,6 +42,7 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
     if not jax.tree_util.all_leaves([loss]) or loss is None:
         raise TypeError(f"Expected one loss, an array; got {loss!r}. Sum several losses into one.")
     loss = upcast(loss)
+    SETTLED.add("scaled")
     return loss * jnp.asarray(scale, loss.dtype)
 
 
@@ -100,8 +102,8 @@ Gradients = list[Gradient | None]
 def unscale(grads: Any, scale: jax.Array) -> Any:
     """Returns the true gradients of a loss that was multiplied by `scale`, in float32 or wider.
 
-    The counts of float8 casts among the gradients are not unscaled. Nor are gradients with respect
-    to integers.
+    The counts of float8 casts among the gradients are not unscaled. Nor are gradients of integers,
+    which are float0, or integers that a trainer made.
     """
     inverse = functools.cache(lambda dtype: 1 / scale.astype(dtype))
 
@@ -109,6 +111,8 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
         if isinstance(leaf, Seen) or getattr(leaf, "dtype", None) == float0:
             return leaf
         value = jnp.asarray(leaf)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return leaf
         dtype = float32_or_wider(value.dtype)
         value = value if jnp.iscomplexobj(value) else value.astype(dtype)
         return value * inverse(dtype).astype(value.dtype)

@@ -80,6 +80,7 @@ def inspect(
     Raises:
         ValueError: clipping by a norm inside `jax.shard_map(check_vma=False)`.
     """
+    grads = [g if g is not None and jnp.issubdtype(g.dtype, jnp.inexact) else None for g in grads]
     if any(map(jnp.iscomplexobj, grads)):
         grads = real_parts([g for g in grads if g is not None])
     known = bool(shardings) or on_one_device(False, [g for g in grads if g is not None])
