@@ -125,6 +125,71 @@ def test_a_damaged_capsule_is_never_read_as_another(write, rng):
     assert harmless < 100
 
 
+def rewritten(path, change=lambda about: about, tail=b"", compression=zipfile.ZIP_STORED):
+    """Writes a capsule again: another description, more bytes behind its first array."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    about = change(json.loads(members["capsule.json"]))
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in {**members, "capsule.json": json.dumps(about)}.items():
+            archive.writestr(name, content + tail if name == "0.npy" else content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": zipfile.ZIP_DEFLATED}, r"a compressed '0\.npy'\. Copy"),
+        ({"tail": bytes(100)}, r"damaged \(0\.npy has 268 bytes, not 168\)"),
+    ],
+    ids=["compressed", "tail"],
+)
+def test_a_capsule_takes_no_more_memory_than_its_arrays(write, monkeypatch, options, message):
+    """A compressed member, or bytes behind an array, is an error before any array is read."""
+    path = rewritten(write(np.arange(10, dtype="float32")), **options)
+    monkeypatch.setattr(np.lib.format, "read_array", None)
+    with pytest.raises(ValueError, match=rf"Expected a .*capsule .*bad\.npz; got .*{message}"):
+        read_capsule(path)
+
+
+def with_leaf(leaf):
+    return lambda about: about | {"args": [about["args"][0] | {"leaves": [["", leaf]]}]}
+
+
+def with_tree(tree):
+    return lambda about: about | {"args": [about["args"][0] | {"tree": tree}]}
+
+
+def without(key):
+    return lambda about: {name: value for name, value in about.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("versions"), "got None for 'versions'"),
+        (without("settings"), "got None for 'settings'"),
+        (lambda about: about | {"versions": {"jax": 1}}, "got {'jax': 1} for 'versions'"),
+        (lambda about: about | {"settings": ["x"]}, r"got \['x'\] for 'settings'"),
+        (lambda about: about | {"gainstage capsule": True}, "got format True"),
+        (with_leaf({"scalar": ["bool", 1]}), "1 in the place of a bool"),
+        (with_leaf({"scalar": ["bool", "no"]}), "'no' in the place of a bool"),
+        (with_leaf({"scalar": ["int", 1.5]}), "1.5 in the place of a int"),
+        (with_tree({"leaf": -1}), "{'leaf': -1} in the place of one of 1 leaves"),
+        (with_tree({"leaf": False}), "{'leaf': False} in the place of"),
+        (with_tree({"twig": 0}), "{'twig': 0} in the place of"),
+    ],
+)
+def test_a_description_that_no_capsule_has_is_one_line(write, command, change, message):
+    """A missing or impossible entry is a ValueError that names it, also from the command."""
+    path = rewritten(write(7), change)
+    with pytest.raises(ValueError, match=f"Expected a .*capsule .*{message}"):
+        read_capsule(path)
+    status, said = command(path, "--loss", "train_it:loss")
+    assert (status, said.out, said.err.count("\n")) == (1, "", 1)
+    assert re.search(message, said.err)
+
+
 @QUICK
 @given(st.data())
 def test_a_description_from_anywhere_is_a_clear_error(tmp_path_factory, data):
@@ -135,12 +200,7 @@ def test_a_description_from_anywhere_is_a_clear_error(tmp_path_factory, data):
     capsule = Capsule(path)
     args = {"w": [jnp.ones(3), np.ones(2, "bfloat16")], "n": (1, None)}, jax.random.key(0)
     assert capsule.write(0, info(False), *args)
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    about = data.draw(damaged(json.loads(members["capsule.json"]), JSON))
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in {**members, "capsule.json": json.dumps(about)}.items():
-            archive.writestr(name, content)
+    rewritten(path, lambda about: data.draw(damaged(about, JSON)))
     outcome(lambda: read_capsule(path))
 
 
@@ -597,6 +657,16 @@ def test_an_autopsy_sets_jax_as_in_the_run(command, write):
         assert jax.config.jax_enable_x64
     finally:
         jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize("value", ["x", None, "no such precision"])
+def test_an_autopsy_refuses_a_setting_that_jax_does_not_know(command, write, value):
+    """A setting of another type or with an unknown value is named in one line."""
+    name = "jax_default_matmul_precision" if value == "no such precision" else "jax_enable_x64"
+    path = rewritten(write(7), lambda about: about | {"settings": {name: value}})
+    status, said = command(path, "--loss", "train_it:loss")
+    assert (status, said.out, said.err.count("\n")) == (1, "", 1)
+    assert f"takes for the capsule's setting {name!r}; got {value!r}" in said.err
 
 
 def test_an_autopsy_names_the_operation_of_a_killed_run(tmp_path, monkeypatch, capsys):

@@ -71,8 +71,18 @@ def _configure(about: dict[str, Any]) -> None:
     """Sets JAX as in the run, before the user's module creates its first array."""
     here = settings()
     for name in here.keys() & about["settings"].keys():  # ignore anything else in the file
-        if about["settings"][name] != here[name]:
-            jax.config.update(name, about["settings"][name])
+        value = about["settings"][name]
+        if value == here[name]:
+            continue
+        try:
+            if isinstance(value, bool) != isinstance(here[name], bool):
+                raise TypeError
+            jax.config.update(name, value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"Expected a value that jax {jax.__version__} takes for the capsule's setting "
+                f"{name!r}; got {value!r}. Read it with jax {about['versions'].get('jax')}."
+            ) from error
 
 
 def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: found) -> Any:

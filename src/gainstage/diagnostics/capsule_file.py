@@ -1,13 +1,14 @@
 """The file of a capsule: a pytree of arguments as an .npz archive, with a JSON description.
 
-Nothing is pickled. Each array is a member `N.npy`. numpy has no names for bfloat16, float8 and
-int4, so these are stored as unsigned integers, and PRNG keys as their data. Each member has a
-checksum and the list of members is at the end, so a damaged or incomplete file is detected.
+Nothing is pickled or compressed. Each array is a member `N.npy`. numpy has no names for bfloat16,
+float8 and int4, so these are stored as unsigned integers, and PRNG keys as their data. Each member
+has a checksum and the list of members is at the end, so a damaged or incomplete file is detected.
 """
 
 import io
 import itertools
 import json
+import math
 import os
 import zipfile
 import zlib
@@ -137,18 +138,33 @@ def _description(path: Path, file: Any) -> dict[str, Any]:
         raise ValueError(f"Expected a capsule at {path}; got {what}.")
     try:
         with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-            found = json.loads(archive.read(DESCRIPTION)) if DESCRIPTION in names else None
+            members = archive.infolist()
+            names = [member.filename for member in members]
+            compressed = [m.filename for m in members if m.compress_type != zipfile.ZIP_STORED]
+            is_readable = DESCRIPTION in names and not compressed
+            found = json.loads(archive.read(DESCRIPTION)) if is_readable else None
     except (*_DAMAGE, OSError) as error:
         raise _damaged(path, error) from error
+    if DESCRIPTION in names and compressed:  # a small file could fill the memory
+        raise ValueError(
+            f"Expected a capsule without compression at {path}; got one with a compressed "
+            f"{compressed[0]!r}. Copy the file that the run wrote."
+        )
     form = found.get("gainstage capsule") if isinstance(found, dict) else None
     if found is None or form is None:
         raise ValueError(f"Expected a capsule at {path}; got an archive of {names[:5]}.")
-    if form != FORMAT:
+    if type(form) is not int or form != FORMAT:
         raise ValueError(
             f"Expected a capsule of format {FORMAT} at {path}; got format {form!r}. Read it with "
             f"the gainstage that wrote it, {found.get('versions')}."
         )
+    for name, kind in (("versions", str), ("settings", object)):
+        values = found.get(name)
+        if not (isinstance(values, dict) and all(isinstance(v, kind) for v in values.values())):
+            raise ValueError(
+                f"Expected a complete capsule at {path}; got {values!r} for {name!r}. Copy the "
+                f"file that the run wrote."
+            )
     return found
 
 
@@ -252,8 +268,15 @@ def _in_numpy(array: Any) -> np.ndarray:
 
 def _arrays(archive: zipfile.ZipFile) -> Iterator[np.ndarray]:
     for number in itertools.count():
-        member = io.BytesIO(archive.read(f"{number}.npy"))  # a full read verifies the checksum
-        yield np.lib.format.read_array(member)
+        member = archive.getinfo(f"{number}.npy")
+        with archive.open(member) as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            expected = file.tell() + math.prod(shape) * dtype.itemsize
+        if member.file_size != expected:
+            raise ValueError(f"{member.filename} has {member.file_size} bytes, not {expected}")
+        content = io.BytesIO(archive.read(member))  # a full read verifies the checksum
+        yield np.lib.format.read_array(content)
 
 
 def _argument(about: dict[str, Any], arrays: Iterator[np.ndarray]) -> Argument:
@@ -269,13 +292,18 @@ def _value(leaf: dict[str, Any], arrays: Iterator[np.ndarray]) -> Any:
         return Other(str(leaf["other"]))
     if "scalar" in leaf:
         kind, text = leaf["scalar"]
-        return _SCALARS[kind](text)
+        value = _SCALARS[kind](text)
+        if str(value) != text:
+            raise ValueError(f"{text!r} in the place of a {kind}")
+        return value
     array = next(arrays)
     if "key" in leaf:
         return jax.random.wrap_key_data(jnp.asarray(array), impl=leaf["key"])
     array = array.view(jnp.dtype(leaf["dtype"])) if leaf["view"] else array
     if (str(array.dtype), list(array.shape)) != (leaf["dtype"], leaf["shape"]):
         raise ValueError(f"{array.dtype}{list(array.shape)} in the place of {leaf}")
+    if leaf["kind"] not in ("jax", "numpy", "generic"):
+        raise ValueError(f"{leaf['kind']!r} in the place of a kind of array")
     if leaf["kind"] != "jax":
         return array if leaf["kind"] == "numpy" else array[()]
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
@@ -315,4 +343,8 @@ def _out_of_json(node: dict[str, Any], values: list[Any]) -> Any:
     if kind in ("list", "tuple"):
         children = [_out_of_json(value, values) for value in content]
         return children if kind == "list" else tuple(children)
-    return None if kind == "none" else values[content]
+    if kind == "none":
+        return None
+    if kind != "leaf" or type(content) is not int or content not in range(len(values)):
+        raise ValueError(f"{node} in the place of one of {len(values)} leaves")
+    return values[content]
