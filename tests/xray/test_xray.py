@@ -148,6 +148,28 @@ def test_data_and_parameters_are_named():
     assert "an array that the loss closes over has 4 elements" in str(closed_over.causes[0])
 
 
+def test_an_infinite_parameter_is_the_only_cause():
+    """NaN that an infinity from outside becomes is not blamed on a mask of the program."""
+    soft = network(jax.nn.softmax)
+    kernel = PARAMS["first"]["kernel"].at[1, 2].set(jnp.inf)
+    x = look(soft, PARAMS | {"first": {"kernel": kernel}}, jnp.abs(X) + 1)
+    assert [cause.layer for cause in x.causes] == ["first"], str(x)
+    x = look(soft, PARAMS, X.at[1, 2].set(jnp.inf))
+    assert [cause.layer for cause in x.causes] == ["x"], str(x)
+
+
+def test_a_mask_beside_an_infinite_input_is_named_too():
+    """An infinity of the program that becomes NaN on its own is a cause beside the input."""
+
+    def loss(params, x, y):
+        hidden = jax.nn.softmax(jnp.where(x == x, -jnp.inf, params["first"]["kernel"][:3] * x))
+        return hidden.sum() + (params["second"]["kernel"][:3] * y).sum()
+
+    x = look(loss, PARAMS, X, X.at[1, 2].set(jnp.inf))
+    assert [cause.kind for cause in x.causes] == ["argument", "invalid"], str(x)
+    assert "mask" in x.causes[1].message
+
+
 def masked(hidden):
     def mask(h):
         scores = jnp.where(jnp.arange(3)[:, None] < hidden, -jnp.inf, h.astype(jnp.float32))

@@ -63,8 +63,14 @@ def causes_of(ran: Ran) -> list[Cause]:
 
 
 def _traced(ran: Ran) -> tuple[list[int], list[int], list[int]]:
-    """The bad arguments, the results that are the first bad ones, and NaN from infinities."""
+    """The bad arguments, the results that are the first bad ones, and NaN from infinities of the
+    program itself."""
     results = ran.results
+    of_arguments: set[int] = set()  # bad results that follow from a bad argument
+    for result in results:
+        begins = result.op == "argument" or of_arguments.intersection(result.operands)
+        if result.numbers.bad and begins:
+            of_arguments.add(result.id)
     outs = zip((ran.loss, *ran.gradients), ran.origins, strict=True)
     todo = [i for _, i in outs if i is not None and results[i].numbers.bad]
     seen: set[int] = set()
@@ -85,6 +91,8 @@ def _traced(ran: Ran) -> tuple[list[int], list[int], list[int]]:
             (arguments if result.numbers.nan else masks).append(i)
         elif result.is_born:
             born.append(i)
+        elif i in of_arguments:
+            continue
         elif result.numbers.nan and not any(results[j].numbers.nan for j in bad):
             masks.append(i)
     return sorted(arguments), sorted(born), sorted(masks)
