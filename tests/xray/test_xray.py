@@ -139,7 +139,7 @@ def test_data_and_parameters_are_named():
     """A NaN that came in from outside is called so, with its place."""
     loss = network()
     data = look(loss, PARAMS, X.at[1, 2].set(jnp.nan))
-    assert str(data.causes[0]) == "x has 1 element of 12 that are not finite"
+    assert str(data.causes[0]) == "x has 1 element of 12 that is not finite"
     bad = PARAMS | {"third": {"kernel": PARAMS["third"]["kernel"].at[0].set(jnp.inf)}}
     parameter = look(loss, bad, X)
     assert str(parameter.causes[0]) == "third/kernel has 4 elements of 16 that are not finite"
@@ -484,6 +484,23 @@ def test_whole_numbers_of_elements_and_lines_are_in_the_text():
     x = look(lambda w: (w.astype(HALF) * HALF(2.0**15)).astype(jnp.float32).sum(), jnp.full(1, 4.0))
     assert "1 of 1 element overflows" in str(x)
     assert math.isfinite(x.causes[0].float32)
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "message"),
+    [
+        (lambda w: jnp.log(w).sum(), [0.0, 1.0], "1 of 2 elements is not finite, and in float32"),
+        (lambda w: jnp.log(w).sum(), [0.0, 0.0], "2 of 2 elements are not finite, and in float32"),
+        (lambda w: w.sum(), [jnp.inf, 2.0], "w has 1 element of 2 that is not finite"),
+        (lambda w: jax.nn.log_softmax(jnp.where(w == w, -jnp.inf, w)).sum(), [1.0],
+         "1 of 1 element is NaN, out of an infinity that stands in the program"),
+        (lambda w: (w.astype(HALF) / (w.astype(HALF) * w.astype(HALF))).astype(jnp.float32).sum(),
+         [2.0**-13, 1.0], "is not finite, because 1 element of an operand (mul float16) is 0"),
+    ],
+)  # fmt: skip
+def test_one_element_is_and_two_are(loss, values, message):
+    """The verb of each cause follows the number of elements."""
+    assert message in str(look(loss, jnp.array(values), prescribe=False))
 
 
 def test_partial_functions_have_no_names_of_arguments():

@@ -110,23 +110,25 @@ def _once(causes: Iterator[Cause]) -> list[Cause]:
 def _argument(result: Result) -> Cause:
     n = result.numbers
     name = result.place.near or "an array that the loss closes over"
-    message = f"{name} has {_plural(n.bad, 'element')} of {n.size} that are not finite"
+    message = f"{name} has {_plural(n.bad, 'element')} of {n.size} that {_are(n.bad)} not finite"
     return _cause("argument" if result.op == "argument" else "constant", result, n.bad, message, "")
 
 
 def _mask(ran: Ran, result: Result) -> Cause:
+    nan, elements = result.numbers.nan, _plural(result.numbers.size, "element")
     message = (
-        f"{result.numbers.nan} of {result.numbers.size} elements are NaN, out of an infinity that "
-        f"stands in the program itself: does a mask hide everything in a row?"
+        f"{nan} of {elements} {_are(nan)} NaN, out of an infinity that stands in the program "
+        f"itself: does a mask hide everything in a row?"
     )
-    return _cause("invalid", result, result.numbers.nan, message)
+    return _cause("invalid", result, nan, message)
 
 
 def _born(ran: Ran, result: Result) -> Cause:
     n, ref = result.numbers, result.ref
     counts = f"{n.bad} of {_plural(n.size, 'element')}"
+    not_finite = f"{counts} {_are(n.bad)} not finite"
     if result.op in OPAQUE:
-        message = f"{counts} are not finite. The X-ray does not look inside of {result.op}"
+        message = f"{not_finite}. The X-ray does not look inside of {result.op}"
         return _cause("unseen", result, n.bad, message)
     flushed = next((ran.results[i] for i in result.operands if ran.results[i].flushed), None)
     if result.is_half and not ref.bad and ref.max > largest(result.dtype) * 0.999:
@@ -137,12 +139,12 @@ def _born(ran: Ran, result: Result) -> Cause:
         return _cause("overflow", result, n.bad, message)
     if not ref.bad and flushed is not None:
         message = (
-            f"{counts} are not finite, because {_plural(flushed.flushed, 'element')} of an operand "
-            f"({flushed.op} {flushed.dtype}) are 0, but not in float32"
+            f"{not_finite}, because {_plural(flushed.flushed, 'element')} of an operand "
+            f"({flushed.op} {flushed.dtype}) {_are(flushed.flushed)} 0, but not in float32"
         )
         return _cause("underflow", result, n.bad, message)
     if not ref.bad and result.is_half:
-        message = f"{counts} are not finite; float32 has at most {ref.max:.3g}"
+        message = f"{not_finite}; float32 has at most {ref.max:.3g}"
         return _cause("overflow", result, n.bad, message)
     operation = result.derivative_of or result.op
     hint = (
@@ -150,7 +152,7 @@ def _born(ran: Ran, result: Result) -> Cause:
         if n.nan or operation in ("log", "div", "sqrt", "rsqrt", "pow")
         else ""
     )
-    message = f"{counts} are not finite, and in float32 neither" + (f"; {hint}" if hint else "")
+    message = f"{not_finite}, and in float32 neither" + (f"; {hint}" if hint else "")
     return _cause("invalid", result, n.bad, message)
 
 
@@ -249,6 +251,10 @@ def _cause(
         message=message,
         result=result.id,
     )
+
+
+def _are(count: int) -> str:
+    return "is" if count == 1 else "are"
 
 
 def _plural(count: int, noun: str) -> str:
