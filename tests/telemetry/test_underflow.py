@@ -263,3 +263,16 @@ def test_exponents_of_missing_gradients_in_x64():
         with pytest.warns(UserWarning, match="No gradient for"):
             opt.apply([jnp.float32(2.0**15), None], [w, b])
         assert (float(w), float(b)) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_parameters_have_no_underflow(compiled):
+    """Without a parameter a step counts nothing, and its report names no tensor."""
+    tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True, underflow_every=1)
+    state = tx.init({})
+    update = jax.jit(tx.update) if compiled else tx.update
+    for _ in range(2):
+        _, state = update({}, state, {})
+    assert gs.telemetry(state).applied_steps == 2
+    assert gs.report(state, {}).underflow.zero.shape == (0,)
+    assert "0 of 2 steps were skipped" in str(gs.report(state, {}))

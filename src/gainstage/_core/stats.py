@@ -272,7 +272,8 @@ def observed(
         def exponents() -> tuple[jax.Array, Exponents | None]:
             none = jnp.zeros(BINS, jnp.float32)
             rows = [none if g is None else _exponents(g, more, longest) for g in grads]
-            counted = Exponents(step, jnp.float32(loss_scale), jnp.stack(rows), jnp.float32(NEVER))
+            counts = jnp.stack(rows) if rows else jnp.zeros((0, BINS), jnp.float32)
+            counted = Exponents(step, jnp.float32(loss_scale), counts, jnp.float32(NEVER))
             return before.causes, counted
 
         last = before.exponents.step
