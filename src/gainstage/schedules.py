@@ -14,11 +14,13 @@ from jax.typing import ArrayLike
 
 from gainstage._core import checks
 from gainstage._core.configurable import Fields
-from gainstage._core.variable import Variable
 
 
 class LearningRateSchedule(Fields, abc.ABC):
     """A learning rate as a function of the step. Subclass it, as a frozen dataclass, for your own.
+
+    The schedules here take a variable of Gainstage or Keras for a number, such as the rate of an
+    optimizer. They store its current value.
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
@@ -339,7 +341,8 @@ def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
 def _number(name: str, value: Any, **bounds: float) -> Any:
     """Returns `value` as a Python number, checked against the bounds: an int if it is an integer of
     32 bits, which JAX takes."""
-    value = value.value() if isinstance(value, Variable) else value
+    if hasattr(value, "assign"):  # a variable: of ours, or of Keras, which this does not import
+        value = value.value() if callable(value.value) else value.value
     number = checks.real(name, value, **bounds)
     value = value.item() if isinstance(value, (np.generic, np.ndarray, jax.Array)) else value
     return int(number) if isinstance(value, int) and abs(number) < 2**31 else number

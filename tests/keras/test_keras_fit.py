@@ -655,3 +655,21 @@ def test_only_a_model_keeps_its_state():
     """`keep_if_applied` of interop.keras takes a model, and says so."""
     with pytest.raises(TypeError, match="Expected a Keras model; got"):
         keep_if_applied(keras.layers.Dense(1))
+
+
+def test_a_schedule_takes_the_value_of_a_keras_variable():
+    """A schedule may start at the rate of a Keras optimizer; later values do not change it."""
+    opt, rate = KerasOptimizer(gs.SGD(0.5)), keras.Variable(0.5)
+    opt.learning_rate = schedule = gs.schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
+    assert schedule == gs.schedules.PolynomialDecay(0.5, 2, 0.0)
+    wrapper = LossScaleOptimizer(gs.SGD(gs.schedules.PolynomialDecay(rate, 2, 0.0)), 8.0)
+    rate.assign(100.0)
+    for optimizer, scale in ((opt, 1.0), (wrapper, 8.0)):
+        w = keras.Variable(0.0)
+        for _ in range(2):
+            optimizer.apply([jnp.float32(scale)], [w])
+        assert float(w) == -0.75
+    steps = gs.schedules.PiecewiseConstantDecay([1], [keras.Variable(0.5), 0.25])
+    assert steps.get_config()["values"] == [0.5, 0.25]
+    with pytest.raises(TypeError, match=r"a finite number .* for decay_steps; got"):
+        gs.schedules.PolynomialDecay(0.5, keras.Variable([1.0, 2.0]))
