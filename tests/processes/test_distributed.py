@@ -1,5 +1,6 @@
 """Runs of several processes on one machine: the same decision everywhere, and a clean end."""
 
+import functools
 import json
 import os
 import re
@@ -335,6 +336,46 @@ def test_what_differs_from_the_checkpoint_is_named(tmp_path):
         checkpoints.save(1, *make())
     with pytest.raises(ValueError, match="to be built"):
         checkpoints.save(2, [], gs.SGD(0.1))
+
+
+def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_path):
+    """Each is named by its path, with the saved value and the one here; of many, five."""
+
+    def make(adam=gs.Adam, sizes=(3,) * 12, **options):
+        optimizer = gs.LossScaleOptimizer(adam(0.1, group_small=True), **options)
+        variables = [gs.Variable(np.ones(n), name=f"v{i}") for i, n in enumerate(sizes)]
+        optimizer.build(variables)
+        return variables, optimizer
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, *make())
+    inner, anyway = "inner_optimizer/config", " To restore it anyway, pass same_config=False."
+    other = functools.partial(gs.Adam, beta_1=0.5, epsilon=1e-5)
+    for wrong, message in [
+        (
+            make(other),
+            f"Expected config {{'{inner}/beta_1': 0.9, '{inner}/epsilon': 1e-07}}, as saved; got "
+            f"{{'{inner}/beta_1': 0.5, '{inner}/epsilon': 1e-05}}.{anyway}",
+        ),
+        (
+            make(gs.Adagrad),
+            "Expected config {'inner_optimizer/class_name': 'Adam'}, as saved; got "
+            f"{{'inner_optimizer/class_name': 'Adagrad'}}.{anyway}",
+        ),
+        (
+            make(telemetry=True),
+            f"Expected config {{}}, as saved; got {{'telemetry': True}}.{anyway}",
+        ),
+        (
+            make(sizes=(3, 4, *[3] * 10)),
+            "Expected groups {'0/1': ['v1', [3], 3], '0/2': ['v2', [3], 6], '0/3': ['v3', [3], 9], "
+            "'0/4': ['v4', [3], 12], '0/5': ['v5', [3], 15]}, as saved; got {'0/1': ['v1', [4], "
+            "3], '0/2': ['v2', [3], 7], '0/3': ['v3', [3], 10], '0/4': ['v4', [3], 13], '0/5': "
+            "['v5', [3], 16]} and 6 more.",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message) + "$"):
+            checkpoints.restore(*wrong)
 
 
 def test_a_planned_variable_comes_into_being_by_a_checkpoint(tmp_path):

@@ -5,6 +5,7 @@ Needs the extra `orbax`.
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ except ModuleNotFoundError as _error:
     ) from _error
 
 FORMAT = 2
+SHOWN = 5  # fields that an error names
 
 
 class Checkpoints:
@@ -231,10 +233,33 @@ def _without_rate(config: Any) -> Any:
     return {key: _without_rate(value) for key, value in left.items()}
 
 
+def _different_fields(saved: Any, ours: Any) -> tuple[Any, Any, str]:
+    """The fields in which two descriptions differ, by their paths, and how many are left out."""
+    known, found = _fields(saved), _fields(ours)
+    paths = [p for p in known | found if p not in known or p not in found or known[p] != found[p]]
+    # Another class has other options, which say nothing more.
+    paths = [p for p in paths if p.endswith("class_name")] or paths
+    shown, left = paths[:SHOWN], len(paths) - SHOWN
+    before, here = ({p: of[p] for p in shown if p in of} for of in (known, found))
+    return before.get("", before), here.get("", here), f" and {left} more" if left > 0 else ""
+
+
+def _fields(tree: Any, path: str = "") -> dict[str, Any]:
+    """The values inside of dictionaries and of lists of lists, by their paths."""
+    if isinstance(tree, list) and tree and all(isinstance(x, list) for x in tree):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict) or not tree:
+        return {path: tree}
+    each = (_fields(value, f"{path}/{key}" if path else str(key)) for key, value in tree.items())
+    return functools.reduce(operator.or_, each)
+
+
 def _check_manifest(saved: dict[str, Any], ours: dict[str, Any], same_config: bool) -> None:
     for key in ["format", "class", *(["config"] if same_config else []), "groups"]:
         if saved[key] != ours[key]:
-            raise ValueError(f"Expected {key} {saved[key]!r}, as saved; got {ours[key]!r}.")
+            before, here, more = _different_fields(saved[key], ours[key])
+            anyway = " To restore it anyway, pass same_config=False." * (key == "config")
+            raise ValueError(f"Expected {key} {before!r}, as saved; got {here!r}{more}.{anyway}")
     for kind in ("variables", "optimizer"):
         check_names(f"saved {kind}", ours[kind], saved[kind])
         for name, about in ours[kind].items():
