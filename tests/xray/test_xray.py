@@ -205,6 +205,39 @@ def test_a_healthy_step_has_no_cause():
     assert str(x).startswith("Finite at scale 2^10")
 
 
+def normed(params, x, y):
+    """Linear, BatchNorm, Linear: the mean removes the first bias."""
+    h = x.astype(HALF) @ params["a"]["kernel"].astype(HALF) + params["a"]["bias"].astype(HALF)
+    h = h.astype(jnp.float32)
+    h = (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5) * params["norm"]["scale"]
+    h = jax.nn.relu(h).astype(HALF) @ params["b"]["kernel"].astype(HALF)
+    return ((h.astype(jnp.float32) - y) ** 2).mean()
+
+
+def attention(params, x, y):
+    """One head: the softmax removes what the bias of the keys adds to all scores of a query."""
+    h = x.astype(HALF)
+    q, k = (h @ params[name]["kernel"].astype(HALF) for name in ("a", "b"))
+    k = k + params["b"]["bias"].astype(HALF)
+    h = jax.nn.softmax((q @ k.T).astype(jnp.float32)).astype(HALF) @ h
+    return ((h.astype(jnp.float32).sum(1, keepdims=True) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "bias", "columns"), [(normed, "a", 1), (attention, "b", 8)], ids=["norm", "attention"]
+)
+def test_a_gradient_that_cancels_is_no_alarm(loss, bias, columns):
+    """A gradient that is zero but for rounding is judged beside the whole gradient."""
+    random = iter(jax.random.split(jax.random.key(0), 4))
+    kernels = {n: jax.random.normal(next(random), (8, c)) for n, c in (("a", 8), ("b", columns))}
+    params = {name: {"kernel": kernel * 0.3} for name, kernel in kernels.items()}
+    params[bias]["bias"], params["norm"] = jnp.zeros(8), {"scale": jnp.ones(8)}
+    x = look(loss, params, *(jax.random.normal(next(random), (32, c)) for c in (8, 1)))
+    assert max(x.gradient_errors.values()) < 0.01
+    assert x.summary.startswith("Finite at scale 2^10: loss ")
+    assert f"the gradient of {bias}/bias" not in x.summary
+
+
 # ── programs ─────────────────────────────────────────────────────────────────────────────────
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gainstage._core import checks
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Scalar, Using
-from gainstage.diagnostics.xrays.causes import LOST, Cause, causes_of, losses_of
+from gainstage.diagnostics.xrays.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.diagnostics.xrays.precision import OPAQUE
 from gainstage.diagnostics.xrays.program import Program, program_of
 from gainstage.diagnostics.xrays.progress import counted
@@ -100,7 +100,8 @@ class Xray:
         scale: the loss scale.
         causes: why the step is not finite, or what it loses: a list of `Cause`, or empty.
         gradient_errors: the error of each gradient relative to float32, the worst first; NaN if the
-            gradient is not finite.
+            gradient is not finite. If the gradient is below 1e-5 of all gradients together, the
+            error is relative to all of them.
         remedies: changes that were tried, a list of `Remedy`.
         unseen: operations that the X-ray cannot look into, such as `shard_map` and Pallas kernels.
     """
@@ -211,10 +212,13 @@ def _described(window: Window) -> str:
 
 
 def _errors(program: Program, ran: Ran) -> dict[str, float]:
+    named = zip(program.gradients, ran.origins[1:], strict=True)
+    results = {name: ran.results[origin] for name, origin in named if origin is not None}
+    norms = {name: r.ref.rms * r.ref.size**0.5 for name, r in results.items()}
+    whole = math.hypot(*norms.values())
     errors = {}
-    for name, origin in zip(program.gradients, ran.origins[1:], strict=True):
-        if origin is None:
-            continue
-        result = ran.results[origin]
-        errors[name] = math.nan if result.numbers.bad else result.error
+    for name, result in results.items():
+        # A gradient that is zero but for rounding, such as that of a bias before a normalisation.
+        share = norms[name] / whole if norms[name] < NEGLIGIBLE * whole else 1.0
+        errors[name] = math.nan if result.numbers.bad else result.error * share
     return dict(sorted(errors.items(), key=lambda item: (not math.isnan(item[1]), -item[1])))

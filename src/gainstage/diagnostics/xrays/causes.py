@@ -11,7 +11,9 @@ from gainstage.diagnostics.xrays.precision import OPAQUE
 from gainstage.diagnostics.xrays.walk import Ran, Result
 
 LOST = 0.05  # the relative error by underflow that counts as a cause
-NEGLIGIBLE = 1e-5  # of the largest gradient: below it a gradient cancels to rounding errors
+NEGLIGIBLE = (
+    1e-5  # of the largest gradient, or of all: below it a gradient cancels to rounding errors
+)
 ADDS = frozenset(("add", "add_any", "sub"))  # operations in which a small operand matters little
 HINTS = {
     "log": "log(0): keep its operand above 0",
