@@ -445,14 +445,38 @@ def test_a_row_of_ten_bad_steps_is_kept(tmp_path):
 
 
 def test_the_latest_capsules_are_kept(tmp_path):
-    """With `keep=3` there are three files at most, the newest under the name that was given."""
+    """With `keep=3` there are three files and the first, the newest under the given name."""
     capsule = Capsule(tmp_path / "bad.npz", keep=3, healthy=1)
     for n in range(5):
         assert capsule.write(2 * n, info(False), n)
         capsule.write(2 * n + 1, info(), n)
     names = ["bad.npz", "bad.1.npz", "bad.2.npz"]
-    assert {path.name for path in tmp_path.iterdir()} == set(names)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "bad.first.npz"}
     assert [read_capsule(tmp_path / name).step for name in names] == [8, 6, 4]
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_first_capsule_of_a_run_is_never_lost(tmp_path, keep):
+    """Whatever is kept later, the first stays under a given name; a later run replaces it."""
+    path, first = tmp_path / "bad.npz", tmp_path / "bad.first.npz"
+    for run in (100, 200):
+        capsule = Capsule(path, keep=keep, healthy=1)
+        for n in range(6):
+            assert capsule.write(run + 2 * n, info(False), n)
+            capsule.write(run + 2 * n + 1, info(), n)
+            steps = {read_capsule(file).step for file in tmp_path.iterdir()}
+            assert run in steps
+            assert read_capsule(path).step == run + 2 * n
+        assert read_capsule(first).step == run
+        assert len(list(tmp_path.iterdir())) == keep + 1
+
+
+def test_the_first_capsule_outlives_ten_bad_steps_in_a_row(tmp_path):
+    """With `keep=1`, the capsule of a run that fails for good does not replace the first."""
+    flags = [*[True] * 10, False, *[True] * 59, *[False] * 12]
+    assert steps_written(Capsule(tmp_path / "bad.npz"), flags) == [10, 79]
+    assert read_capsule(tmp_path / "bad.first.npz").step == 10
+    assert read_capsule(tmp_path / "bad.npz").step == 79
 
 
 def test_arguments_that_are_too_large_are_told_at_the_first_step(tmp_path):

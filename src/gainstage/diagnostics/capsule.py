@@ -1,6 +1,7 @@
 """Capsules: files from which a bad step can be repeated."""
 
 import contextlib
+import itertools
 import math
 import platform
 import warnings
@@ -46,8 +47,9 @@ class Capsule:
 
     Call `write` after every step. It saves the first step with non-finite gradients, and the first
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
-    it saved none of the nine. `gainstage autopsy`, or `gainstage.diagnostics.xray`, then finds the
-    cause in another process.
+    it saved none of the nine. The first capsule of a run is never lost, because it tells most: once
+    `keep` newer ones replace it, it is "bad.first.npz". `gainstage autopsy`, or
+    `gainstage.diagnostics.xray`, then finds the cause in another process.
 
     A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
     loss, even if the step donates its arguments. If a step of your own also changes other state on
@@ -65,7 +67,8 @@ class Capsule:
 
     Args:
         path: the file of the latest capsule, such as "bad.npz"; an existing capsule is replaced.
-        keep: the number of capsules to keep, >= 1. Older ones are "bad.1.npz", "bad.2.npz".
+        keep: the number of latest capsules to keep beside the first, >= 1. Older ones are
+            "bad.1.npz", "bad.2.npz".
         healthy: finite steps in a row after which the next bad step is saved, >= 1.
         max_bytes: the largest size of the arguments, by default 2 GiB. If they are larger, a
             warning at the first step names their size.
@@ -112,6 +115,7 @@ class Capsule:
         self._due = True  # whether the next bad step is saved
         self._kept = False  # whether one of the bad steps in a row was saved
         self._is_first = True  # whether no step was written yet
+        self._count = 0  # capsules so far
         self._warned = False  # since the last capsule
         self._writes = not jax.process_index()
         if self._writes:
@@ -183,10 +187,14 @@ class Capsule:
         try:
             capsule_file.write(self._part, about, self._packed(args))
             with deferred_signals():
-                for n in range(self._keep - 1, 0, -1):
-                    if (newer := self._numbered(n - 1)).exists():
-                        newer.replace(self._numbered(n))
+                paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
+                if self._count == self._keep:  # the oldest is the first
+                    paths.append(self._named("first"))
+                for newer, older in reversed([*itertools.pairwise(paths)]):
+                    if newer.exists():
+                        newer.replace(older)
                 self._part.replace(self._path)
+                self._count += 1
                 self._warned = False
                 return True
         except (OSError, MemoryError, ValueError) as error:
@@ -196,9 +204,8 @@ class Capsule:
             with contextlib.suppress(OSError):
                 self._part.unlink(missing_ok=True)
 
-    def _numbered(self, n: int) -> Path:
-        path = self._path
-        return path.with_name(f"{path.stem}.{n}{path.suffix}") if n else path
+    def _named(self, which: int | str) -> Path:
+        return self._path.with_name(f"{self._path.stem}.{which}{self._path.suffix}")
 
     def _warn(self, message: str) -> None:
         if not self._warned:
