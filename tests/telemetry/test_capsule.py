@@ -577,6 +577,8 @@ def model_loss(model, x):
     return model.w * x
 def model():
     return Model(0.0)
+def models():
+    return model(), model()
 def broken():
     raise ValueError("no model")
 """
@@ -624,14 +626,21 @@ def test_an_autopsy_says_what_is_different_here(command, write, monkeypatch):
 
 
 def test_an_autopsy_rebuilds_a_model_with_like(command, write):
-    """`--like` names the function that makes a model like that of the run."""
+    """`--like` names a function that makes a model like that of the run, and so do its errors."""
     path = write(Pair(2.0, None)._replace(right=()), 3)
     status, said = command(path, "--loss", "train_it:model_loss")
     assert (status, said.out) == (1, "")
-    assert "Expected like= for argument 0" in said.err
+    assert "Expected --like for argument 0" in said.err
+    assert "pass MODULE:FUNCTION, a function without arguments that returns a model" in said.err
+    assert "like=" not in said.err
     status, said = command(path, "--loss", "train_it:model_loss", "--like", "train_it:model")
     assert status == 1
+    assert "leaves in --like for argument 0" in said.err
     assert "['left'] missing and ['w'] unknown" in said.err
+    path = write("text")
+    status, said = command(path, "--loss", "train_it:loss", "--like", "train_it:models")
+    assert (status, said.out) == (1, "")
+    assert "at most 1 arguments in --like; got 2" in said.err
     module = importlib.import_module("train_it")
     path = write(module.Model(2.0), 3)
     words = ["--loss", "train_it:model_loss", "--like", "train_it:model"]

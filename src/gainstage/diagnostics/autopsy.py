@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from gainstage.diagnostics import capsule_file
-from gainstage.diagnostics.capsule import BadStep, made, read_capsule, settings, versions
+from gainstage.diagnostics.capsule import BadStep, bad_step, made, settings, versions
 from gainstage.rules.base import as_power
 
 
@@ -41,7 +41,8 @@ def main(
         _configure(capsule_file.description(path))
         loss_fn = _users("--loss", loss)
         options = {} if using is None else {"using": _users("--using", using)}
-        bad = read_capsule(path, None if like is None else _users("--like", like, made))
+        template = None if like is None else _users("--like", like, made)
+        bad = bad_step(*capsule_file.read(path), template, "--like")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -237,10 +237,16 @@ def read_capsule(path: str | Path, like: Any = None) -> BadStep:
             print(gs.diagnostics.xray(loss_fn, *bad.args, scale=bad.scale))
     """
     about, args = capsule_file.read(Path(path))
-    like = made(like)
+    return bad_step(about, args, made(like), "like")
+
+
+def bad_step(
+    about: dict[str, Any], args: Sequence[capsule_file.Argument], like: Any, option: str
+) -> BadStep:
+    """The step in a capsule that was read; `option` is the name of `like` for the user."""
     like = () if like is None else like if type(like) is tuple else (like,)
     known = {name: about[name] for name in BadStep._fields if name != "args"}
-    return BadStep(capsule_file.unpacked(args, like), **known)
+    return BadStep(capsule_file.unpacked(args, like, option), **known)
 
 
 def made(like: Any) -> Any:

@@ -25,6 +25,13 @@ from gainstage._core._jax import Tracer
 from gainstage._core.variable import Variable
 
 FORMAT = 1
+# How to pass a missing `like`, in Python and on the command line.
+ADVICE = {
+    "like": "pass a tuple of the arguments up to this one, such as (model,), or a function that "
+    "returns it",
+    "--like": "pass MODULE:FUNCTION, a function without arguments that returns a model like that "
+    "of the run, or a tuple of the arguments up to this one",
+}
 DESCRIPTION = "capsule.json"
 # The errors of reading a damaged archive, beside OSError.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
@@ -175,41 +182,46 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
     )
 
 
-def unpacked(args: Sequence[Argument], like: Sequence[Any]) -> tuple[Any, ...]:
+def unpacked(args: Sequence[Argument], like: Sequence[Any], option: str) -> tuple[Any, ...]:
     """Returns the arguments of a loss; the first ones get the structures in `like`.
+
+    Args:
+        args: the arguments as `read` returns them.
+        like: the structures.
+        option: the name of `like` for the user, "like" or "--like".
 
     Raises:
         ValueError: a required structure is missing, or differs.
     """
     if len(like) > len(args):
-        raise ValueError(f"Expected at most {len(args)} arguments in like; got {len(like)}.")
+        raise ValueError(f"Expected at most {len(args)} arguments in {option}; got {len(like)}.")
     return tuple(
-        _filled(n, arg, like[n]) if n < len(like) else _rebuilt(n, arg)
+        _filled(n, arg, like[n], option) if n < len(like) else _rebuilt(n, arg, option)
         for n, arg in enumerate(args)
     )
 
 
-def _rebuilt(number: int, arg: Argument) -> Any:
+def _rebuilt(number: int, arg: Argument, option: str) -> Any:
     other = next((f"{n}, a {x.kind}" for n, x in arg.leaves if isinstance(x, Other)), "")
     if arg.is_plain and not other:
         return arg.tree
     names = ", ".join(name for name, _ in arg.leaves[:3]) + ", ..." * (len(arg.leaves) > 3)
+    missing = "like=" if option == "like" else option
     raise ValueError(
-        f"Expected like= for argument {number}, a {arg.kind} with "
+        f"Expected {missing} for argument {number}, a {arg.kind} with "
         f"{other or 'the leaves ' + names}; got none. A capsule stores arrays and numbers in "
-        f"dictionaries, lists and tuples: pass a tuple of the arguments up to this one, such as "
-        f"(model,), or a function that returns it."
+        f"dictionaries, lists and tuples: {ADVICE[option]}."
     )
 
 
-def _filled(number: int, arg: Argument, like: Any) -> Any:
+def _filled(number: int, arg: Argument, like: Any, option: str) -> Any:
     found, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted, given = [name for name, _ in arg.leaves], [name_of(path) for path, _ in found]
     if wanted != given:
         missing = [name for name in wanted if name not in given]
         unknown = [name for name in given if name not in wanted]
         raise ValueError(
-            f"Expected {len(wanted)} leaves in like for argument {number}; got "
+            f"Expected {len(wanted)} leaves in {option} for argument {number}; got "
             f"{len(given)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
             f"unknown."
         )
@@ -218,7 +230,7 @@ def _filled(number: int, arg: Argument, like: Any) -> Any:
         shape, ours = getattr(leaf, "shape", None), getattr(own, "shape", None)
         if shape is not None and ours is not None and shape != tuple(ours):
             raise ValueError(
-                f"Expected shape {shape} in like for {name} of argument {number}; got "
+                f"Expected shape {shape} in {option} for {name} of argument {number}; got "
                 f"{tuple(ours)}."
             )
         values.append(own if isinstance(leaf, Other) else leaf)
