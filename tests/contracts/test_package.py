@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -218,7 +219,12 @@ def checked(*words):
     """What a type checker prints, and its exit status."""
     pytest.importorskip(words[0])
     command = [sys.executable, "-m", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # basedpyright --verifytypes runs `python` of the PATH, whatever --pythonpath says.
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PATH": folders},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 def test_types():
