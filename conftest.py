@@ -58,8 +58,7 @@ def as_users(node):
 # On a CPU these halve the time to compile, and round otherwise. For the first there is no option
 # of JAX's, only `XLA_FLAGS`, which hold for a whole process.
 QUICK = {
-    # jax 0.12 has no other emitters, and the others of jax before 0.10.2 leave out casts to float8.
-    "xla_cpu_use_fusion_emitters": jax.__version_info__ < (0, 10, 2),
+    "xla_cpu_use_fusion_emitters": False,  # jax 0.12 has no other emitters
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }

@@ -2,7 +2,7 @@
 
     python .ci/wheel.py                 the wheel alone: tests of what is missing skip
     python .ci/wheel.py keras           with an extra, or several
-    python .ci/wheel.py --jax 0.10.0    with this jax
+    python .ci/wheel.py --jax 0.10.2    with this jax
     python .ci/wheel.py --wheel dist    the wheel in this folder, which is built already
 
 What follows `--` goes to pytest.

@@ -115,3 +115,20 @@ def test_each_minor_version_keeps_its_documentation(tmp_path):
         ("0.9", []),
     ]
     assert "latest/" in (pages / "index.html").read_text()
+
+
+def test_the_workflow_tests_the_oldest_jax():
+    """A job has the oldest Python and the oldest jax that the package admits, and pages name
+    both."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = project["requires-python"].removeprefix(">=")
+    (jax,) = [d.removeprefix("jax>=") for d in project["dependencies"] if d.startswith("jax>=")]
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    assert re.search(rf'- python: "{python}"\n +jax: {re.escape(jax)}\b', workflow)
+    assert set(re.findall(r"jax: (\d[\d.]*)", workflow)) == {jax}
+    for page in ("README.md", "docs/index.md", "CHANGELOG.md"):
+        text = (ROOT / page).read_text()
+        assert re.search(rf"Python {python} or newer,? (and )?jax {jax} or newer", text), page
+    stability = (ROOT / "docs/stability.md").read_text()
+    assert f"| Python | {python} |" in stability
+    assert f"| jax | {jax} |" in stability

@@ -23,9 +23,7 @@ KINDS = {
     "each clipped": (lambda **o: gs.SGD(0.01, 0.9, **o), {"clipnorm": 1.0}),
     "averaged": (lambda **o: gs.Adam(0.01, **o), {"use_ema": True}),
 }
-# The part of the weights' bytes that a step may take on the way. XLA for CPU before jax 0.10.2
-# stores the squares of float32 gradients, as many bytes as the weights, before it sums them.
-MOST = 0.01 if jax.__version_info__ >= (0, 10, 2) else 1.01
+MOST = 0.01  # the part of the weights' bytes that a step may take on the way
 
 
 def make(kind, shapes, dtype, **more):

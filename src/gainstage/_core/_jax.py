@@ -1,6 +1,6 @@
 """Names of JAX that may move: only this module imports them.
 
-Each exists in jax 0.10.0, 0.10.2, 0.11.2 and 0.12.0.1. A jaxpr here is what `jax.make_jaxpr`
+Each exists in jax 0.10.2, 0.11.2 and 0.12.0.1. A jaxpr here is what `jax.make_jaxpr`
 returns: a `ClosedJaxpr` in jax 0.10, a `Jaxpr` since.
 """
 

@@ -83,7 +83,7 @@ class Optax(Optimizer):
         try:
             state = init(read(variables))
         except ValueError as error:
-            if not re.search("pytree|^Expected dict", str(error)):  # the latter before jax 0.10.2
+            if "pytree" not in str(error):
                 raise
             raise ValueError(
                 f"The tx of {self.name!r} gets the variables as a list, "
