@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -1836,6 +1837,16 @@ def _():
         failing(ValueError, f"is already wrapped by {first.name!r}", cls, inner)
 
 
+@row(4, "no error: the inner class overrides apply_gradients")
+def _():
+    class Halving(gs.SGD):
+        def apply_gradients(self, grads_and_vars):
+            return super().apply_gradients([(g / 2, v) for g, v in grads_and_vars])
+
+    for cls in BOTH_CLASSES:
+        failing(TypeError, "Halving overrides apply_gradients.*update_step", cls, Halving(0.5))
+
+
 @row(4, "TypeError: dynamic is no bool")
 def _():
     for wrong in (1, "dynamic", None):
@@ -2252,6 +2263,36 @@ def _():
     assert one_step(dtensor.SGD(0.5, gradients_clip_option=clip)) == expected
     assert two_steps(dtensor.SGD(1.0, ema_option=AVERAGED)) == 1.5
     failing(ValueError, "amsgrad", dtensor.SGD, amsgrad=True)
+
+
+@row(PURPOSE, "several losses in a tuple or list")
+def _():
+    failing(TypeError, "Sum several losses", wrapped().scale_loss, (1.0, 2.0))
+    tx = gs.loss_scaled(optax.sgd(0.5), gs.FixedLossScale(8.0))
+    w = jnp.float32(3.0)
+    state = tx.init(w)
+    for losses in (lambda w: (w, 2 * w), lambda w: [w, 2 * w]):
+        failing(TypeError, "Expected a scalar loss", gs.value_and_grad(losses, state), w)
+    loss, gradient = gs.value_and_grad(lambda w: w + 2 * w, state)(w)
+    assert (float(loss), float(gradient)) == (9.0, 3.0)
+
+
+@row(PURPOSE, "optax.contrib.schedule_free_eval_params(state, params)")
+def _():
+    def run(tx):
+        params = jnp.array([1.0, 2.0])
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(2 * params, state, params)  # the gradients are unscaled
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    tx = optax.contrib.schedule_free_sgd(0.25)
+    averaged = optax.contrib.schedule_free_eval_params
+    params, state = run(tx)
+    scaled_params, scaled_state = run(gs.loss_scaled(tx))
+    assert averaged(scaled_state.inner, scaled_params).tolist() == averaged(state, params).tolist()
+    assert averaged(state, params).tolist() != params.tolist()
 
 
 # ── the tests ────────────────────────────────────────────────────────────────────────────────
