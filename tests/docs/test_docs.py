@@ -149,3 +149,13 @@ def test_docstrings_are_written_as_markdown(site):
     """No page shows the colons of reStructuredText, or quotes a text that begins with `>=`."""
     for page in site.glob("**/*.html"):
         assert re.findall(r".{40}::</p>|<blockquote.{40}", page.read_text(), re.DOTALL) == [], page
+
+
+def test_printed_text_wraps(site):
+    """What a program prints wraps at the edge of the page, where its end would be cut off."""
+    style = (site / "stylesheets/extra.css").read_text()
+    rules = dict(re.findall(r"^([^\n/]+?) \{(.*?)\}", style, re.DOTALL | re.MULTILINE))
+    assert "white-space: pre-wrap" in rules[".language-text code"]
+    page = (site / "watching/index.html").read_text()
+    assert 'href="../stylesheets/extra.css' in page
+    assert re.search(r'class="language-text[^>]*><pre>.{0,40}NOT finite', page)
