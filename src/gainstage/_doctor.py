@@ -14,7 +14,7 @@ import optax
 
 import gainstage as gs
 
-PACKAGES = ["jax", "jaxlib", "numpy", "optax", "keras", "flax", "orbax-checkpoint"]
+PACKAGES = ["jax", "jaxlib", "numpy", "optax", "keras", "flax", "equinox", "orbax-checkpoint"]
 DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 

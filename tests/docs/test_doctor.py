@@ -12,6 +12,8 @@ def test_all_is_well_here(capsys):
     said = capsys.readouterr().out
     for word in ("gainstage 0.", "jax 0.", "0: cpu (cpu, process 0 of 1)", "float8_e5m2"):
         assert word in said
+    for package in ("keras", "flax", "equinox"):
+        assert f"\n  {package} {doctor._version(package)}\n" in said
     assert said.count(": yes\n") == len(doctor.CHECKS) == 4
     assert "NO" not in said
 
