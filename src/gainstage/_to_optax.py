@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from gainstage._core._jax import Tracer
+from gainstage._core.checks import brief
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import unique_names
 from gainstage._core.store import Guard
@@ -131,7 +132,13 @@ def _unscaled(
         names = unique_names(mine.variables)
         leaves = jax.tree.leaves(params)
         structure: Any = jax.tree.structure(params)
-        grads = structure.flatten_up_to(updates)
+        try:
+            grads = structure.flatten_up_to(updates)
+        except ValueError as error:
+            raise ValueError(
+                f"Expected updates in the structure of params; got "
+                f"{brief(jax.tree.structure(updates))} for {brief(structure)}."
+            ) from error
         old = [jnp.asarray(leaf) for leaf in leaves]
         new, values = mine.stateless_apply([state[name] for name in names], grads, old)
         changes = [None if g is None else n - o for g, n, o in zip(grads, new, old, strict=True)]

@@ -11,8 +11,10 @@ import optax
 from jax.sharding import NamedSharding
 
 from gainstage._core import checks, gradients
+from gainstage._core._jax import Tracer
 from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
+from gainstage._core.checks import brief
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import Aux, P, Params, Scalar, Transformation, Tree, Using
@@ -139,8 +141,13 @@ class TrainStep(Generic[Params, P, *More]):
             program = self._keeping
             if donates := self._donates and not reruns() and not is_inside():
                 program = self._program
-                arrays, opt_state = self._unshared(arrays, opt_state, batch)
-            arrays, *results = program(model, _shardings(arrays), arrays, opt_state, *batch)
+            try:
+                if donates:
+                    arrays, opt_state = self._unshared(arrays, opt_state, batch)
+                arrays, *results = program(model, _shardings(arrays), arrays, opt_state, *batch)
+            except (TypeError, ValueError, RuntimeError):
+                _explain(params, opt_state, batch)
+                raise
             if donates:
                 firsts = _firsts(arrays, jax.tree.leaves(results[0]))
                 self._last = [weakref.ref(x) for x in firsts]
@@ -230,6 +237,26 @@ class _Model:
 
 
 _ARRAY = object()  # marks the place of an array
+
+
+def _explain(params: Any, opt_state: Any, batch: Any) -> None:
+    """Raises a clearer error for arguments that no program takes: deleted arrays, no arrays."""
+    for name, tree in (("params", params), ("opt_state", opt_state), ("batch", batch)):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            place = f"{name}{jax.tree_util.keystr(path)}"
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                raise ValueError(
+                    f"`{place}` was donated to an earlier step and deleted. Pass on what that step "
+                    f"returned, or create the step with train_step(..., donate=False)."
+                )
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                if name == "batch":
+                    raise TypeError(
+                        f"Expected arrays or numbers in the batch; got {brief(leaf)} for "
+                        f"`{place}`. Bind it to the loss: functools.partial(loss_fn, name=value)."
+                    ) from None
 
 
 def _firsts(*lists: list[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients
 from gainstage._core._jax import Tracer
+from gainstage._core.checks import brief
 from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
 from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
@@ -20,7 +21,8 @@ from gainstage._core.unscaled import SETTLED, warn
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
+from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
 
 
 def loss_scaled(
@@ -128,6 +130,9 @@ def loss_scaled_within(
         if only_if is not None:
             apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
+        own: Any = jax.tree.structure(rule.init())
+        if own != jax.tree.structure(state.loss_scale) and not isinstance(rule, FixedLossScale):
+            raise _wrong_rule(rule, state.loss_scale)
         if warns and loss_scale is None and not SETTLED:
             warn()
         params = gradients.upcast(params)
@@ -200,6 +205,22 @@ def _sums_of_multi_steps(state: Any, named: Any, params: Any) -> Sequence[Any]:
         return jnp.copysign(found[path], gradient)
 
     return [total(path, gradient) for path, gradient in named]
+
+
+def _wrong_rule(rule: LossScale, state: Any) -> ValueError:
+    """The error for the state of another rule; a fixed scale keeps any state."""
+    of = type(state).__name__
+    others = {"DynamicLossScale": DynamicLossScale(), "AdaptiveLossScale": AdaptiveLossScale()}
+    others["DynamicLossScale(hysteresis=...)"] = DynamicLossScale(hysteresis=2)
+    others["FixedLossScale"] = FixedLossScale(1.0)
+    structure: Any = jax.tree.structure(state)
+    for name, other in others.items():
+        if structure == jax.tree.structure(other.init()):
+            of = name
+    return ValueError(
+        f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
+        f"rule and options that the state was made with, or start with tx.init(params)."
+    )
 
 
 def _on_mesh_of(params: Any, state: Any) -> Any:
@@ -285,6 +306,12 @@ def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
     """
     applied = step_was_applied(opt_or_state)
     boxes = [jax.tree.leaves(tree, is_leaf=_is_box) for tree in (new, old)]
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(old):
+        raise ValueError(
+            f"Expected old in the structure of new; got {brief(jax.tree.structure(old))} for old "
+            f"and {brief(structure)} for new."
+        )
     if any(n is o and _is_box(n) for n, o in zip(*boxes, strict=False)):
         raise ValueError(
             "Expected old to be a copy, made before the step; got the same variables as in new. "
@@ -334,7 +361,13 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
     def one(param: Any, update: Any) -> Any:
         if param is None or update is None or getattr(update, "dtype", None) == float0:
             return param
-        param = jnp.asarray(param)
-        return jnp.where(applied, (param + update).astype(param.dtype), param)
+        param, update = jnp.asarray(param), jnp.asarray(update)
+        if jnp.issubdtype(param.dtype, jnp.floating) and jnp.issubdtype(update.dtype, jnp.floating):
+            # In float32 or wider, without promotion: float8 has none, and it may be strict.
+            wide = jnp.result_type(*map(gradients.float32_or_wider, (param.dtype, update.dtype)))
+            new = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
+        else:
+            new = (param + update).astype(param.dtype)
+        return jnp.where(applied, new, param)
 
     return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import gradients
+from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Aux, P, Scalar, Using
 from gainstage._core.unscaled import SETTLED
@@ -102,7 +103,7 @@ def scaled_value_and_grad(
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             raise TypeError(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
-                f"{jax.tree.map(_shape, loss)}."
+                f"{brief(jax.tree.map(_shape, loss))}."
             )
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 

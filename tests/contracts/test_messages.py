@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import gainstage as gs
@@ -87,3 +88,97 @@ def test_a_mesh_that_is_missing_is_named():
     """`shard_state_over` with variables on one device says how to put them on a mesh."""
     with pytest.raises(ValueError, match="Put the variables on a mesh first"):
         gs.SGD(shard_state_over="data").build([gs.Variable(1.0)])
+
+
+NAMES = [f"blocks/{i}/attention/kernel" for i in range(200)]
+
+
+def large(tx=None):
+    """A pytree of 200 leaves, and the same as variables."""
+    return {name: jnp.ones(2) for name in NAMES}, [gs.Variable([1.0], name=n) for n in NAMES]
+
+
+def built(**options):
+    opt = gs.LossScaleOptimizer(gs.Adam(0.1, **options))
+    opt.build(large()[1])
+    return opt
+
+
+def loss_fn(params):
+    return sum(leaf.sum() for leaf in params.values())
+
+
+def step_of(tx, params, state):
+    return gs.train_step(loss_fn, tx)(params, state)
+
+
+def changed_structure():
+    tx = gs.loss_scaled(
+        optax.GradientTransformation(lambda p: (p,), lambda u, s, p=None: (u, (s, s)))
+    )
+    params, _ = large()
+    tx.update(params, tx.init(params), params)
+
+
+def donated():
+    tx = gs.loss_scaled(optax.adam(0.1))
+    params, _ = large()
+    state = tx.init(params)
+    step_of(tx, params, state)
+    step_of(tx, params, state)
+
+
+def two_scales():
+    tx = gs.loss_scaled(optax.adam(0.1))
+    state = tx.init(large()[0])
+    gs.loss_scale([state, state])
+
+
+LONG = {
+    "plain state": lambda: step_of(
+        gs.loss_scaled(optax.adam(0.1)), large()[0], optax.adam(0.1).init(large()[0])
+    ),
+    "value_and_grad": lambda: gs.value_and_grad(loss_fn, optax.adam(0.1).init(large()[0])),
+    "loss_scale": lambda: gs.loss_scale(optax.adam(0.1).init(large()[0])),
+    "two scales": two_scales,
+    "telemetry": lambda: gs.telemetry(optax.adam(0.1).init(large()[0])),
+    "loss": lambda: gs.value_and_grad(
+        lambda p: p, gs.loss_scaled(optax.adam(0.1)).init(large()[0])
+    )(large()[0]),
+    "structure": changed_structure,
+    "donated": donated,
+    "functional": lambda: gs.functional(lambda: None, large()[1])(large()[0]),
+    "build twice": lambda: built().build(large()[1]),
+    "unknown variable": lambda: built().apply([1.0], [gs.Variable(1.0)]),
+    "too few": lambda: built().apply([1.0]),
+    "all None": lambda: built().apply([None] * 200),
+    "set_weights": lambda: built().set_weights([1.0]),
+    "load_state": lambda: built().load_state({}),
+    "load_state, unknown": lambda: built().load_state({n: 1.0 for n in NAMES}),
+    "stateless_apply": lambda: built().stateless_apply([1.0], [1.0], [1.0]),
+    "load_own_variables": lambda: built().load_own_variables(
+        {str(i): 1.0 for i in range(900, 999)}
+    ),
+    "masks": lambda: gs.Optax(optax.masked(optax.sgd(0.1), dict.fromkeys(NAMES, True))).build(
+        large()[1]
+    ),
+    "several": lambda: gs.MultiOptimizer([(gs.SGD(0.1), large()[1])]).build(large()[1]),
+    "to_optax": lambda: gs.to_optax(gs.SGD(0.1)).update(
+        {"a": 1.0}, gs.to_optax(gs.SGD(0.1)).init(large()[0]), large()[0]
+    ),
+    "keep_if_applied": lambda: gs.keep_if_applied(
+        large()[0], {"a": 1.0}, gs.loss_scaled(optax.sgd(0.1)).init(large()[0])
+    ),
+    "has_aux": lambda: gs.SGD(0.1).minimize(lambda: large()[0], large()[1], has_aux=True),
+    "report": lambda: gs.report(
+        gs.loss_scaled(optax.sgd(0.1), telemetry=True).init(large()[0]), {"a": jnp.ones(1)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_errors_about_a_large_model_are_short(name):
+    """An error about a model of 200 leaves has at most 600 characters."""
+    with pytest.raises((TypeError, ValueError)) as error:
+        LONG[name]()
+    assert len(str(error.value)) <= 600

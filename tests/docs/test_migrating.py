@@ -2279,18 +2279,19 @@ def _():
 
 @row(PURPOSE, "optax.contrib.schedule_free_eval_params(state, params)")
 def _():
-    def run(tx):
+    def run(tx, value_and_grad):
         params = jnp.array([1.0, 2.0])
         state = tx.init(params)
         for _ in range(3):
-            updates, state = tx.update(2 * params, state, params)  # the gradients are unscaled
+            _, grads = value_and_grad(lambda p: (p**2).sum(), state)(params)
+            updates, state = tx.update(grads, state, params)
             params = optax.apply_updates(params, updates)
         return params, state
 
     tx = optax.contrib.schedule_free_sgd(0.25)
     averaged = optax.contrib.schedule_free_eval_params
-    params, state = run(tx)
-    scaled_params, scaled_state = run(gs.loss_scaled(tx))
+    params, state = run(tx, lambda loss, _: jax.value_and_grad(loss))
+    scaled_params, scaled_state = run(gs.loss_scaled(tx), gs.value_and_grad)
     assert averaged(scaled_state.inner, scaled_params).tolist() == averaged(state, params).tolist()
     assert averaged(state, params).tolist() != params.tolist()
 

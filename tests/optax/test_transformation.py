@@ -823,3 +823,60 @@ def test_a_loop_that_scales_no_loss_is_told_once(name):
         printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         expected = "1 No loss was multiplied" if name == "forgotten" else "0"
         assert printed.stdout.strip() == expected, printed.stderr
+
+
+@pytest.mark.parametrize("how", ["update", "train_step"])
+def test_the_state_of_another_rule_names_both(how):
+    """A state whose scale belongs to another rule is refused, and both rules are named."""
+    rules = [gs.AdaptiveLossScale(), gs.DynamicLossScale(), gs.DynamicLossScale(hysteresis=2)]
+    names = ["AdaptiveLossScale", "DynamicLossScale", r"DynamicLossScale\(hysteresis=...\)"]
+    params = {"w": jnp.ones(3)}
+    others = [gs.loss_scaled(optax.sgd(0.1), rule) for rule in [*rules, gs.FixedLossScale(8.0)]]
+    for rule in rules:
+        tx = gs.loss_scaled(optax.sgd(0.1), rule)
+        step = gs.train_step(lambda p: p["w"].sum(), tx)
+        for other, name in zip(others, [*names, "FixedLossScale"], strict=True):
+            state = other.init(params)
+            if jax.tree.structure(state) == jax.tree.structure(tx.init(params)):
+                continue
+            message = f"The rule of tx is {type(rule).__name__}, but opt_state has .* {name}. Use"
+            with pytest.raises(ValueError, match=message):
+                step(params, state) if how == "train_step" else tx.update(params, state, params)
+    fixed, kept = others[-1], others[0].init(params)  # a fixed scale keeps any state
+    assert float(gs.loss_scale(fixed.update(params, kept, params)[1])) == 2.0**15
+
+
+def test_a_string_in_the_batch_is_named():
+    """The error names the place, the value and what to do."""
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    params = {"w": jnp.ones(3)}
+    step = gs.train_step(lambda p, batch: p["w"].sum(), tx)
+    for wrong in ("token", np.array(["token"])):
+        with pytest.raises(TypeError, match=r"got .*token.* `batch\[0\]\['x'\]`. Bind it to the"):
+            step(params, tx.init(params), {"x": wrong})
+
+
+def test_a_donated_argument_says_how_to_keep_it():
+    """Parameters or a state that an earlier step has donated are named, with the remedy."""
+    tx = gs.loss_scaled(optax.adam(0.1))
+    params = {"w": jnp.ones(3)}
+    step = gs.train_step(lambda p: p["w"].sum(), tx)
+    state = tx.init(params)
+    new, new_state, _ = step(params, state)
+    with pytest.raises(ValueError, match=r"`params\['w'\]` was donated .* donate=False"):
+        step(params, new_state)
+    with pytest.raises(ValueError, match=r"`opt_state.*` was donated .* donate=False"):
+        step(new, state)
+    assert np.isfinite(step(new, new_state)[2])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float16])
+def test_small_parameters_train_under_strict_promotion(dtype):
+    """Parameters of a small dtype are updated in float32 and rounded once, without promotion."""
+    tx = gs.loss_scaled(optax.sgd(0.25), gs.FixedLossScale(8.0))
+    params = {"w": jnp.ones(4, dtype)}
+    state = tx.init(params)
+    with jax.numpy_dtype_promotion("strict"):
+        step = gs.train_step(lambda p: p["w"].astype("float32").sum(), tx)
+        params, _, _ = step(params, state)
+    assert (params["w"].dtype, params["w"].tolist()) == (dtype, [0.75] * 4)

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
+from gainstage._core.checks import brief
 from gainstage._core.signals import deferred_signals
 from gainstage._core.types import P, R, State
 from gainstage._core.variable import Variable, is_inside, recording
@@ -144,7 +145,7 @@ def functional(fn: Callable[P, R], state: State) -> Callable[Concatenate[Any, P]
         except ValueError as error:
             raise ValueError(
                 f"Expected values in the structure of the state, one for each of "
-                f"{[v.name for v in variables]}; got {jax.tree.structure(values)}."
+                f"{brief([v.name for v in variables])}; got {brief(jax.tree.structure(values))}."
             ) from error
         values = [v._fitted(value) for v, value in zip(variables, values, strict=True)]
         own = Variable._held(variables)
@@ -326,8 +327,8 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     structure: Any = jax.tree.structure(old)
     if structure != jax.tree.structure(shapes[1]):
         raise TypeError(
-            f"Expected the update to return its state in the structure that it got, {structure}; "
-            f"got {jax.tree.structure(shapes[1])}."
+            f"Expected the update to return its state in the structure that it got, "
+            f"{brief(structure)}; got {brief(jax.tree.structure(shapes[1]))}."
         )
     if jaxpr is None:
         result, new = shapes

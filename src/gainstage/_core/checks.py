@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import reprlib
 import warnings
 from typing import Any
 
@@ -12,6 +13,17 @@ import numpy as np
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero. Beyond these
 # bounds a loss scale or its reciprocal would be 0 in float32.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 5
+_SHORT.maxother, _SHORT.maxstring, _SHORT.maxlevel = 160, 60, 3
+
+
+def brief(value: Any) -> str:
+    """The `repr` of a value for an error: of a long list, dictionary or pytree only a part."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 160 else _SHORT.repr(value)
 
 
 def real(

@@ -15,6 +15,7 @@ from gainstage._core._jax import Tracer, used_arguments
 from gainstage._core.arrays import strong
 from gainstage._core.bridge import assign, functional, jit, read, recorded, run
 from gainstage._core.buffers import buffers
+from gainstage._core.checks import brief
 from gainstage._core.gradients import upcast
 from gainstage._core.saving import wrong_count
 from gainstage._core.variable import Variable, is_inside
@@ -179,7 +180,9 @@ def differentiate(
             value, aux = _with_aux(loss()) if has_aux else (loss(), None)
             assigned[:], values = also, read(also)
         if changed := [v.name for v, b in zip(variables, before, strict=True) if v._value is not b]:
-            raise ValueError(f"Expected a loss that does not assign what it trains; got {changed}.")
+            raise ValueError(
+                f"Expected a loss that does not assign what it trains; got {brief(changed)}."
+            )
         value = jnp.asarray(value)
         if value.shape:
             raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
@@ -216,7 +219,8 @@ def differentiate(
 def _with_aux(result: Any) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
-            f"Expected (loss, aux) from loss() with has_aux=True; got {jax.tree.structure(result)}."
+            f"Expected (loss, aux) from loss() with has_aux=True; got "
+            f"{brief(jax.tree.structure(result))}."
         )
     return result
 
@@ -255,7 +259,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
     if all(gradient is None for gradient in grads):
         raise ValueError(
             f"Expected a gradient for at least one variable; got None for all of "
-            f"{[variable.name for variable in variables]}."
+            f"{brief([variable.name for variable in variables])}."
         )
     arrays: list[Any] = []
     for gradient, variable in zip(grads, variables, strict=True):
@@ -290,7 +294,7 @@ def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variab
         ordered[place] = gradient
     missing = [variables[p].name for g, p in zip(grads, places, strict=True) if g is None]
     if missing:
-        warnings.warn(f"No gradient for {missing}: they do not change.", stacklevel=5)
+        warnings.warn(f"No gradient for {brief(missing)}: they do not change.", stacklevel=5)
     return ordered
 
 
@@ -319,7 +323,7 @@ def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
     if bound and not any(variable._is_bound for variable in variables):
         raise ValueError(
             f"Expected {variables[0].name!r} to be in the state of the function that is "
-            f"traced or differentiated, as {bound} are. In `gainstage.jit`: add "
+            f"traced or differentiated, as {brief(bound)} are. In `gainstage.jit`: add "
             f"`optimizer.variables` to `state`. In a loss: move `apply` out of it, after "
             f"`minimize`."
         )

@@ -14,6 +14,7 @@ from gainstage._core import checks
 from gainstage._core._jax import Tracer
 from gainstage._core.arrays import owned
 from gainstage._core.bridge import assign
+from gainstage._core.checks import brief
 from gainstage._core.variable import Variable
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
@@ -78,7 +79,7 @@ def from_store(variables: Sequence[Variable], table: Any, store: Any) -> list[An
     if missing:
         raise ValueError(
             f"Expected the keys '0' to '{len(variables) - 1}' in the store; "
-            f"got {sorted(map(str, store.keys()))}."
+            f"got {brief(sorted(map(str, store.keys())))}."
         )
     return [store[key] for key in keys]
 
@@ -96,8 +97,8 @@ def _check_groups(groups: Any, store: Any) -> None:
         table = reprlib.repr(saved)
     if table != groups:
         raise ValueError(
-            f"Expected the groups {groups} in what was saved; got {table}. Use the variables and "
-            f"the `group_small` of the optimizer that was saved."
+            f"Expected the groups {brief(groups)} in what was saved; got {brief(table)}. Use the "
+            f"variables and the `group_small` of the optimizer that was saved."
         )
 
 
@@ -126,8 +127,8 @@ def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> N
     unknown = [name for name in values if name not in names]
     if missing or unknown:
         raise ValueError(
-            f"Expected the names of the {what}; got {missing or 'none'} missing and "
-            f"{unknown or 'none'} unknown."
+            f"Expected the names of the {what}; got {brief(missing) if missing else 'none'} "
+            f"missing and {brief(unknown) if unknown else 'none'} unknown."
         )
 
 
@@ -158,5 +159,5 @@ def wrong_count(what: str, values: Sequence[Any], variables: Sequence[Variable])
     """The error for a number of values that differs from the number of variables."""
     names = [variable.name for variable in variables]
     return ValueError(
-        f"Expected {len(variables)} {what}, one for each of {names}; got {len(values)}."
+        f"Expected {len(variables)} {what}, one for each of {brief(names)}; got {len(values)}."
     )

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gainstage._core.checks import brief
+
 
 class LossScaledState(NamedTuple):
     """The state of `loss_scaled`."""
@@ -19,14 +21,13 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
 
     found = states_in(opt_state)
     if len(found) != 1:
-        more = " Wrap the transformation: tx = gainstage.loss_scaled(tx)."
+        remedy = "Wrap the transformation: tx = gainstage.loss_scaled(tx)."
         if found:
-            more = " One loss has one scale: loss_scaled(optax.multi_transform(...))."
+            remedy = "One loss has one scale: loss_scaled(optax.multi_transform(...))."
+        inside = jax.tree.structure(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
-            f"got {len(found)} in a {type(opt_state).__name__} of "
-            f"{jax.tree.structure(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))}."
-            f"{more}"
+            f"got {len(found)}. {remedy} It was a {type(opt_state).__name__} of {brief(inside)}."
         )
     state = found[0]
     return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)

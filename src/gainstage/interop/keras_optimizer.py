@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gainstage._core.bridge import functional
+from gainstage._core.checks import brief
 from gainstage._core.configurable import deserialize, family, serialize
 from gainstage._core.options import OPTIONS
 from gainstage._core.run import check_verbs
@@ -59,8 +60,8 @@ class Stateless(keras.optimizers.Optimizer):
         self._check_variables_are_known(chosen)
         if len(grads) != len(chosen):
             raise ValueError(
-                f"Expected {len(chosen)} gradients, one for each of {[v.path for v in chosen]}; "
-                f"got {len(grads)}."
+                f"Expected {len(chosen)} gradients, one for each of "
+                f"{brief([v.path for v in chosen])}; got {len(grads)}."
             )
         self._warn_of_missing(chosen, grads)
         ordered: list[Any] = [None] * len(known)
@@ -105,8 +106,8 @@ class Stateless(keras.optimizers.Optimizer):
             return
         if isinstance(getattr(self, "inner_optimizer", self), KerasOptimizer):  # Keras's own warns
             warnings.warn(
-                f"Gradients do not exist for variables {missing} when minimizing the loss. They "
-                f"stay as they are. With model.compile(), is the `loss` argument given?",
+                f"Gradients do not exist for variables {brief(missing)} when minimizing the loss. "
+                f"They stay as they are. With model.compile(), is the `loss` argument given?",
                 stacklevel=3,
             )
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import assign, bound, functional, read, variables_in, write
+from gainstage._core.checks import brief
 from gainstage._core.configurable import Configurable, deserialize
 from gainstage._core.gradients import Gradients
 from gainstage._core.guard import (
@@ -294,7 +295,8 @@ class Optimizer(Configurable):
         if self.built and variables != list(self._store.index):
             raise ValueError(
                 f"Expected the variables that {self.name!r} was built with, "
-                f"{[v.name for v in self._store.index]}; got {[v.name for v in variables]}."
+                f"{brief([v.name for v in self._store.index])}; "
+                f"got {brief([v.name for v in variables])}."
             )
         if self.built:
             return
@@ -395,9 +397,9 @@ class Optimizer(Configurable):
             name = getattr(variable, "name", variable)
             again = " It is another variable of that name." if name in names else ""
             raise ValueError(
-                f"Expected variables that {self.name!r} was built with, {names}; got {name!r}."
-                f"{again} An optimizer trains the variables that it was built with: assign to "
-                f"them, or create a new optimizer for new ones."
+                f"Expected variables that {self.name!r} was built with, {brief(names)}; "
+                f"got {name!r}.{again} An optimizer trains the variables that it was built with: "
+                f"assign to them, or create a new optimizer for new ones."
             )
         return self._store.index[variable]
 
@@ -424,7 +426,9 @@ class Optimizer(Configurable):
         try:
             self._undecayed_names = re.compile("|".join(names)) if names else None
         except re.error as error:
-            raise ValueError(f"Expected regular expressions in var_names; got {names}.") from error
+            raise ValueError(
+                f"Expected regular expressions in var_names; got {brief(names)}."
+            ) from error
         self._undecayed = set(variables)
 
     def _decays(self, variable: Variable) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import jax
 
 from gainstage._core.bridge import variables_in
+from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients
 from gainstage._core.options import WrapperOptions
 from gainstage._core.run import check_verbs
@@ -113,7 +114,7 @@ class MultiOptimizer(Optimizer):
         if set(variables_in(var_list)) != set(self._known):
             raise ValueError(
                 f"Expected the variables of all optimizers of {self.name!r}, "
-                f"{[v.name for v in self._known]}; got {[v.name for v in var_list]}."
+                f"{brief([v.name for v in self._known])}; got {brief([v.name for v in var_list])}."
             )
         built = self.built
         super().build(var_list)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gainstage._core.bridge import read
+from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients, upcast
 from gainstage._core.options import WrapperOptions
 from gainstage._core.sharding import replicate
@@ -87,8 +88,8 @@ class Optax(Optimizer):
                 raise
             raise ValueError(
                 f"The tx of {self.name!r} gets the variables as a list, "
-                f"{[v.name for v in variables]}: write its masks and labels as lists in this "
-                f"order, or as functions of such a list. {error}"
+                f"{brief([v.name for v in variables])}: write its masks and labels as lists in "
+                f"this order, or as functions of such a list. {str(error)[:200]}"
             ) from error
         paths, structure = jax.tree_util.tree_flatten_with_path(state)
         slots = [
