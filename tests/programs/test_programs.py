@@ -182,6 +182,14 @@ def test_one_sum_over_the_mesh_decides_a_step(device):
             assert sum(found.collectives) <= sum(base) + 8, (name, found.collectives)
 
 
+def test_the_check_of_sums_reads_gradients_and_sums_once():
+    """With `optax.MultiSteps` the check reads each gradient and each sum once more, no more."""
+    elements = 8 * (1024 * 1024 + 1024)
+    output = output_of("h100", str(Path(__file__).with_name("sums.py")))
+    for dtype, (alone, scaled) in json.loads(output).items():
+        assert scaled - alone <= SCALARS * elements * (8 if dtype == "float32" else 6), dtype
+
+
 @pytest.mark.parametrize("device", ["tpu4", "h100"])
 def test_planned_variables_on_a_topology(device):
     """An optimizer is built for the mesh of a topology, described, and its step compiled."""
