@@ -124,11 +124,8 @@ def loss_scaled_within(
         loss_scale: Any = None,
         shardings: Sequence[Any] = (),
         apply_if: Any = None,
-        only_if: Any = None,
         **extra: Any,
     ) -> tuple[Any, LossScaledState]:
-        if only_if is not None:
-            apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         own: Any = jax.tree.structure(rule.init())
         if own != jax.tree.structure(state.loss_scale) and not isinstance(rule, FixedLossScale):

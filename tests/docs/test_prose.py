@@ -134,9 +134,3 @@ def test_every_page_begins_with_its_answer():
     for page in DOCS.glob("*.md"):
         first = re.split(r"^## ", page.read_text(), flags=re.M)[0]
         assert len(first.splitlines()) > 2, page
-
-
-def test_pages_name_arguments_as_they_are_now():
-    """An argument's older name is on the page about stability alone."""
-    pages = [page for page in DOCS.glob("**/*.md") if "only_if" in page.read_text()]
-    assert [page.stem for page in pages] == ["stability"]

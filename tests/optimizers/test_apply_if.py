@@ -102,21 +102,6 @@ def test_only_a_bool_scalar_decides(wrong):
     assert float(w) == 1.0
 
 
-def test_the_older_name_still_works():
-    """`only_if` skips as `apply_if` does, with a warning that names the new one; not both."""
-    w, opt = gs.Variable(1.0), gs.SGD(0.5)
-    tx = gs.loss_scaled(optax.sgd(0.5))
-    params = jnp.ones(2)
-    with pytest.warns(DeprecationWarning, match="`only_if` is now `apply_if`"):
-        opt.apply([1.0], [w], only_if=False)
-    with pytest.warns(DeprecationWarning, match="`only_if` is now `apply_if`"):
-        updates, _ = tx.update(params, tx.init(params), params, only_if=False)
-    assert float(w) == 1.0
-    np.testing.assert_array_equal(updates, 0)
-    with pytest.raises(TypeError, match="cannot be combined with `only_if`"):
-        opt.apply([1.0], [w], apply_if=True, only_if=True)
-
-
 def test_a_veto_is_no_overflow():
     """Where `apply_if` turns down finite gradients telemetry says that they were finite and the
     step was not applied; a recorded run puts it down to `apply_if`."""

@@ -3,7 +3,6 @@
 import math
 import numbers
 import reprlib
-import warnings
 from typing import Any
 
 import jax
@@ -116,19 +115,6 @@ def condition(name: str, value: Any) -> jax.Array:
     if np.shape(value):
         raise ValueError(f"Expected a bool scalar for {name}; got shape {np.shape(value)}.")
     return jnp.asarray(value)
-
-
-def older_name(name: str, value: Any, older: str, given: Any) -> Any:
-    """Returns the value that a caller passed by an argument's older name, with a warning.
-
-    Raises:
-        TypeError: the argument was passed by both names.
-    """
-    if value is not None:
-        raise TypeError(f"`{name}` cannot be combined with `{older}`, its older name.")
-    message = f"`{older}` is now `{name}`, and works for one more minor release at least."
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
-    return given
 
 
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:

@@ -531,7 +531,6 @@ class Optimizer(Configurable):
         *,
         loss: Scalar | None = None,
         apply_if: Flag | None = None,
-        only_if: Flag | None = None,
     ) -> None:
         """Takes a step: one compiled program, without a transfer to the host.
 
@@ -553,16 +552,12 @@ class Optimizer(Configurable):
                     opt_a.apply(grads_a, apply_if=finite)
                     opt_b.apply(grads_b, apply_if=finite)
 
-            only_if: the older name of `apply_if`.
-
         Raises:
             TypeError: a gradient is integer, boolean or complex, or `apply_if` is not a bool.
             ValueError: gradients of the wrong number or shape, an unknown variable, only None
                 gradients, or no variables for an optimizer that is not built.
         """
         loss, grads = loss_of(grads) if loss is None else loss, list(grads)
-        if only_if is not None:
-            apply_if = checks.older_name("apply_if", apply_if, "only_if", only_if)
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return
