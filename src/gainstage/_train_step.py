@@ -15,7 +15,12 @@ from gainstage._core._jax import Tracer
 from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
-from gainstage._core.scaled_state import LossScaledState, loss_scaled_state
+from gainstage._core.scaled_state import (
+    LossScaledState,
+    loss_scaled_state,
+    with_scalars,
+    without_scalars,
+)
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import Aux, P, Params, Scalar, Transformation, Tree, Using
 from gainstage._core.variable import is_inside
@@ -79,7 +84,8 @@ def train_step(
         using: the function that differentiates: `flax.nnx.value_and_grad` if `params` is an NNX
             model, `equinox.filter_value_and_grad` if it is an Equinox model.
         donate: whether a step donates `params` and `opt_state`, which are then deleted. An array
-            that is there twice, or also in the batch, is copied first. Nothing is donated under
+            that is there twice, or also in the batch, is copied first. The loss scale and the
+            telemetry are not donated, so you may read them later. Nothing is donated under
             `jax_debug_nans` and `jax_debug_infs`. If a step is interrupted before its results are
             assigned, they are lost: restart from a checkpoint.
 
@@ -141,33 +147,37 @@ class TrainStep(Generic[Params, P, *More]):
             program = self._keeping
             if donates := self._donates and not reruns() and not is_inside():
                 program = self._program
+            rest, scalars = without_scalars(opt_state)
             try:
                 if donates:
-                    arrays, opt_state = self._unshared(arrays, opt_state, batch)
-                arrays, *results = program(model, _shardings(arrays), arrays, opt_state, *batch)
+                    arrays, rest = self._unshared(arrays, rest, scalars, batch)
+                arrays, *results = program(model, _shardings(arrays), arrays, rest, scalars, *batch)
             except (TypeError, ValueError, RuntimeError):
                 _explain(params, opt_state, batch)
                 raise
             if donates:
-                firsts = _firsts(arrays, jax.tree.leaves(results[0]))
-                self._last = [weakref.ref(x) for x in firsts]
+                new = without_scalars(results[0])[1]
+                self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             return model.with_arrays(arrays), *results
 
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
-        return self._program.lower(model, _shardings(arrays), arrays, opt_state, *batch)
+        rest, scalars = without_scalars(opt_state)
+        return self._program.lower(model, _shardings(arrays), arrays, rest, scalars, *batch)
 
-    def _unshared(self, arrays: list[Any], opt_state: Any, batch: Any) -> tuple[list[Any], Any]:
+    def _unshared(
+        self, arrays: list[Any], opt_state: Any, scalars: Any, batch: Any
+    ) -> tuple[list[Any], Any]:
         """The arrays and state to donate, without a buffer that is there twice."""
-        leaves, structure = jax.tree.flatten(opt_state)
         others = jax.tree.leaves(batch)
         # What the last step returned shares no buffers, but it may be in the batch too.
-        pairs = zip(self._last, _firsts(arrays, leaves), strict=False)
+        pairs = zip(self._last, _firsts(arrays, scalars), strict=False)
         returned = [last() is x for last, x in pairs]
         if returned and all(returned) and set(map(id, arrays)).isdisjoint(map(id, others)):
             return arrays, opt_state
-        free = unshared([*arrays, *leaves], others)
+        leaves, structure = jax.tree.flatten(opt_state)
+        free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
         return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
 
     def _checked(self, params: Any) -> tuple[list[Any], "_Model"]:
@@ -185,9 +195,10 @@ class TrainStep(Generic[Params, P, *More]):
         shardings: Sequence[Any],
         arrays: list[Any],
         opt_state: Any,
+        scalars: list[Any],
         *batch: Any,
     ) -> Any:
-        params = model.with_arrays(arrays)
+        params, opt_state = model.with_arrays(arrays), with_scalars(opt_state, scalars)
         scale = loss_scaled_state(opt_state).loss_scale.scale
         differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, self._using)
         (_, (loss, aux)), grads = differentiate(params, *batch)
@@ -259,8 +270,9 @@ def _explain(params: Any, opt_state: Any, batch: Any) -> None:
                     ) from None
 
 
-def _firsts(*lists: list[Any]) -> list[Any]:
-    return [found[0] for found in lists if found]
+def _firsts(*trees: Any) -> list[Any]:
+    """The first array of each tree."""
+    return [leaves[0] for leaves in map(jax.tree.leaves, trees) if leaves]
 
 
 def _split(params: Any) -> tuple[list[Any], _Model]:

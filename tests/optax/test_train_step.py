@@ -254,3 +254,24 @@ def test_a_debug_flag_names_the_operation(flag):
         with pytest.raises(FloatingPointError, match="log"):
             step(w, opt_state, bad)
     assert w.tolist() == [0.5, 0.5, 0.5]
+
+
+def test_telemetry_and_scale_are_read_after_later_steps(tmp_path):
+    """The loop of the pages records every step without waiting, although the step donates: scale
+    and telemetry of earlier steps stay readable."""
+    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True, underflow_every=10)
+    step = gs.train_step(loss_fn, tx)
+    params = first()
+    opt_state, seen = tx.init(params), []
+    with gs.diagnostics.JsonLines(tmp_path / "run.jsonl") as run:
+        for i in range(120):
+            batch = (X * (np.inf if i == 7 else 1), Y)
+            before = params["w"]
+            params, opt_state, loss = step(params, opt_state, *batch)
+            run.write(i, gs.telemetry(opt_state), loss=loss)
+            seen.append((gs.loss_scale(opt_state), gs.step_was_applied(opt_state)))
+            assert before.is_deleted()
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 121
+    assert [float(scale) for scale, _ in seen] == [2.0**15] * 7 + [2.0**14] * 113
+    assert [bool(applied) for _, applied in seen] == [i != 7 for i in range(120)]
+    assert step._program._cache_size() == 1

@@ -35,8 +35,41 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
 
 def states_in(tree: Any) -> list[LossScaledState]:
     """All states of `loss_scaled` inside an optax state."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, LossScaledState))
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
     return [node for node in nodes if isinstance(node, LossScaledState)]
+
+
+def without_scalars(opt_state: Any) -> tuple[Any, list[Any]]:
+    """Splits an optax state into the arrays of a step, and the scalars that describe it: scale and
+    telemetry. A program that donates the first leaves the second readable."""
+    scalars = []
+
+    def split(node: Any) -> Any:
+        if not isinstance(node, LossScaledState):
+            return node
+        stats = node.observed
+        scalars.append((node.loss_scale, node.applied, stats and stats.info))
+        return node._replace(
+            loss_scale=None, applied=None, observed=stats and stats._replace(info=None)
+        )
+
+    return jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState)), scalars
+
+
+def with_scalars(opt_state: Any, scalars: list[Any]) -> Any:
+    """The optax state that `without_scalars` has split."""
+    each = iter(scalars)
+
+    def join(node: Any) -> Any:
+        if not isinstance(node, LossScaledState):
+            return node
+        scale, applied, info = next(each)
+        stats = node.observed
+        return node._replace(
+            loss_scale=scale, applied=applied, observed=stats and stats._replace(info=info)
+        )
+
+    return jax.tree.map(join, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
 
 
 def _unboxed(state: LossScaledState) -> LossScaledState:
