@@ -1,1 +1,1 @@
-"""What the documentation claims about speed and safety: a script for each claim."""
+"""What the documentation claims about speed: a script for each claim."""

@@ -60,7 +60,7 @@ def missing(device: str) -> str:
     for package in PACKAGES["gpu" if device in GPUS else "tpu"]:
         parent = package.partition(".")[0]
         if not importlib.util.find_spec(parent) or not importlib.util.find_spec(package):
-            return f'Compiling for {device} needs {package}: pip install "gainstage[programs]"'
+            return f"Compiling for {device} needs {package}: pip install --group programs"
     return ""
 
 

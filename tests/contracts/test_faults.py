@@ -1,4 +1,4 @@
-"""Injected faults: a slice of `benchmarks/faults_never_reach_a_weight.py`, which tries them all."""
+"""Injected faults: a slice of `studies/faults_never_reach_a_weight.py`, which tries them all."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from gainstage._core.guard import Select
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
 
-from benchmarks import faults_never_reach_a_weight as faults
+from studies import faults_never_reach_a_weight as faults
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
 
 def test_the_page_shows_the_results():
     """The tables in the docs are those of the results, which cover every fault and option."""
-    results = json.loads((ROOT / "benchmarks" / "results" / "faults" / "cpu.json").read_text())
+    results = json.loads((ROOT / "studies" / "results" / "faults" / "cpu.json").read_text())
     text = (ROOT / "docs" / "faults.md").read_text()
     assert faults.markdown(results) in text
     assert_complete(results)

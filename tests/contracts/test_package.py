@@ -14,6 +14,7 @@ import pytest
 import gainstage as gs
 
 SRC = Path(gs.__file__).parent
+FOLDERS = ["src", "tests", "examples", "benchmarks", "studies"]
 ROOT = Path(__file__).parents[2]
 # Imports point down: a file may import those of lower layers, and of its own package.
 LAYERS = [
@@ -209,7 +210,7 @@ def test_style():
     pytest.importorskip("ruff")
     for command in (["check"], ["format", "--check"]):
         result = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "src", "tests", "examples", "benchmarks"],
+            [sys.executable, "-m", "ruff", *command, *FOLDERS],
             cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stdout

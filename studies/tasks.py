@@ -19,10 +19,9 @@ import numpy as np
 import optax
 from sklearn import datasets
 
+from benchmarks import models
+from benchmarks.models import Params, cast
 from gainstage.demo import digits as demo
-
-from . import models
-from .models import Params, cast
 
 RNG = np.random.Generator
 

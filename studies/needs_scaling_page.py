@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from .harness import between_marks
+from benchmarks.harness import between_marks
+
 from .tasks import Task
 
 PAGE, PICTURE = "why.md", "where-float16-needs-scaling.png"

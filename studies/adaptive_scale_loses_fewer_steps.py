@@ -23,14 +23,14 @@ from rich.progress import track
 from rich.table import Table
 
 import gainstage as gs
+from benchmarks import models
+from benchmarks.harness import between_marks, file_to_write
 from gainstage.demo import digits
 
-from . import models
-from .harness import RESULTS, between_marks, file_to_write
+from . import DOCS, RESULTS
 
 STORM = range(100, 145)
 COLUMNS = ("run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32")
-DOCS = RESULTS.parents[1] / "docs"
 RULES = {"dynamic": gs.DynamicLossScale, "adaptive": gs.AdaptiveLossScale}
 Batches = Callable[[int, int], Iterator[Any]]
 

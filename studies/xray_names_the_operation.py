@@ -20,14 +20,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import checkify
 
+from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage.diagnostics import xray
 
-from . import planted
-from .harness import RESULTS, between_marks, environment, file_to_write
+from . import DOCS, RESULTS, planted
 from .planted import HALF, MODELS, Fault, Model
 
 COUNT, HEALTHY, SCALE = 200, 100, 2.0**10
-DOCS = RESULTS.parents[1] / "docs"
 
 
 class Kind(NamedTuple):

@@ -1,0 +1,6 @@
+"""Evidence: what scaling does to training. Each study is a command; see README.md."""
+
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+DOCS = RESULTS.parents[1] / "docs"
