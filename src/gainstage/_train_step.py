@@ -152,8 +152,8 @@ class TrainStep(Generic[Params, P, *More]):
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
                 arrays, *results = program(model, _shardings(arrays), arrays, rest, scalars, *batch)
-            except (TypeError, ValueError, RuntimeError):
-                _explain(params, opt_state, batch)
+            except (TypeError, ValueError, RuntimeError) as error:
+                _explain(error, params, opt_state, batch)
                 raise
             if donates:
                 new = without_scalars(results[0])[1]
@@ -250,24 +250,27 @@ class _Model:
 _ARRAY = object()  # marks the place of an array
 
 
-def _explain(params: Any, opt_state: Any, batch: Any) -> None:
-    """Raises a clearer error for arguments that no program takes: deleted arrays, no arrays."""
-    for name, tree in (("params", params), ("opt_state", opt_state), ("batch", batch)):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            place = f"{name}{jax.tree_util.keystr(path)}"
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                raise ValueError(
-                    f"`{place}` was donated to an earlier step and deleted. Pass on what that step "
-                    f"returned, or create the step with train_step(..., donate=False)."
-                )
-            try:
-                jax.typeof(leaf)
-            except TypeError:
-                if name == "batch":
-                    raise TypeError(
-                        f"Expected arrays or numbers in the batch; got {brief(leaf)} for "
-                        f"`{place}`. Bind it to the loss: functools.partial(loss_fn, name=value)."
-                    ) from None
+def _explain(error: Exception, params: Any, opt_state: Any, batch: Any) -> None:
+    """Raises a clearer error than JAX's if a batch has no arrays, or an argument is deleted."""
+    trees = {"params": params, "opt_state": opt_state, "batch": batch}
+    leaves = {
+        name + jax.tree_util.keystr(path): leaf
+        for name, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    for name, leaf in leaves.items():
+        alive = not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.is_deleted()
+        if "deleted" in str(error) and not alive:
+            raise ValueError(
+                f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
+                f"returned, or create the step with train_step(..., donate=False)."
+            ) from error
+        valid = np.asarray(leaf).dtype.kind not in "OSU" if name.startswith("batch") else True
+        if isinstance(error, TypeError) and alive and not valid:
+            raise TypeError(
+                f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
+                f"to the loss: functools.partial(loss_fn, name=value)."
+            ) from error
 
 
 def _firsts(*trees: Any) -> list[Any]:

@@ -275,3 +275,24 @@ def test_telemetry_and_scale_are_read_after_later_steps(tmp_path):
     assert [float(scale) for scale, _ in seen] == [2.0**15] * 7 + [2.0**14] * 113
     assert [bool(applied) for _, applied in seen] == [i != 7 for i in range(120)]
     assert step._program._cache_size() == 1
+
+
+def test_an_error_of_the_loss_is_not_explained_away():
+    """What a callback or the loss raises reaches the caller, although the step donates."""
+    tx = gs.loss_scaled(optax.sgd(0.5))
+
+    def fails(params, x):
+        jax.debug.callback(lambda: {}["missing"])
+        return loss_fn(params, x, Y)
+
+    def wrong(params, x):
+        raise TypeError("an error of the user's")
+
+    def run(loss):
+        params = first()
+        jax.block_until_ready(gs.train_step(loss, tx)(params, tx.init(params), X))
+        jax.effects_barrier()
+
+    for loss, message in ((fails, "missing"), (wrong, "of the user's")):
+        with pytest.raises(Exception, match=message):
+            run(loss)
