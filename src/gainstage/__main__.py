@@ -142,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     autopsy.add_argument(
         "--using",
         metavar=function,
-        help="the function that differentiates, such as flax.nnx:value_and_grad "
-        "(default: jax:value_and_grad)",
+        help="the function that differentiates, such as train:my_value_and_grad (default: that of "
+        "NNX or Equinox for their models, else jax:value_and_grad)",
     )
     return parser
 

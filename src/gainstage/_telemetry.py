@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gainstage._core import models
 from gainstage._core.saving import unique_names
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.stats import (
@@ -302,7 +303,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 
     Args:
         opt_or_state: as for `telemetry`.
-        params: for a state, the parameters; their paths are the names.
+        params: for a state, the parameters or the model; their paths are the names.
 
     Raises:
         TypeError, ValueError: as `telemetry`; or `params` has another number of leaves.
@@ -328,6 +329,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     elif params is None:
         names = [f"gradient {place}" for place in range(len(causes))]
     else:
+        params = models.trainable(params)
         leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
         names = [
             jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in leaves

@@ -1,6 +1,5 @@
 """A whole train step as one compiled program, for optax loops."""
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
@@ -10,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from gainstage._core import checks, gradients
+from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
 from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
@@ -36,7 +35,7 @@ def train_step(
     tx: Transformation,
     *,
     has_aux: Literal[False] = False,
-    using: Using = ...,
+    using: Using | None = ...,
     donate: bool = True,
 ) -> "TrainStep[Params, P]": ...
 
@@ -47,7 +46,7 @@ def train_step(
     tx: Transformation,
     *,
     has_aux: Literal[True],
-    using: Using = ...,
+    using: Using | None = ...,
     donate: bool = True,
 ) -> "TrainStep[Params, P, Aux]": ...
 
@@ -58,7 +57,7 @@ def train_step(
     tx: Transformation,
     *,
     has_aux: bool,
-    using: Using = ...,
+    using: Using | None = ...,
     donate: bool = True,
 ) -> Any: ...
 
@@ -68,7 +67,7 @@ def train_step(
     tx: Transformation,
     *,
     has_aux: bool = False,
-    using: Using = jax.value_and_grad,
+    using: Using | None = None,
     donate: bool = True,
 ) -> "TrainStep[Any, ..., *tuple[Any, ...]]":
     """A compiled train step: scaled loss, gradients, check, update.
@@ -81,8 +80,8 @@ def train_step(
         tx: a transformation of `loss_scaled`. If `loss_scaled` is further inside, `tx` gets true
             gradients, as from `value_and_grad`.
         has_aux: whether `loss_fn` returns (loss, aux).
-        using: the function that differentiates: `flax.nnx.value_and_grad` if `params` is an NNX
-            model, `equinox.filter_value_and_grad` if it is an Equinox model.
+        using: the function that differentiates, by default as for `value_and_grad`. `params` may
+            be an NNX or Equinox model.
         donate: whether a step donates `params` and `opt_state`, which are then deleted. An array
             that is there twice, or also in the batch, is copied first. The loss scale and the
             telemetry are not donated, so you may read them later. Nothing is donated under
@@ -123,9 +122,8 @@ def train_step(
 class TrainStep(Generic[Params, P, *More]):
     """The compiled step that `train_step` returns."""
 
-    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Using, donates: bool):
+    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Using | None, donates: bool):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
-        self._trainable, self._updated = _of_nnx() if _is_of_flax(using) else (_chosen, _merged)
         self._donates = donates
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._keeping = self._program = jax.jit(self._run, static_argnums=(0, 1))
@@ -182,7 +180,8 @@ class TrainStep(Generic[Params, P, *More]):
 
     def _checked(self, params: Any) -> tuple[list[Any], "_Model"]:
         arrays, model = _split(params)
-        if self._using is jax.value_and_grad and (others := model.others):
+        using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
+        if using is jax.value_and_grad and (others := model.others):
             raise TypeError(
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
@@ -200,18 +199,19 @@ class TrainStep(Generic[Params, P, *More]):
     ) -> Any:
         params, opt_state = model.with_arrays(arrays), with_scalars(opt_state, scalars)
         scale = loss_scaled_state(opt_state).loss_scale.scale
-        differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, self._using)
+        using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
+        differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, using)
         (_, (loss, aux)), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
-        trainable = self._trainable(params, grads)
+        trainable = models.chosen(params, grads)
         if shardings and divides:
             each = dict(zip(map(id, arrays), shardings, strict=True))
             found = [each.get(id(x)) for x in leaves_and_none(trainable)]
             extra["shardings"] = found if None not in found else ()
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
-        params = self._updated(params, apply_updates(trainable, updates, opt_state))
+        params = apply_updates(params, updates, opt_state)
         new, after = _split(params)
         if after != model:
             raise ValueError(
@@ -292,28 +292,3 @@ def _shardings(arrays: list[Any]) -> tuple[Any, ...]:
     on_mesh = [s for s in found if isinstance(s, NamedSharding)]
     sharded = any(not sharding.is_fully_replicated for sharding in on_mesh)
     return tuple(on_mesh) if sharded and len(on_mesh) == len(found) else ()
-
-
-def _chosen(params: Any, grads: Any) -> Any:
-    """The parameters that have gradients, with None for the others."""
-    return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=_is_none)
-
-
-def _merged(params: Any, new: Any) -> Any:
-    """The parameters, with updated ones replaced."""
-    return jax.tree.map(lambda n, p: p if n is None else n, new, params, is_leaf=_is_none)
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _is_of_flax(using: Any) -> bool:
-    using = using.func if isinstance(using, functools.partial) else using
-    return getattr(using, "__module__", "").partition(".")[0] == "flax"
-
-
-def _of_nnx() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    from gainstage.interop import nnx
-
-    return nnx.chosen, nnx.merged

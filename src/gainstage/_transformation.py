@@ -1,7 +1,7 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 from jax.dtypes import float0
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gainstage._core import checks, gradients
+from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.guard import GuardState, Reading, Select, guarded
@@ -108,6 +108,7 @@ def loss_scaled_within(
     warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
 
     def init(params: Any) -> LossScaledState:
+        params = models.trainable(params)
         inner = tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
@@ -335,7 +336,7 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
     change if its update is None or float0.
 
     Args:
-        params: a pytree of parameters.
+        params: a pytree of parameters, or a model. An NNX model is changed in place.
         updates: their updates, as `update` returned them.
         opt_state: as for `value_and_grad`, as `update` returned it.
 
@@ -367,4 +368,7 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
             new = (param + update).astype(param.dtype)
         return jnp.where(applied, new, param)
 
+    if models.is_nnx(params, updates):
+        weights = models.chosen(params, updates)
+        return cast(Tree, models.updated(params, jax.tree.map(one, weights, updates)))
     return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)

@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import gradients
+from gainstage._core import gradients, models
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Aux, P, Scalar, Using
@@ -21,7 +21,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    using: Using = ...,
+    using: Using | None = ...,
 ) -> Callable[P, tuple[jax.Array, Any]]: ...
 
 
@@ -32,7 +32,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True],
-    using: Using = ...,
+    using: Using | None = ...,
 ) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
 
 
@@ -43,7 +43,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool,
-    using: Using = ...,
+    using: Using | None = ...,
 ) -> Any: ...
 
 
@@ -53,7 +53,7 @@ def value_and_grad(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    using: Using = jax.value_and_grad,
+    using: Using | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the scaled loss; returns the true loss and the true gradients.
 
@@ -62,8 +62,9 @@ def value_and_grad(
         opt_state: a state of `loss_scaled`, or a pytree that contains exactly one.
         argnums: the arguments to differentiate with respect to, passed to `using`.
         has_aux: whether `fun` returns (loss, aux).
-        using: the function that differentiates. `flax.nnx.value_and_grad` and
-            `equinox.filter_value_and_grad` find the trainable parts of a model.
+        using: the function that differentiates. By default the argument that is differentiated
+            decides: `flax.nnx.value_and_grad` for an NNX model, `equinox.filter_value_and_grad`
+            for an Equinox model, else `jax.value_and_grad`.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
@@ -78,9 +79,15 @@ def value_and_grad(
     """
     scale = loss_scaled_state(opt_state).loss_scale.scale
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
-    differentiate = scaled_value_and_grad(fun, scale, has_aux, functools.partial(using, **by))
+    numbers = [
+        getattr(n, "argnum", n)  # of an `nnx.DiffState`
+        for n in (argnums if isinstance(argnums, Sequence) else [argnums])
+    ]
 
     def true(*args: Any, **kwargs: Any) -> Any:
+        kinds = [type(args[n]) for n in numbers if -len(args) <= n < len(args)]
+        found = functools.partial(using or models.VALUE_AND_GRAD[models.library(*kinds)], **by)
+        differentiate = scaled_value_and_grad(fun, scale, has_aux, found)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 

@@ -25,6 +25,7 @@ LAYERS = [
         "_core.buffers",
         "_core.checks",
         "_core.configurable",
+        "_core.models",
         "_core.operators",
         "_core.signals",
         "_core.unscaled",

@@ -106,18 +106,17 @@ def unscale(grads: Any, scale: jax.Array) -> Any:
     which are float0, or integers that a trainer made.
     """
     inverse = functools.cache(lambda dtype: 1 / scale.astype(dtype))
-
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, Seen) or getattr(leaf, "dtype", None) == float0:
-            return leaf
-        value = jnp.asarray(leaf)
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
-            return leaf
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: isinstance(leaf, Seen))
+    true: list[Any] = []
+    for leaf in leaves:
+        value: Any = leaf if isinstance(leaf, Seen) else jnp.asarray(leaf)
+        if isinstance(leaf, Seen) or not jnp.issubdtype(value.dtype, jnp.inexact):
+            true.append(leaf)
+            continue
         dtype = float32_or_wider(value.dtype)
         value = value if jnp.iscomplexobj(value) else value.astype(dtype)
-        return value * inverse(dtype).astype(value.dtype)
-
-    return jax.tree.map(one, grads, is_leaf=lambda leaf: isinstance(leaf, Seen))
+        true.append(value * inverse(dtype).astype(value.dtype))
+    return jax.tree.unflatten(structure, true)
 
 
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:

@@ -31,8 +31,8 @@ def main(
         like: what `read_capsule` takes as `like`, as "module:function".
         output: the page's file; None for none.
         has_aux: whether the loss function returns (loss, aux).
-        using: the function that differentiates, as "module:function"; by default
-            `jax.value_and_grad`.
+        using: the function that differentiates, as "module:function"; by default as
+            for `gainstage.value_and_grad`.
 
     Returns:
         The exit status: 0, or 1 after an error, which is printed.

@@ -33,7 +33,7 @@ def xray(
     scale: Scalar | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    using: Using = jax.value_and_grad,
+    using: Using | None = None,
     prescribe: bool = True,
     compiled: bool = True,
     progress: bool = True,
@@ -53,7 +53,7 @@ def xray(
             step the state has a lower scale already; use `gs.telemetry(...).loss_scale`.
         argnums: the arguments to differentiate with respect to.
         has_aux: whether `loss_fn` returns (loss, aux).
-        using: the function that differentiates, as for `gainstage.value_and_grad`.
+        using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         prescribe: whether to try changes; each runs the step again.
         compiled: whether to compile the step too, and report differences.
         progress: whether to show a progress bar, in a terminal.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gainstage._core import models
 from gainstage._core.types import Using
 from gainstage._value_and_grad import scaled_value_and_grad
 from gainstage.diagnostics.xrays.numbers import is_floating
@@ -31,7 +32,7 @@ def program_of(
     args: Sequence[Any],
     argnums: int | Sequence[int],
     has_aux: bool,
-    using: Using,
+    using: Using | None,
 ) -> Program:
     """Traces the loss and its gradients.
 
@@ -58,8 +59,9 @@ def program_of(
         whole = [leaf for _, leaf in leaves]
         for i, array in zip(places, arrays, strict=True):
             whole[i] = array
+        found = using or models.VALUE_AND_GRAD[models.library(*(type(args[n]) for n in chosen))]
         differentiate = scaled_value_and_grad(
-            loss_fn, scale, has_aux, functools.partial(using, **by)
+            loss_fn, scale, has_aux, functools.partial(found, **by)
         )
         (_, (loss, _)), grads = differentiate(*jax.tree.unflatten(structure, whole))
         return loss, grads

@@ -1,0 +1,89 @@
+"""Models of Flax NNX and Equinox: what differentiates them, and what of them is trained.
+
+Neither library is imported here: whoever has a model has imported it.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+NNX, EQUINOX = "flax.nnx", "equinox"
+
+
+def library(*kinds: type) -> str | None:
+    """The library that has a class of models among these: `NNX`, `EQUINOX` or None."""
+    for name in (NNX, EQUINOX):
+        if any(issubclass(kind, getattr(sys.modules.get(name), "Module", ())) for kind in kinds):
+            return name
+    return None
+
+
+def _of_nnx(fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
+    return sys.modules[NNX].value_and_grad(fun, **options)
+
+
+def _of_equinox(
+    fun: Callable[..., Any], /, *, has_aux: bool = False, argnums: int | Sequence[int] = 0
+) -> Callable[..., Any]:
+    """`equinox.filter_value_and_grad`, which has no argnums."""
+    filtered = functools.partial(sys.modules[EQUINOX].filter_value_and_grad, has_aux=has_aux)
+    if argnums == 0:
+        return filtered(fun)
+    numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
+
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        def of(chosen: Sequence[Any]) -> Any:
+            whole = list(args)
+            for n, arg in zip(numbers, chosen, strict=True):
+                whole[n] = arg
+            return fun(*whole, **kwargs)
+
+        value, grads = filtered(of)(tuple(args[n] for n in numbers))
+        return value, (grads if isinstance(argnums, Sequence) else grads[0])
+
+    return differentiate
+
+
+# What differentiates with respect to a model of each library.
+VALUE_AND_GRAD = {None: jax.value_and_grad, EQUINOX: _of_equinox, NNX: _of_nnx}
+
+
+def trainable(params: Any) -> Any:
+    """What is trained: the parameters of a model, as a pytree; other pytrees as they are."""
+    found = library(type(params))
+    if found == NNX:
+        nnx = sys.modules[NNX]
+        return nnx.state(params, nnx.Param)
+    if found == EQUINOX:
+        eqx = sys.modules[EQUINOX]
+        return eqx.filter(params, eqx.is_inexact_array)
+    return params
+
+
+def is_nnx(params: Any, grads: Any) -> bool:
+    """Whether `params` is an NNX model whose gradients `grads` are an `nnx.State`."""
+    state = getattr(sys.modules.get(NNX), "State", ())
+    return library(type(params)) == NNX and isinstance(grads, state)
+
+
+def chosen(params: Any, grads: Any) -> Any:
+    """The parameters that have gradients, in the structure of `grads`."""
+    if not is_nnx(params, grads):
+        return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=_is_none)
+    nnx = sys.modules[NNX]
+    wanted = dict(nnx.to_flat_state(grads))
+    pairs = [(at, value) for at, value in nnx.to_flat_state(nnx.state(params)) if at in wanted]
+    return nnx.from_flat_state(pairs)
+
+
+def updated(model: Any, new: Any) -> Any:
+    """Updates an NNX model with these parameters and returns it."""
+    sys.modules[NNX].update(model, new)
+    return model
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

@@ -1,0 +1,269 @@
+"""Models of Flax NNX and Equinox are recognised: `using` and filters are not needed."""
+
+import functools
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+from gainstage.__main__ import main
+from gainstage._core import models
+from gainstage.diagnostics import Capsule, xray
+
+nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
+HALF = jnp.float16
+X = np.random.default_rng(0).standard_normal((16, 4), np.float32)
+Y = X[:, :1]
+BAD = X * np.float32(1e6)  # overflows in float16
+
+
+def nnx_model():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(
+        nnx.Linear(4, 8, dtype=HALF, rngs=rngs),
+        nnx.BatchNorm(8, rngs=rngs),
+        nnx.Dropout(0.1, rngs=rngs),
+        nnx.Linear(8, 1, dtype=HALF, rngs=rngs),
+    )
+
+
+def nnx_loss(model, x, y):
+    return jnp.mean((model(x).astype("float32") - y) ** 2)
+
+
+class Net(eqx.Module):
+    """Has every kind of leaf: arrays, a function, a float, a bool, a key and None."""
+
+    mlp: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+    key: jax.Array
+    flag: bool
+    none: None
+
+    def __init__(self):
+        self.mlp = eqx.nn.MLP(4, 1, 8, 1, activation=lambda x: x * 0.5, key=jax.random.key(0))
+        self.dropout = eqx.nn.Dropout(0.1)
+        self.key, self.flag, self.none = jax.random.key(1), True, None
+
+    def __call__(self, x):
+        return self.mlp(self.dropout(x, key=self.key))
+
+
+def eqx_loss(model, x, y):
+    assert model.flag is True
+    half = jax.tree.map(lambda a: a.astype(HALF) if eqx.is_inexact_array(a) else a, model)
+    return jnp.mean((jax.vmap(half)(x.astype(HALF)).astype("float32") - y) ** 2)
+
+
+def nnx_parameters(model):
+    return nnx.state(model, nnx.Param)
+
+
+def eqx_parameters(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+# A model, its loss, what differentiates it, its parameters, and its update.
+KINDS = {
+    "nnx": (nnx_model, nnx_loss, nnx.value_and_grad, nnx_parameters),
+    "equinox": (Net, eqx_loss, eqx.filter_value_and_grad, eqx_parameters),
+}
+EACH = pytest.mark.parametrize("kind", KINDS)
+
+
+def make_nnx():
+    """What `--like` of the autopsy calls."""
+    return nnx_model()
+
+
+def values(tree):
+    """The arrays of a tree, and its other leaves; keys as numbers."""
+    keys = (
+        jax.random.key_data(x)
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else x
+        for x in jax.tree.leaves(tree)
+    )
+    return [np.asarray(x) if isinstance(x, jax.Array) else x for x in keys]
+
+
+def assert_same(tree, other):
+    """Both have the same structure, and the same leaves bit for bit."""
+    assert jax.tree.structure(tree) == jax.tree.structure(other)
+    for a, b in zip(values(tree), values(other), strict=True):
+        if isinstance(a, np.ndarray):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+        else:
+            assert a is b or a == b
+
+
+def transformation():
+    return gs.loss_scaled(optax.adamw(0.05), telemetry=True, underflow_every=2)
+
+
+@EACH
+def test_init_keeps_the_state_of_the_parameters_alone(kind):
+    """`tx.init(model)` returns the state that `tx.init` of its parameters returns."""
+    make, _, _, parameters = KINDS[kind]
+    tx, model = transformation(), make()
+    assert_same(tx.init(model), tx.init(parameters(model)))
+
+
+@EACH
+def test_a_train_step_takes_a_model(kind):
+    """`train_step` without `using` takes the steps that it takes with it, a skipped one too."""
+    make, loss, using, parameters = KINDS[kind]
+    tx = transformation()
+    found, explicit = make(), make()
+    if kind == "equinox":  # a lambda of each is another function
+        explicit = eqx.tree_at(lambda m: m.mlp.activation, explicit, found.mlp.activation)
+    states = [tx.init(found), tx.init(parameters(explicit))]
+    step, given = gs.train_step(loss, tx), gs.train_step(loss, tx, using=using)
+    for x in (X, X, BAD, X):
+        found, states[0], one = step(found, states[0], x, Y)
+        explicit, states[1], other = given(explicit, states[1], x, Y)
+        np.testing.assert_array_equal(one, other)
+    assert_same(found, explicit)
+    assert_same(*states)
+    assert 0 < gs.telemetry(states[0]).skipped_steps < 4
+    assert len(gs.report(states[0], found).names) == len(gs.report(states[1]).names)
+
+
+@EACH
+def test_a_step_in_three_calls_takes_a_model(kind):
+    """`value_and_grad` and `apply_updates` take a model, as with explicit parts."""
+    make, loss, using, parameters = KINDS[kind]
+    tx, model = transformation(), make()
+    state = tx.init(model)
+    given = gs.value_and_grad(loss, state, using=using)(model, X, Y)
+    if kind == "nnx":
+        model = make()  # the call above has advanced the averages and the key
+    found = gs.value_and_grad(loss, state)(model, X, Y)
+    assert_same(found, given)
+    updates = tx.update(found[1], state, parameters(model))
+    expected = gs.apply_updates(jax.tree.map(lambda p: p, parameters(model)), *updates)
+    model = gs.apply_updates(model, *updates)
+    assert_same(parameters(model), expected)
+    assert type(model) is type(make())
+
+
+@EACH
+def test_an_x_ray_takes_a_model(kind):
+    """`xray` without `using` finds what it finds with it."""
+    make, loss, using, _ = KINDS[kind]
+    one = xray(loss, make(), BAD, Y, scale=2.0, prescribe=False)
+    other = xray(loss, make(), BAD, Y, scale=2.0, using=using, prescribe=False)
+    assert not one.finite
+    assert str(one) == str(other)
+    assert one.causes[0].kind == other.causes[0].kind
+
+
+@EACH
+def test_an_autopsy_takes_a_model(kind, tmp_path, monkeypatch, capsys):
+    """The autopsy of a capsule that `train_step` filled needs `--like`, and no `--using`."""
+    make, loss, _, _ = KINDS[kind]
+    tx, model = transformation(), make()
+    state, step = tx.init(model), gs.train_step(loss, tx)
+    capsule = Capsule(tmp_path / "bad.npz")
+    model, state, _ = step(model, state, BAD, Y)
+    assert capsule.write(0, gs.telemetry(state), model, BAD, Y)
+    monkeypatch.chdir(tmp_path)
+    name = __name__
+    words = ["--loss", f"{name}:{loss.__name__}", "--like", f"{name}:{make.__name__}"]
+    status = main(["autopsy", "bad.npz", *words])
+    said = capsys.readouterr()
+    assert (status, said.err) == (0, "")
+    assert "NOT finite" in said.out
+
+
+@EACH
+def test_an_explicit_function_wins(kind):
+    """`using` differentiates a model, if it is given."""
+    make, loss, using, _parameters = KINDS[kind]
+    calls = []
+
+    def mine(fun, **options):
+        calls.append(options)
+        return using(fun, **options)
+
+    tx, model = transformation(), make()
+    state = tx.init(model)
+    gs.value_and_grad(loss, state, using=mine)(model, X, Y)
+    xray(loss, make(), X, Y, using=mine, prescribe=False, compiled=False)
+    gs.train_step(loss, tx, using=mine)(model, state, X, Y)
+    assert calls == [{"has_aux": True}] * 3
+
+
+@EACH
+def test_argnums_choose_the_model(kind):
+    """The argument that is differentiated decides, not the first one."""
+    make, loss, _using, _parameters = KINDS[kind]
+    state, model = transformation().init(make()), make()
+
+    def swapped(x, y, model):
+        return loss(model, x, y)
+
+    first = gs.value_and_grad(loss, state)(make(), X, Y)
+    assert_same(gs.value_and_grad(swapped, state, argnums=2)(X, Y, make()), first)
+    if kind == "equinox":  # NNX itself takes no negative ones
+        assert_same(gs.value_and_grad(swapped, state, argnums=-1)(X, Y, make()), first)
+    _, (own, of_x) = gs.value_and_grad(swapped, state, argnums=(2, 0))(X, Y, model)
+    for found, expected in zip(values(own), values(first[1]), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-2)  # another float16 program
+    assert of_x.shape == X.shape
+    if kind == "equinox":  # an NNX model is changed in the call, so only NNX differentiates
+        _, of_x = gs.value_and_grad(swapped, state)(X, Y, make())
+        assert of_x.shape == X.shape
+
+
+def test_other_variables_of_an_nnx_model():
+    """`argnums=nnx.DiffState(...)` chooses variables of a model without `using`."""
+    model, state = nnx_model(), transformation().init(jnp.ones(1))
+    wrt = nnx.DiffState(0, nnx.All(nnx.Param, nnx.PathContains("bias")))
+    found, given = (
+        gs.value_and_grad(nnx_loss, state, argnums=wrt, **more)(nnx_model(), X, Y)
+        for more in ({}, {"using": nnx.value_and_grad})
+    )
+    assert_same(found, given)
+    assert 0 < len(jax.tree.leaves(found[1])) < len(jax.tree.leaves(nnx_parameters(model)))
+
+
+def test_a_plain_pytree_has_the_program_of_jax():
+    """Loss, gradients and update of a plain pytree are traced as with `jax.value_and_grad`."""
+    params, tx = {"w": jnp.ones((4, 3)), "b": jnp.ones(3, HALF)}, transformation()
+    state = tx.init(params)
+
+    def loss(params, x):
+        return jnp.mean(x @ params["w"] + params["b"])
+
+    def step(using, params, state):
+        value, grads = gs.value_and_grad(loss, state, **using)(params, X)
+        updates, state = tx.update(grads, state, params)
+        return gs.apply_updates(params, updates, state), state, value
+
+    programs = [
+        jax.make_jaxpr(functools.partial(step, using))(params, state)
+        for using in ({}, {"using": jax.value_and_grad})
+    ]
+    assert str(programs[0]) == str(programs[1])
+    assert models.library(dict) is None
+    assert models.trainable(params) is params
+
+
+def test_recognition_imports_no_library():
+    """A plain loop imports neither Flax nor Equinox."""
+    code = """
+import sys, gainstage as gs, jax.numpy as jnp, optax
+tx = gs.loss_scaled(optax.sgd(0.1))
+state = tx.init(jnp.ones(2))
+gs.train_step(lambda w: (w**2).sum(), tx)(jnp.ones(2), state)
+print([name for name in ("flax", "equinox") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
