@@ -43,14 +43,11 @@ def train(dtype, seed):
 
     model = Network(seed)
     tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    opt_state = tx.init(model)
 
     @eqx.filter_jit
     def step(model, opt_state, x, y):
-        differentiate = gs.value_and_grad(  # ours
-            loss_fn, opt_state, using=eqx.filter_value_and_grad
-        )
-        loss, grads = differentiate(model, x, y)
+        loss, grads = gs.value_and_grad(loss_fn, opt_state)(model, x, y)  # ours
         weights = eqx.filter(model, eqx.is_inexact_array)
         updates, opt_state = tx.update(grads, opt_state, weights)
         return eqx.apply_updates(model, updates), opt_state, loss

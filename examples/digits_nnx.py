@@ -28,10 +28,7 @@ def loss_fn(model, x, y):
 
 @nnx.jit
 def step(model, optimizer, x, y):
-    differentiate = gs.value_and_grad(  # ours
-        loss_fn, optimizer.opt_state, using=nnx.value_and_grad
-    )
-    loss, grads = differentiate(model, x, y)
+    loss, grads = gs.value_and_grad(loss_fn, optimizer.opt_state)(model, x, y)  # ours
     optimizer.update(model, grads)
     return loss
 

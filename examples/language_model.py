@@ -191,7 +191,7 @@ def checksum(state):
 def begin(settings, checkpoints, everywhere):
     """The model and the optimizer, from the last checkpoint if there is one, and its step."""
     model, tx = jax.device_put(make_model(settings), everywhere), make_optimizer(settings)
-    opt_state, done = tx.init(nnx.state(model, nnx.Param)), checkpoints.latest_step() or 0
+    opt_state, done = tx.init(model), checkpoints.latest_step() or 0
     if done:
         model, opt_state = restored(checkpoints, (model, opt_state))
         print(f"restored step {done}: state {checksum((model, opt_state))}", flush=True)
@@ -205,7 +205,7 @@ def train(settings, folder, devices):
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     checkpoints = ocp.CheckpointManager(folder / "checkpoints", options=options)
     model, tx, opt_state, done = begin(settings, checkpoints, everywhere)
-    step = gs.train_step(loss_fn, tx, using=nnx.value_and_grad)
+    step = gs.train_step(loss_fn, tx)
     text, held_out = read_texts()
     unseen = np.stack([draw(held_out, settings, n) for n in range(8)])
     capsule, began = Capsule(folder / "bad.npz", keep=3), time.perf_counter()

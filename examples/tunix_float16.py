@@ -35,7 +35,6 @@ def in_float16(trainer):
             optimizer.opt_state,
             argnums=nnx.DiffState(0, optimizer.wrt),
             has_aux=trainer._has_aux,
-            using=nnx.value_and_grad,
         )
         out, grads = differentiate(model, **inputs)
         optimizer.update(model, grads)
