@@ -1,13 +1,23 @@
 """A whole train step as one compiled program, for optax loops."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeVarTuple,
+    overload,
+)
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
@@ -73,7 +83,8 @@ def train_step(
     """A compiled train step: scaled loss, gradients, check, update.
 
     It computes the same as a loop over `value_and_grad`, `tx.update` and `apply_updates`, but
-    faster: gradients are unscaled where they are used, and stored once.
+    faster: gradients are unscaled where they are used, and stored once. If an argument is on a
+    mesh, parameters and state keep their shardings. Those on no chosen device are replicated.
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
@@ -126,9 +137,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates = donates
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        self._keeping = self._program = jax.jit(self._run, static_argnums=(0, 1))
-        if donates:
-            self._program = jax.jit(self._run, static_argnums=(0, 1), donate_argnums=(2, 3))
+        self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
 
@@ -142,14 +151,14 @@ class TrainStep(Generic[Params, P, *More]):
         def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
             """Takes a step."""
             arrays, model = self._checked(params)
-            program = self._keeping
-            if donates := self._donates and not reruns() and not is_inside():
-                program = self._program
-            rest, scalars = without_scalars(opt_state)
+            donates = self._donates and not reruns() and not is_inside()
             try:
+                arrays, state, shardings = _on_mesh(arrays, opt_state, batch)
+                rest, scalars = without_scalars(state)
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
-                arrays, *results = program(model, _shardings(arrays), arrays, rest, scalars, *batch)
+                program = self._program_for(donates, shardings)
+                arrays, *results = program(model, arrays, rest, scalars, *batch)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
@@ -161,8 +170,23 @@ class TrainStep(Generic[Params, P, *More]):
     def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
+        arrays, opt_state, shardings = _on_mesh(arrays, opt_state, batch)
         rest, scalars = without_scalars(opt_state)
-        return self._program.lower(model, _shardings(arrays), arrays, rest, scalars, *batch)
+        program = self._program_for(self._donates, shardings)
+        return program.lower(model, arrays, rest, scalars, *batch)
+
+    def _program_for(self, donates: bool, shardings: "_Shardings | None") -> Any:
+        """The program that returns the parameters and the state with these shardings."""
+        if (donates, shardings) not in self._programs:
+            options: dict[str, Any] = {"donate_argnums": (1, 2)} if donates else {}
+            known: tuple[Any, ...] = ()
+            if shardings is not None:
+                known = shardings.of_arrays()
+                results = shardings.structure.unflatten(shardings.leaves)
+                options["out_shardings"] = (*results, *[None] * (1 + self._has_aux))
+            run = functools.partial(self._run, known)
+            self._programs[donates, shardings] = jax.jit(run, static_argnums=0, **options)
+        return self._programs[donates, shardings]
 
     def _unshared(
         self, arrays: list[Any], opt_state: Any, scalars: Any, batch: Any
@@ -190,8 +214,8 @@ class TrainStep(Generic[Params, P, *More]):
 
     def _run(
         self,
-        model: "_Model",
         shardings: Sequence[Any],
+        model: "_Model",
         arrays: list[Any],
         opt_state: Any,
         scalars: list[Any],
@@ -209,7 +233,8 @@ class TrainStep(Generic[Params, P, *More]):
         if shardings and divides:
             each = dict(zip(map(id, arrays), shardings, strict=True))
             found = [each.get(id(x)) for x in leaves_and_none(trainable)]
-            extra["shardings"] = found if None not in found else ()
+            if None not in found and not all(s.is_fully_replicated for s in shardings):
+                extra["shardings"] = found
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
         params = apply_updates(params, updates, opt_state)
         new, after = _split(params)
@@ -248,6 +273,7 @@ class _Model:
 
 
 _ARRAY = object()  # marks the place of an array
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def _explain(error: Exception, params: Any, opt_state: Any, batch: Any) -> None:
@@ -281,14 +307,44 @@ def _firsts(*trees: Any) -> list[Any]:
 def _split(params: Any) -> tuple[list[Any], _Model]:
     """Splits a pytree into its arrays and the rest."""
     leaves, structure = jax.tree.flatten(params)
-    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+    kinds = (*_ARRAYS, jax.ShapeDtypeStruct)
     arrays = [x for x in leaves if isinstance(x, kinds)]
     return arrays, _Model(structure, tuple(_ARRAY if isinstance(x, kinds) else x for x in leaves))
 
 
-def _shardings(arrays: list[Any]) -> tuple[Any, ...]:
-    """The shardings of all arrays, if any is sharded; a traced array has none."""
-    found = [getattr(x, "sharding", None) for x in arrays]
-    on_mesh = [s for s in found if isinstance(s, NamedSharding)]
-    sharded = any(not sharding.is_fully_replicated for sharding in on_mesh)
-    return tuple(on_mesh) if sharded and len(on_mesh) == len(found) else ()
+class _Shardings(NamedTuple):
+    """The shardings of the arrays of a model and of an optimizer's state."""
+
+    leaves: tuple[Any, ...]
+    structure: Any  # of (arrays, state)
+
+    def of_arrays(self) -> tuple[Any, ...]:
+        """The shardings of the arrays, if all are on a mesh."""
+        arrays, _ = self.structure.unflatten(self.leaves)
+        return tuple(arrays) if all(isinstance(s, NamedSharding) for s in arrays) else ()
+
+
+def _on_mesh(
+    arrays: list[Any], opt_state: Any, batch: Any
+) -> tuple[list[Any], Any, _Shardings | None]:
+    """The arrays and the state on the mesh of any argument, with their shardings.
+
+    An array on no chosen device is replicated. JAX would do so too, but compile the next step
+    again, which gets it back from the mesh.
+    """
+    structure: Any
+    leaves, structure = jax.tree.flatten((arrays, opt_state))
+    found = [getattr(x, "sharding", None) for x in [*leaves, *jax.tree.leaves(batch)]]
+    mesh = next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
+    if mesh is None or is_inside():
+        return arrays, opt_state, None
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    shardings = found[: len(leaves)]
+    for i, sharding in enumerate(shardings):
+        x = leaves[i]
+        if isinstance(sharding, NamedSharding) or getattr(x, "committed", False):
+            continue
+        shardings[i] = everywhere
+        leaves[i] = jax.device_put(x, everywhere) if isinstance(x, _ARRAYS) else x
+    arrays, opt_state = structure.unflatten(leaves)
+    return arrays, opt_state, _Shardings(tuple(shardings), structure)

@@ -15,6 +15,7 @@ from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
+from gainstage._core.sharding import typed_like, typed_sharding
 from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
 from gainstage._core.types import Transformation, Tree
 from gainstage._core.unscaled import SETTLED, warn
@@ -154,7 +155,10 @@ def loss_scaled_within(
         ]
 
         def step(norms: Any, inner: Any, mask: Any = None) -> Any:
-            return tx.update(grads, inner, params, **extra)
+            result, new = tx.update(grads, inner, params, **extra)
+            if any(map(typed_sharding, jax.tree.leaves(inner))):
+                new = jax.tree.map(typed_like, new, inner)
+            return result, new
 
         updates, inner, guard, _, applied = guarded(
             rule,
@@ -318,7 +322,8 @@ def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
 
     def select(n: Any, o: Any) -> jax.Array:
         n, o = (x.value() if isinstance(x, Variable) else jnp.asarray(x) for x in (n, o))
-        return jnp.where(applied, n if n.dtype == o.dtype else n.astype(o.dtype), o)
+        n = typed_like(n if n.dtype == o.dtype else n.astype(o.dtype), o)
+        return jnp.where(applied, n, o)
 
     return jax.tree.map(select, new, old)
 
@@ -366,6 +371,7 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
             new = (param.astype(wide) + update.astype(wide)).astype(param.dtype)
         else:
             new = (param + update).astype(param.dtype)
+        new = typed_like(new, param)
         return jnp.where(applied, new, param)
 
     if models.is_nnx(params, updates):

@@ -66,7 +66,7 @@ def test_it_takes_the_steps_of_the_loop(make):
             strict=True,
         ):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
-    assert one._program._cache_size() == 1
+    assert one._programs[True, None]._cache_size() == 1
 
 
 def test_a_skipped_step_changes_nothing_but_the_scale():
@@ -142,7 +142,7 @@ def test_an_nnx_model_trains_and_skips_whole():
     after = [jax.random.key_data(k) if is_key(k) else k for k in leaves(model)]
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
-    assert step._program._cache_size() == 1
+    assert step._programs[True, None]._cache_size() == 1
 
 
 def leaves(model):
@@ -171,7 +171,7 @@ def test_an_equinox_model_trains():
     assert losses[-1] < losses[0] / 5
     assert predicted.shape == (8, 1)
     assert callable(model.activation)
-    assert step._program._cache_size() == 1
+    assert step._programs[True, None]._cache_size() == 1
 
 
 def test_errors_name_the_remedy():
@@ -274,7 +274,7 @@ def test_telemetry_and_scale_are_read_after_later_steps(tmp_path):
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 121
     assert [float(scale) for scale, _ in seen] == [2.0**15] * 7 + [2.0**14] * 113
     assert [bool(applied) for _, applied in seen] == [i != 7 for i in range(120)]
-    assert step._program._cache_size() == 1
+    assert step._programs[True, None]._cache_size() == 1
 
 
 def test_an_error_of_the_loss_is_not_explained_away():

@@ -120,6 +120,14 @@ def typed_sharding(x: Any) -> NamedSharding | None:
     return sharding if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
+def typed_like(new: Any, old: Any) -> Any:
+    """`new`, on a mesh of Explicit axes with the sharding of `old`, so that a select takes both."""
+    sharding = typed_sharding(old)
+    if sharding is None or sharding == typed_sharding(new):
+        return new
+    return jax.sharding.reshard(new, sharding)
+
+
 def on_one_device(known: bool, arrays: Iterable[Any] = ()) -> bool:
     """Whether the elements of arrays are on one device: if that is known, or if there is only one
     device; never inside `jax.shard_map`. A program may be compiled for other devices than those of

@@ -1,0 +1,177 @@
+"""`train_step` and `loss_scaled` on a mesh of eight devices: shardings and collectives."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+pytestmark = pytest.mark.as_users
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+COLLECTIVE = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
+OPTIMIZERS = {
+    "adam": lambda: gs.loss_scaled(optax.adam(0.1)),
+    "adaptive": lambda: gs.loss_scaled(optax.adam(0.1), gs.AdaptiveLossScale(), telemetry=True),
+    "accumulating": lambda: gs.loss_scaled(optax.MultiSteps(optax.adamw(0.1), 2)),
+    "factored": lambda: gs.loss_scaled(optax.adafactor(0.1, min_dim_size_to_factor=8)),
+    "inside": lambda: optax.chain(
+        optax.clip(1.0),
+        gs.loss_scaled(optax.sgd(0.1, momentum=0.9)),
+        optax.scale_by_schedule(lambda count: 1.0),
+    ),
+}
+
+
+def on_mesh(kind):
+    """The shardings of arrays that every device holds, and of arrays in eight shards."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+
+def params_on(sharding, scalar=None):
+    params = {"w": np.linspace(-1, 1, 64 * 64, dtype=np.float32).reshape(64, 64)}
+    params["b"] = np.zeros(64, np.float16)
+    scalar = jnp.float32(1.0) if scalar is None else jax.device_put(np.float32(1.0), scalar)
+    return jax.device_put(params, sharding) | {"s": scalar}
+
+
+def batch_on(sharding):
+    return jax.device_put(np.linspace(0, 1, 16 * 64, dtype=np.float32).reshape(16, 64), sharding)
+
+
+def loss_on(replicated):
+    """A loss and its aux; on Explicit axes it gathers sharded weights itself."""
+
+    def loss(params, x):
+        if AxisType.Explicit in replicated.mesh.axis_types:
+            params = jax.tree.map(lambda p: jax.sharding.reshard(p, replicated), params)
+        half = jnp.tanh(x.astype(jnp.float16) @ params["w"].astype(jnp.float16)) + params["b"]
+        out = half.astype(jnp.float32) * params["s"]
+        return jnp.mean(out**2), out.sum()
+
+    return loss
+
+
+def shardings_in(tree, replicated):
+    """The sharding of each array; one device's arrays are replicated from the first step on."""
+    found = [x.sharding for x in jax.tree.leaves(tree)]
+    return [s if isinstance(s, NamedSharding) else replicated for s in found]
+
+
+def programs(step):
+    return sum(program._cache_size() for program in step._programs.values())
+
+
+def sharded_slots(state, sharding):
+    """A state whose larger arrays a user has sharded."""
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) if x.size >= 64 else x, state)
+
+
+@KINDS
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_arrays_keep_their_shardings(make, kind):
+    """Sharded weights, a scalar on one device and any state come back as they came; all steps run
+    one program."""
+    replicated, sharded = on_mesh(kind)
+    tx = make()
+    params = params_on(sharded)
+    with jax.set_mesh(replicated.mesh):  # the init of adafactor needs it on Explicit axes
+        state = tx.init(params)
+    step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+    before = shardings_in((params, state), replicated)
+    for factor in (1.0, np.inf, 1.0, 1.0):
+        params, state, _, _ = step(params, state, factor * batch_on(sharded))
+        assert gs.step_was_applied(state) == np.isfinite(factor)
+    assert shardings_in((params, state), replicated) == before
+    assert programs(step) == 1
+
+
+@KINDS
+def test_a_sharded_state_does_not_shard_the_weights(kind):
+    """Replicated weights stay so if the user has sharded the optimizer's state."""
+    replicated, sharded = on_mesh(kind)
+    tx = gs.loss_scaled(optax.adam(0.1))
+    params = params_on(replicated)
+    state = sharded_slots(tx.init(params), sharded)
+    step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+    for _ in range(3):
+        params, state, _, _ = step(params, state, batch_on(sharded))
+    assert shardings_in(params, replicated) == [replicated] * 3
+    assert state.inner[0].mu["w"].sharding == sharded
+    assert programs(step) == 1
+
+
+def test_params_on_no_device_in_particular_follow_the_batch():
+    """A sharded batch puts them on its mesh, replicated, and all steps run one program."""
+    replicated, sharded = on_mesh(AxisType.Auto)
+    tx = gs.loss_scaled(optax.adam(0.1))
+    params = jax.tree.map(jnp.asarray, jax.device_get(params_on(replicated)))
+    state = tx.init(params)
+    step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+    for _ in range(3):
+        params, state, _, _ = step(params, state, batch_on(sharded))
+    assert {x.sharding for x in jax.tree.leaves((params, state))} == {replicated}
+    assert programs(step) == 1
+
+
+@KINDS
+def test_a_step_in_a_program_takes_the_same_steps(kind):
+    """Inside `jax.jit`, where arrays name no sharding, the numbers are the same."""
+    replicated, sharded = on_mesh(kind)
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    params, x = params_on(replicated, replicated), batch_on(sharded)
+    step = gs.train_step(loss_on(replicated), tx, has_aux=True, donate=False)
+    inside, outside = jax.jit(step)(params, tx.init(params), x), step(params, tx.init(params), x)
+    for one, other in zip(*map(jax.tree.leaves, (inside, outside)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@KINDS
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+@pytest.mark.parametrize("slots", ["alike", "sharded"])
+def test_a_step_adds_no_collective(weights, slots, kind):
+    """It has at most the collectives of the step written out, with explicit `out_shardings`. Plain
+    optax has the same, without the all-reduce of the check: three where XLA shards it."""
+    replicated, sharded = on_mesh(kind)
+    loss, inner = loss_on(replicated), optax.adam(0.1)
+    tx = gs.loss_scaled(inner)
+    params = params_on(sharded if weights == "sharded" else replicated, replicated)
+    x = batch_on(sharded)
+
+    def written_out(params, state, x):
+        (value, aux), grads = gs.value_and_grad(loss, state, has_aux=True)(params, x)
+        updates, state = tx.update(grads, state, params, value=value)
+        return gs.apply_updates(params, updates, state), state, value, aux
+
+    def plain(params, state, x):
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+        updates, state = inner.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value, aux
+
+    def counted(lowered):
+        return collections.Counter(re.findall(COLLECTIVE, lowered.compile().as_text()))
+
+    def by_hand(step, init):
+        state = jax.tree.map(
+            lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, replicated),
+            init(params),
+        )
+        state = sharded_slots(state, sharded) if slots == "sharded" else state
+        out = jax.tree.map(lambda x: x.sharding, (params, state))
+        return counted(jax.jit(step, out_shardings=(*out, None, None)).lower(params, state, x))
+
+    state = tx.init(params)
+    state = sharded_slots(state, sharded) if slots == "sharded" else state
+    ours = counted(gs.train_step(loss, tx, has_aux=True).lower(params, state, x))
+    assert ours <= by_hand(written_out, tx.init)
+    more = ours - by_hand(plain, inner.init)
+    by_xla = (kind, weights, slots) == (AxisType.Auto, "replicated", "sharded")
+    assert set(more) <= {"all-reduce"}
+    assert more["all-reduce"] <= (3 if by_xla else 1)
