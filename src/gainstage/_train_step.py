@@ -233,8 +233,10 @@ class TrainStep(Generic[Params, P, *More]):
         if shardings and divides:
             each = dict(zip(map(id, arrays), shardings, strict=True))
             found = [each.get(id(x)) for x in leaves_and_none(trainable)]
-            if None not in found and not all(s.is_fully_replicated for s in shardings):
-                extra["shardings"] = found
+            if None not in found:
+                extra["param_shardings"] = found
+                if not all(sharding.is_fully_replicated for sharding in shardings):
+                    extra["shardings"] = found
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
         params = apply_updates(params, updates, opt_state)
         new, after = _split(params)

@@ -15,11 +15,17 @@ from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
-from gainstage._core.sharding import typed_like, typed_sharding
+from gainstage._core.sharding import (
+    axis_names,
+    check_axes,
+    divided_over,
+    typed_like,
+    typed_sharding,
+)
 from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
 from gainstage._core.types import Transformation, Tree
 from gainstage._core.unscaled import SETTLED, warn
-from gainstage._core.variable import Variable
+from gainstage._core.variable import Variable, placed
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.adaptive import AdaptiveLossScale
@@ -31,6 +37,7 @@ def loss_scaled(
     rule: Rule | None = None,
     telemetry: bool = False,
     underflow_every: int | None = None,
+    shard_state_over: str | Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optax transformation that skips non-finite steps and adapts the loss scale.
 
@@ -53,6 +60,11 @@ def loss_scaled(
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
             which `gainstage.report` computes what float16 loses. Adds 82 numbers per parameter to
             the state; None for no histograms.
+        shard_state_over: the mesh axis or axes over which the state of `tx` is sharded, beside the
+            sharding of its parameter (ZeRO, stage 1). The weights stay whole, and steps are the
+            same bit for bit. State stays whole if it has not the shape of a parameter, has fewer
+            than 1024 elements, or cannot be divided evenly. Do not compile `init`: traced
+            parameters name no sharding.
 
     Returns:
         A transformation to use instead of `tx`, also inside `optax.chain`. Its `update` takes four
@@ -63,11 +75,12 @@ def loss_scaled(
 
     Raises:
         TypeError: `tx` is not a transformation, `rule` not a rule, or `telemetry` not a bool.
-        ValueError: from `init`, if `tx` contains another `loss_scaled`.
+        ValueError: from `init`, if `tx` contains another `loss_scaled`, or `shard_state_over` names
+            an axis that the mesh of the parameters does not have.
 
     Examples:
         >>> import gainstage as gs
-        >>> import jax.numpy as jnp, optax
+        >>> import jax, jax.numpy as jnp, optax
         >>> params = jnp.float32(1.0)
         >>> tx = gs.loss_scaled(optax.sgd(0.5))
         >>> opt_state = tx.init(params)
@@ -76,10 +89,21 @@ def loss_scaled(
         >>> print(loss, grads, gs.apply_updates(params, updates, opt_state))
         1.0 2.0 0.0
 
-    Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740.
+        With the state of Adam sharded over a mesh:
+
+        >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec
+        >>> mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        >>> params = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, PartitionSpec()))
+        >>> tx = gs.loss_scaled(optax.adam(1e-3), shard_state_over="data")
+        >>> print(tx.init(params).inner[0].mu.addressable_shards[0].data.shape)
+        (8, 64)
+
+    Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740. Sharded state:
+    Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
     """
+    over = axis_names(shard_state_over)
     sums_in = _sums_of_multi_steps
-    return loss_scaled_within({}, sums_in, tx, rule, telemetry, underflow_every, warns=True)
+    return loss_scaled_within({}, sums_in, tx, rule, telemetry, underflow_every, True, over)
 
 
 def loss_scaled_within(
@@ -90,6 +114,7 @@ def loss_scaled_within(
     telemetry: bool = False,
     underflow_every: int | None = None,
     warns: bool = False,
+    over: tuple[str, ...] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """`loss_scaled` of a transformation that clips: a non-finite norm skips a step too.
 
@@ -99,6 +124,7 @@ def loss_scaled_within(
             gradients are added; the sums must be finite. Empty if there are none.
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
         warns: whether to warn once if no loss was scaled before an update.
+        over: the mesh axes of `shard_state_over`.
     """
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
@@ -110,7 +136,7 @@ def loss_scaled_within(
 
     def init(params: Any) -> LossScaledState:
         params = models.trainable(params)
-        inner = tx.init(gradients.upcast(params))
+        inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         scale = start(rule)
@@ -125,6 +151,7 @@ def loss_scaled_within(
         *,
         loss_scale: Any = None,
         shardings: Sequence[Any] = (),
+        param_shardings: Sequence[Any] = (),  # from `train_step`, also if all are replicated
         apply_if: Any = None,
         **extra: Any,
     ) -> tuple[Any, LossScaledState]:
@@ -135,6 +162,8 @@ def loss_scaled_within(
         if warns and loss_scale is None and not SETTLED:
             warn()
         params = gradients.upcast(params)
+        if over:
+            updates, shardings = _sharded(updates, shardings or param_shardings, over)
         if jax.device_count() == 1:
             updates = jax.tree.map(gradients.row_major, updates)
         if loss_scale is None:
@@ -223,6 +252,48 @@ def _wrong_rule(rule: LossScale, state: Any) -> ValueError:
         f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
         f"rule and options that the state was made with, or start with tx.init(params)."
     )
+
+
+def _sharded_init(init: Callable[[Any], Any], params: Any, over: tuple[str, ...]) -> Any:
+    """The state for `params`, with what has a parameter's shape sharded over more mesh axes.
+
+    Each device creates its own shards: the whole may not fit on one.
+    """
+
+    def create(params: Any) -> Any:
+        return init(gradients.upcast(params))
+
+    known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+    if any(isinstance(x, Tracer) for x in known.values()):
+        return create(params)
+    shardings = {path: getattr(x, "sharding", None) for path, x in known.items()}
+    check_axes(over, list(shardings.values()))
+    mesh = next(s.mesh for s in shardings.values() if isinstance(s, NamedSharding))
+
+    def sharding_of(path: Any, leaf: Any) -> NamedSharding:
+        for i in range(len(path) + 1):  # `path` ends with the path of its parameter
+            sharding = shardings.get(path[i:])
+            if isinstance(sharding, NamedSharding) and known[path[i:]].shape == leaf.shape:
+                return divided_over(sharding, leaf.shape, over)
+        return NamedSharding(mesh, PartitionSpec())
+
+    state = jax.eval_shape(create, params)
+    places = jax.tree_util.tree_map_with_path(sharding_of, state)
+    return jax.jit(create, out_shardings=places)(params)
+
+
+def _sharded(
+    grads: Any, shardings: Sequence[Any], over: tuple[str, ...]
+) -> tuple[Any, Sequence[Any]]:
+    """The gradients with the shardings of their slots, where those of the parameters are known."""
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda x: x is None)
+    shardings = [
+        divided_over(sharding, g.shape, over) if isinstance(sharding, NamedSharding) else sharding
+        for g, sharding in zip(leaves, shardings or map(typed_sharding, leaves), strict=True)
+    ]
+    pairs = zip(leaves, shardings, strict=True)
+    placed_leaves = [g if g is None else placed(g, sharding) for g, sharding in pairs]
+    return jax.tree.unflatten(structure, placed_leaves), shardings
 
 
 def _on_mesh_of(params: Any, state: Any) -> Any:

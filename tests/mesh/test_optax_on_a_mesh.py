@@ -1,4 +1,4 @@
-"""`train_step` and `loss_scaled` on a mesh of eight devices: shardings and collectives."""
+"""`train_step` and `loss_scaled` on a mesh of eight devices: shardings, collectives, ZeRO."""
 
 import collections
 import re
@@ -72,6 +72,10 @@ def programs(step):
 def sharded_slots(state, sharding):
     """A state whose larger arrays a user has sharded."""
     return jax.tree.map(lambda x: jax.device_put(x, sharding) if x.size >= 64 else x, state)
+
+
+def bytes_on_one(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 @KINDS
@@ -175,3 +179,94 @@ def test_a_step_adds_no_collective(weights, slots, kind):
     by_xla = (kind, weights, slots) == (AxisType.Auto, "replicated", "sharded")
     assert set(more) <= {"all-reduce"}
     assert more["all-reduce"] <= (3 if by_xla else 1)
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["adam", "accumulating", "inside"])
+def test_divided_state_takes_the_same_steps(name, kind):
+    """With `shard_state_over`, each of eight devices has an eighth of the state; weights keep their
+    shardings and every bit, overflows included; all steps run one program."""
+    replicated, sharded = on_mesh(kind)
+    transformations = {
+        "adam": lambda **over: gs.loss_scaled(optax.adam(0.1), **over),
+        "accumulating": lambda **over: gs.loss_scaled(
+            optax.MultiSteps(optax.adamw(0.1), 2), **over
+        ),
+        "inside": lambda **over: optax.chain(
+            optax.clip(1.0), gs.loss_scaled(optax.sgd(0.1, momentum=0.9), **over)
+        ),
+    }
+    runs = []
+    for over in ({}, {"shard_state_over": "data"}):
+        tx = transformations[name](**over)
+        params = params_on(replicated)
+        state = tx.init(params)
+        step, losses = gs.train_step(loss_on(replicated), tx, has_aux=True), []
+        for i in range(8):
+            factor = np.inf if i in (2, 5) else 1.0 / (i + 1)
+            params, state, loss, _ = step(params, state, factor * batch_on(sharded))
+            assert gs.step_was_applied(state) == np.isfinite(factor)
+            assert shardings_in(params, replicated) == [replicated] * 3
+            losses.append(loss)
+        assert programs(step) == 1
+        runs.append((bytes_on_one(state), jax.device_get((params, state, losses))))
+    (whole, expected), (part, got) = runs
+    for one, other in zip(*map(jax.tree.leaves, (expected, got)), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+    assert part <= whole / 8 + 3 * 4 * 65 + 64  # three slots for `b` and `s` stay whole
+
+
+@KINDS
+def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
+    """What has a parameter's shape takes the axis beside those of the parameter; small arrays, and
+    arrays of other shapes, do not."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+    def put(shape, *entries):
+        return jax.device_put(jnp.ones(shape), NamedSharding(mesh, PartitionSpec(*entries)))
+
+    params = {"a": put((64, 32), None, "model"), "b": [put((64, 32)), put((32, 64)), put((8,))]}
+    tx = gs.loss_scaled(optax.chain(optax.trace(0.9), optax.adam(0.1)), shard_state_over="data")
+    state = tx.init(params)
+    adam = state.inner[1][0]
+    for slots in (state.inner[0].trace, adam.mu, adam.nu):
+        specs = [tuple(slot.sharding.spec) for slot in (slots["a"], *slots["b"])]
+        assert specs == [("data", "model"), ("data", None), (None, "data"), ()]
+    assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
+
+
+@KINDS
+def test_divided_state_in_a_loop_written_out(kind):
+    """The same weights in your own step, which names its shardings on Auto axes."""
+    replicated, sharded = on_mesh(kind)
+    weights, loss = [], loss_on(replicated)
+    for over in (None, ("data",)):
+        tx = gs.loss_scaled(optax.adam(0.1), shard_state_over=over)
+        params = params_on(replicated, replicated)
+        state = tx.init(params)
+        shardings = [replicated] * 3 if kind is AxisType.Auto else ()
+
+        def step(params, state, x, tx=tx, shardings=shardings):
+            (value, _), grads = gs.value_and_grad(loss, state, has_aux=True)(params, x)
+            updates, state = tx.update(grads, state, params, value=value, shardings=shardings)
+            return gs.apply_updates(params, updates, state), state
+
+        out = jax.tree.map(lambda x: x.sharding, (params, state))
+        compiled = jax.jit(step, out_shardings=out)
+        for _ in range(3):
+            params, state = compiled(params, state, batch_on(sharded))
+        weights.append(jax.device_get(params))
+        assert compiled._cache_size() == 1
+    for one, other in zip(*map(jax.tree.leaves, weights), strict=True):
+        assert one.tobytes() == other.tobytes()
+    assert state.inner[0].mu["w"].addressable_shards[0].data.shape == (8, 64)
+
+
+def test_axes_to_divide_state_over_are_checked():
+    """`init` names an axis that the mesh has not, and what to do without a mesh."""
+    replicated, _ = on_mesh(AxisType.Auto)
+    params = params_on(replicated)
+    with pytest.raises(ValueError, match=r"\('data',\), for shard_state_over; got 'model'"):
+        gs.loss_scaled(optax.adam(0.1), shard_state_over="model").init(params)
+    with pytest.raises(ValueError, match=r"'data' needs a mesh.*jax.device_put\(value"):
+        gs.loss_scaled(optax.adam(0.1), shard_state_over="data").init(jnp.ones(8))

@@ -193,15 +193,23 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
+def axis_names(over: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The mesh axes of `shard_state_over`."""
+    return (over,) if isinstance(over, str) else tuple(over or ())
+
+
 def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
     """Raises a ValueError that names the first axis of `shard_state_over` that no mesh has."""
     # A mesh may have one device, and then nothing to shard.
     meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
     known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
     for axis in axes:
+        if not known:
+            raise ValueError(
+                f"shard_state_over={axis!r} needs a mesh. Put the variables on a mesh first, or "
+                f"the parameters: jax.device_put(value, NamedSharding(mesh, spec))."
+            )
         if axis not in known:
             raise ValueError(
-                f"Expected axes of the variables' mesh, {known}, for shard_state_over; "
-                f"got {axis!r}. Put the variables on a mesh first: "
-                f"Variable(jax.device_put(value, NamedSharding(mesh, spec)))."
+                f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
             )

@@ -39,6 +39,7 @@ from gainstage._core.run import (
     overrides,
 )
 from gainstage._core.saving import shown, wrong_count
+from gainstage._core.sharding import axis_names
 from gainstage._core.slots import Initializer
 from gainstage._core.step import Step, StepOptions, StepState
 from gainstage._core.store import Computed, Store
@@ -151,8 +152,7 @@ class Optimizer(Configurable):
         self._set_common(name, jit_compile, mesh)
         self.group_small = checks.flag("group_small", group_small)
         self.master_weights = checks.flag("master_weights", master_weights)
-        over = (shard_state_over,) if isinstance(shard_state_over, str) else shard_state_over or ()
-        self.shard_state_over = tuple(over)
+        self.shard_state_over = axis_names(shard_state_over)
         options = StepOptions.checked(given)
         has_own_rate = overrides(self, "learning_rate") is not None
         self._store = Store(
