@@ -8,23 +8,12 @@ from gainstage._core.bridge import functional, jit
 from gainstage._core.scaled_state import LossScaledState
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
-from gainstage._local import locally_scaled
-from gainstage._policy import Policy
-from gainstage._serialization import deserialize, get, serialize
-from gainstage._telemetry import Report, Underflow, report, telemetry
-from gainstage._to_optax import to_optax
-from gainstage._train_step import train_step
-from gainstage._transformation import (
-    apply_updates,
-    keep_if_applied,
-    loss_scaled,
-    step_was_applied,
-)
-from gainstage._value_and_grad import loss_scale, scale_loss, value_and_grad
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.optimizers.multi import MultiOptimizer
+from gainstage.optimizers.serialization import deserialize, get, serialize
+from gainstage.optimizers.to_optax import to_optax
 from gainstage.rules import (
     AdaptiveLossScale,
     DynamicLossScale,
@@ -32,6 +21,17 @@ from gainstage.rules import (
     LossScale,
     ScaleState,
 )
+from gainstage.runs.telemetry import Report, Underflow, report, telemetry
+from gainstage.transforms.locally_scaled import locally_scaled
+from gainstage.transforms.loss_scaled import (
+    apply_updates,
+    keep_if_applied,
+    loss_scaled,
+    step_was_applied,
+)
+from gainstage.transforms.policy import Policy
+from gainstage.transforms.train_step import train_step
+from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
 
 if TYPE_CHECKING:
     from gainstage import compat as compat

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import jax
 
             jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
-            report = importlib.import_module("gainstage.diagnostics.report")
+            report = importlib.import_module("gainstage.runs.report")
             page = arguments.output or arguments.run.with_suffix(".html")
             return report.main(arguments.run, page)
         if arguments.command == "autopsy":
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             if not os.environ.get("JAX_PLATFORMS"):
                 jax.config.update("jax_platforms", "cpu")  # as for a report
-            autopsy = importlib.import_module("gainstage.diagnostics.autopsy")
+            autopsy = importlib.import_module("gainstage.xray.autopsy")
             where = (arguments.loss, arguments.like, arguments.output)
             return autopsy.main(arguments.capsule, *where, arguments.has_aux, arguments.using)
         demo = importlib.import_module("gainstage.demo")

@@ -101,7 +101,7 @@ def test_one_place_reads_decides_and_advances():
     for name in ("inspect", "policy.take", "policy.scale_due"):
         assert calls[name] == ["_core/guard.py"]
     # A recorded run is replayed with other rules: there is no step to be guarded.
-    assert calls["advance"] == ["_core/guard.py", "diagnostics/replay.py"]
+    assert calls["advance"] == ["_core/guard.py", "runs/replay.py"]
 
 
 def passed(trace):

@@ -22,7 +22,7 @@ BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
 NEEDS = {"quickstart": ["equinox", "flax", "keras"], "scaling": ["orbax.checkpoint"]}
 MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
-           "gainstage.diagnostics.progress", "gainstage.diagnostics.replay",
+           "gainstage.runs.progress", "gainstage.runs.replay",
            "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
            "gainstage.interop.importers", "gainstage.interop.tensorboard",
            "gainstage.fp8", "gainstage.schedules"]  # fmt: skip

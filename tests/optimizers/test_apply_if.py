@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.diagnostics.findings import headline
-from gainstage.diagnostics.runs import Run, why_skipped
+from gainstage.runs.findings import headline
+from gainstage.runs.run import Run, why_skipped
 
 
 def two_networks():

@@ -28,7 +28,7 @@ import gainstage as gs
 from gainstage import diagnostics
 from gainstage.__main__ import main
 from gainstage.diagnostics import Capsule, read_capsule
-from gainstage.diagnostics import capsule as capsule_module
+from gainstage.xray import capsule as capsule_module
 
 TRAIN = """
 import os, signal, sys

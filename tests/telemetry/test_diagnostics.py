@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 import gainstage as gs
 from gainstage.__main__ import main
 from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
-from gainstage.diagnostics.findings import findings
-from gainstage.diagnostics.page import page
-from gainstage.diagnostics.runs import measures
+from gainstage.runs.findings import findings
+from gainstage.runs.page import page
+from gainstage.runs.run import measures
 
 
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
@@ -212,7 +212,7 @@ def test_a_torn_line_hides_only_itself(tmp_path):
 
 def test_a_writer_that_fails_for_long_keeps_the_last_records(monkeypatch):
     """While writes fail, a bounded number of records is kept; closing says how many are lost."""
-    monkeypatch.setattr("gainstage.diagnostics.writers.KEPT", 3)
+    monkeypatch.setattr("gainstage.runs.writers.KEPT", 3)
 
     class Failing(Kept):
         full = True
@@ -485,7 +485,7 @@ def test_skipped_steps_are_gaps_in_the_curve_of_the_norm():
     many = gapped(10_000, [*range(0, 10_000, 7), *range(5000, 5100)])
     assert norm_path(page(many, findings(many), "many")).count("M") == 2
     pytest.importorskip("matplotlib")
-    from gainstage.diagnostics.picture import draw
+    from gainstage.runs.picture import draw
 
     (axes,) = [axes for axes in draw(few, "few").axes if "Norm" in axes.get_title("left")]
     drawn = axes.lines[0].get_ydata()
@@ -526,7 +526,7 @@ def test_progress_bar_writes_only_on_standard_error(tmp_path):
     pytest.importorskip("rich")
     code = """
 import jax.numpy as jnp, gainstage as gs
-from gainstage.diagnostics.progress import ProgressBar
+from gainstage.runs.progress import ProgressBar
 with ProgressBar(total=12) as bar:
     for step in range(12):
         scale, one = jnp.float32(2.0**15), jnp.float32(1)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.diagnostics import Run
-from gainstage.diagnostics.replay import advice, default_rules, replay
-from gainstage.diagnostics.runs import why_skipped
+from gainstage.runs.replay import advice, default_rules, replay
+from gainstage.runs.run import why_skipped
 
 from oracles import AdaptiveAutomaton, scale_automaton
 
@@ -365,7 +365,7 @@ def test_any_numbers_are_replayed_or_refused(rows):
 
 def test_one_program_for_runs_of_one_length():
     """A rule is compiled once, not for every run that it is asked of."""
-    from gainstage.diagnostics import replay as module
+    from gainstage.runs import replay as module
 
     rule = gs.DynamicLossScale(increment_period=12345)
     before = module._scales._cache_size()

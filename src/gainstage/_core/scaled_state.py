@@ -1,10 +1,12 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 
 from gainstage._core.checks import brief
+from gainstage._core.stats import Observed
 
 
 class LossScaledState(NamedTuple):
@@ -31,6 +33,21 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
         )
     state = found[0]
     return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+
+
+@functools.singledispatch
+def applied_in(opt_state: Any) -> Any:
+    """Whether the last step was applied, by an optax state; optimizers are registered by theirs."""
+    return loss_scaled_state(opt_state).applied
+
+
+@functools.singledispatch
+def observed_in(opt_state: Any) -> Observed:
+    """The telemetry in an optax state; optimizers are registered by their own module."""
+    observed: Observed | None = loss_scaled_state(opt_state).observed
+    if observed is None:
+        raise ValueError("Expected telemetry=True for loss_scaled; got a state without it.")
+    return observed
 
 
 def states_in(tree: Any) -> list[LossScaledState]:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gainstage._train_step import train_step
-from gainstage._transformation import loss_scaled, step_was_applied
-from gainstage._value_and_grad import loss_scale
 from gainstage.demo.task import Outcome, Task, Weights, jit
 from gainstage.rules import DynamicLossScale, FixedLossScale
+from gainstage.transforms.loss_scaled import loss_scaled, step_was_applied
+from gainstage.transforms.train_step import train_step
+from gainstage.transforms.value_and_grad import loss_scale
 
 
 class Mode(NamedTuple):

@@ -4,9 +4,9 @@ import math
 import warnings
 from typing import Any
 
-from gainstage.diagnostics.alarms import SHARE, Alarm
 from gainstage.interop.keras_backend import keras
 from gainstage.rules.base import DynamicLossScale, as_power
+from gainstage.runs.alarms import SHARE, Alarm
 
 
 class LogLossScale(keras.callbacks.Callback):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from gainstage.diagnostics.writers import Record, Writer
+from gainstage.runs.writers import Record, Writer
 
 try:
     from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]

@@ -21,10 +21,10 @@ from gainstage._core.options import (
 from gainstage._core.readings import all_finite
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
-from gainstage._core.scaled_state import states_in
+from gainstage._core.scaled_state import applied_in, observed_in, states_in
 from gainstage._core.sharding import replicate
 from gainstage._core.slots import Slots
-from gainstage._core.stats import check_telemetry
+from gainstage._core.stats import Observed, at_first, check_telemetry
 from gainstage._core.step import StepState
 from gainstage._core.store import ScaleGuard, scaled_by
 from gainstage._core.types import Rate, Scalar
@@ -392,3 +392,19 @@ def _check_inner(inner: Any, given: set[str]) -> None:
             f"Expected {', '.join(sorted(given & BEFORE_BUILD))} before the inner optimizer is "
             f"built; {inner.name!r} is built."
         )
+
+
+@applied_in.register
+def _(opt: Optimizer) -> Any:
+    return observed_in(opt).info.applied
+
+
+@observed_in.register
+def _(opt: Optimizer) -> Observed:
+    """The telemetry of an optimizer, as variables."""
+    if not isinstance(opt, LossScaleOptimizer):
+        raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
+    if not opt.telemetry:
+        raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
+    observed = opt._guard.state.observed
+    return at_first(opt.loss_scale, 0, None) if observed is None else observed  # not built yet

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gainstage.diagnostics.xrays.numbers import largest, smallest
-from gainstage.diagnostics.xrays.places import layer_of
-from gainstage.diagnostics.xrays.precision import OPAQUE
-from gainstage.diagnostics.xrays.walk import Ran, Result
+from gainstage.xray.numbers import largest, smallest
+from gainstage.xray.places import layer_of
+from gainstage.xray.precision import OPAQUE
+from gainstage.xray.walk import Ran, Result
 
 LOST = 0.05  # the relative error by underflow that counts as a cause
 NEGLIGIBLE = (

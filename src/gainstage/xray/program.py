@@ -12,8 +12,8 @@ import numpy as np
 
 from gainstage._core import models
 from gainstage._core.types import Using
-from gainstage._value_and_grad import scaled_value_and_grad
-from gainstage.diagnostics.xrays.numbers import is_floating
+from gainstage.transforms.value_and_grad import scaled_value_and_grad
+from gainstage.xray.numbers import is_floating
 
 
 class Program(NamedTuple):

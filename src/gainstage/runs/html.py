@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from string import Template
 
 from gainstage import __version__
-from gainstage.diagnostics.findings import Rows
+from gainstage.runs.findings import Rows
 
 ACROSS = 1000  # the width of a drawing in its own units
 

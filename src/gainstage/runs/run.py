@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gainstage.diagnostics.header import checked_header, rule_of
-from gainstage.diagnostics.row import STAYS
+from gainstage.runs.header import checked_header, rule_of
+from gainstage.runs.row import STAYS
 from gainstage.rules.base import LossScale
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})

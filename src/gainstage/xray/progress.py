@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gainstage.diagnostics.xrays.program import Program
-from gainstage.diagnostics.xrays.walk import count_of
+from gainstage.xray.program import Program
+from gainstage.xray.walk import count_of
 
 
 @contextlib.contextmanager

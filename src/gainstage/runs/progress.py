@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from gainstage._core.stats import StepInfo
-from gainstage.diagnostics.writers import Record, Writer, described
+from gainstage.runs.writers import Record, Writer, described
 
 try:
     from rich.console import Console
@@ -31,7 +31,7 @@ class ProgressBar(Writer):
         every: the number of steps between updates of the numbers behind the bar, >= 1.
 
     Examples:
-        >>> from gainstage.diagnostics.progress import ProgressBar
+        >>> from gainstage.runs.progress import ProgressBar
         >>> with ProgressBar(total=3) as bar:
         ...     for step in range(3):
         ...         bar.write(step, loss=1.0 / (step + 1))

@@ -12,7 +12,7 @@ import numpy as np
 
 from gainstage._core import models
 from gainstage._core.saving import unique_names
-from gainstage._core.scaled_state import loss_scaled_state
+from gainstage._core.scaled_state import observed_in
 from gainstage._core.stats import (
     DIGITS,
     FLUSHED,
@@ -25,8 +25,6 @@ from gainstage._core.stats import (
     StepInfo,
 )
 from gainstage._core.variable import Variable
-from gainstage._transformation import observed_in
-from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.base import as_power
 
@@ -347,8 +345,5 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
 
 def _observed(opt_or_state: Any) -> Observed:
     """The telemetry in the state, as arrays."""
-    if isinstance(opt_or_state, Optimizer):
-        observed = observed_in(opt_or_state)
-    elif (observed := loss_scaled_state(opt_or_state).observed) is None:
-        raise ValueError("Expected telemetry=True for loss_scaled; got a state without it.")
+    observed = observed_in(opt_or_state)
     return jax.tree.map(lambda x: x.value() if isinstance(x, Variable) else x, observed)

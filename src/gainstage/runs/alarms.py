@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gainstage.diagnostics.boundary import largest_scale
-from gainstage.diagnostics.largest import LargestGradient
-from gainstage.diagnostics.row import LONG, LOSS_MISSING, XRAY, Fate, Row
-from gainstage.diagnostics.runs import Run, streaks
-from gainstage.diagnostics.writers import Record, Writer
+from gainstage._core.boundary import largest_scale
+from gainstage.runs.largest import LargestGradient
+from gainstage.runs.row import LONG, LOSS_MISSING, XRAY, Fate, Row
+from gainstage.runs.run import Run, streaks
+from gainstage.runs.writers import Record, Writer
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale, as_power
 

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gainstage.diagnostics.runs import Run
+from gainstage.runs.run import Run
 
 BLUE, RED = "#00798c", "#d1495b"
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gainstage.diagnostics.xrays.causes import importance
-from gainstage.diagnostics.xrays.numbers import largest, smallest
-from gainstage.diagnostics.xrays.places import layer_of
-from gainstage.diagnostics.xrays.walk import Ran
+from gainstage.xray.causes import importance
+from gainstage.xray.numbers import largest, smallest
+from gainstage.xray.places import layer_of
+from gainstage.xray.walk import Ran
 
 UNKNOWN = -math.inf, math.inf
 

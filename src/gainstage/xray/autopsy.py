@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from gainstage.diagnostics import capsule_file
-from gainstage.diagnostics.capsule import BadStep, bad_step, made, settings, versions
 from gainstage.rules.base import as_power
+from gainstage.xray import capsule_file
+from gainstage.xray.capsule import BadStep, bad_step, made, settings, versions
 
 
 def main(

@@ -16,7 +16,7 @@ import gainstage
 from gainstage._core import checks
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
-from gainstage.diagnostics import capsule_file
+from gainstage.xray import capsule_file
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gainstage._telemetry import underflow_summary
-from gainstage.diagnostics.alarms import alarms_in
-from gainstage.diagnostics.replay import Outcome, advice, replay
-from gainstage.diagnostics.runs import Run, measures, why_skipped
+from gainstage.runs.telemetry import underflow_summary
+from gainstage.runs.alarms import alarms_in
+from gainstage.runs.replay import Outcome, advice, replay
+from gainstage.runs.run import Run, measures, why_skipped
 from gainstage.rules.base import as_power
 
 SHOWN = 20  # tensors

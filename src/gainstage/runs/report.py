@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gainstage.diagnostics.findings import Findings, Rows, findings, printable
-from gainstage.diagnostics.page import page
-from gainstage.diagnostics.runs import read_run
+from gainstage.runs.findings import Findings, Rows, findings, printable
+from gainstage.runs.page import page
+from gainstage.runs.run import read_run
 
 SHOWN = 5  # tensors that underflow
 WIDTH = 78  # of the text, for a terminal of 80 columns
@@ -39,7 +39,7 @@ def main(path: Path, output: Path) -> int:
         if output.suffix.lower() == ".html":
             output.write_text(page(run, found, title), encoding="utf-8")
         else:
-            picture = importlib.import_module("gainstage.diagnostics.picture")
+            picture = importlib.import_module("gainstage.runs.picture")
             picture.draw(run, title).savefig(output)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core._jax import Literal, bind, is_jaxpr, open_jaxpr, scan_counts
-from gainstage.diagnostics.xrays.numbers import (
+from gainstage.xray.numbers import (
     HALF,
     Numbers,
     is_floating,
@@ -18,9 +18,9 @@ from gainstage.diagnostics.xrays.numbers import (
     numbers_of,
     relative_error,
 )
-from gainstage.diagnostics.xrays.places import Note, Place, Places, layer_of
-from gainstage.diagnostics.xrays.precision import down, in_float32, up
-from gainstage.diagnostics.xrays.program import Program
+from gainstage.xray.places import Note, Place, Places, layer_of
+from gainstage.xray.precision import down, in_float32, up
+from gainstage.xray.program import Program
 
 CALLS = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "core_closed_call", "remat", "remat2", "checkpoint",

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from gainstage._core.checks import LARGEST, SMALLEST
-from gainstage.diagnostics.header import code_of
-from gainstage.diagnostics.largest import LargestGradient
-from gainstage.diagnostics.runs import Run, why_skipped
+from gainstage.runs.header import code_of
+from gainstage.runs.largest import LargestGradient
+from gainstage.runs.run import Run, why_skipped
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, advance, start
 
@@ -87,7 +87,7 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
         >>> import numpy as np
         >>> import gainstage as gs
         >>> from gainstage.diagnostics import Run
-        >>> from gainstage.diagnostics.replay import replay
+        >>> from gainstage.runs.replay import replay
         >>> scale = 2.0 ** np.array([18, 17, 16, 15, 15])  # it started too high
         >>> run = Run(np.arange(5), {"loss_scale": scale, "finite": np.array([0, 0, 0, 1, 1])})
         >>> outcome = replay(run, {"lower": gs.DynamicLossScale(2.0**17)}).outcomes["lower"]

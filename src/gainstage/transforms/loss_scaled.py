@@ -14,7 +14,7 @@ from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.guard import GuardState, Reading, Select, guarded
-from gainstage._core.scaled_state import LossScaledState, loss_scaled_state, states_in
+from gainstage._core.scaled_state import LossScaledState, applied_in, states_in
 from gainstage._core.sharding import (
     axis_names,
     check_axes,
@@ -22,12 +22,10 @@ from gainstage._core.sharding import (
     typed_like,
     typed_sharding,
 )
-from gainstage._core.stats import Observed, at_first, check_telemetry, leaves_and_none
+from gainstage._core.stats import at_first, check_telemetry, leaves_and_none
 from gainstage._core.types import Transformation, Tree
 from gainstage._core.unscaled import SETTLED, warn
 from gainstage._core.variable import Variable, placed
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
 
@@ -128,7 +126,7 @@ def loss_scaled_within(
     """
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        advice = " Use gainstage.to_optax(optimizer)." if isinstance(tx, Optimizer) else ""
+        advice = " Use gainstage.to_optax(optimizer)." if hasattr(tx, "stateless_apply") else ""
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.{advice}")
     tx = optax.with_extra_args_support(tx)
     telemetry, every = check_telemetry(telemetry, underflow_every)
@@ -326,20 +324,8 @@ def step_was_applied(opt_or_state: Any) -> jax.Array:
         TypeError: the optimizer has no loss scale.
         ValueError: the optimizer has no `telemetry=True`, or there is not one loss-scale state.
     """
-    if not isinstance(opt_or_state, Optimizer):
-        return loss_scaled_state(opt_or_state).applied
-    applied = observed_in(opt_or_state).info.applied
+    applied = applied_in(opt_or_state)
     return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
-
-
-def observed_in(opt: Optimizer) -> Observed:
-    """The telemetry in the state of an optimizer, as variables."""
-    if not isinstance(opt, LossScaleOptimizer):
-        raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
-    if not opt.telemetry:
-        raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
-    observed = opt._guard.state.observed
-    return at_first(opt.loss_scale, 0, None) if observed is None else observed  # not built yet
 
 
 def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from gainstage.diagnostics.findings import SHOWN, Findings, Flushed
-from gainstage.diagnostics.html import ACROSS, document, numbers, svg, table, text
-from gainstage.diagnostics.runs import Run, why_skipped
+from gainstage.runs.findings import SHOWN, Findings, Flushed
+from gainstage.runs.html import ACROSS, document, numbers, svg, table, text
+from gainstage.runs.run import Run, why_skipped
 
 DOWN = 200  # the height of a drawing in its own units
 BUCKETS = 500  # stretches of a long curve; the extremes of each are drawn

@@ -15,8 +15,8 @@ from gainstage._core import checks
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
-from gainstage._telemetry import Report
-from gainstage.diagnostics.header import header
+from gainstage.runs.telemetry import Report
+from gainstage.runs.header import header
 from gainstage.rules.base import Rule, as_power, as_rule
 
 Record = dict[str, Any]  # the step, and its numbers by name

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core._jax import bind, open_jaxpr
-from gainstage.diagnostics.xrays.numbers import HALF, is_half
+from gainstage.xray.numbers import HALF, is_half
 
 OPAQUE = frozenset(
     ("shard_map", "pallas_call", "custom_partitioning", "run_state", "core_map", "ffi_call",

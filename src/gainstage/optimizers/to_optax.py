@@ -15,9 +15,9 @@ from gainstage._core.run import check_verbs
 from gainstage._core.saving import unique_names
 from gainstage._core.store import Guard
 from gainstage._core.variable import Variable
-from gainstage._transformation import loss_scaled_within
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.transforms.loss_scaled import loss_scaled_within
 
 
 def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gainstage.diagnostics.xrays.causes import Cause, importance, lost_share
-from gainstage.diagnostics.xrays.numbers import largest
-from gainstage.diagnostics.xrays.places import layer_of
-from gainstage.diagnostics.xrays.program import Program
-from gainstage.diagnostics.xrays.walk import Changes, Ran, Result, run
-from gainstage.diagnostics.xrays.windows import Window, together
 from gainstage.rules.base import as_power
+from gainstage.xray.causes import Cause, importance, lost_share
+from gainstage.xray.numbers import largest
+from gainstage.xray.places import layer_of
+from gainstage.xray.program import Program
+from gainstage.xray.walk import Changes, Ran, Result, run
+from gainstage.xray.windows import Window, together
 
 GOOD = 0.01  # the relative error of all gradients at which the search ends
 MARGIN = 1  # powers of two below the largest scale that fits

@@ -12,14 +12,14 @@ import numpy as np
 from gainstage._core import checks
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Scalar, Using
-from gainstage.diagnostics.xrays.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
-from gainstage.diagnostics.xrays.precision import OPAQUE
-from gainstage.diagnostics.xrays.program import Program, program_of
-from gainstage.diagnostics.xrays.progress import counted
-from gainstage.diagnostics.xrays.remedies import Remedy, remedies_for, whole_error
-from gainstage.diagnostics.xrays.walk import Changes, Ran, run
-from gainstage.diagnostics.xrays.windows import Window, together, windows_of
 from gainstage.rules.base import as_power
+from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
+from gainstage.xray.precision import OPAQUE
+from gainstage.xray.program import Program, program_of
+from gainstage.xray.progress import counted
+from gainstage.xray.remedies import Remedy, remedies_for, whole_error
+from gainstage.xray.walk import Changes, Ran, run
+from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
@@ -146,7 +146,7 @@ class Xray:
 
     def to_html(self, path: str | Path) -> None:
         """Writes a self-contained HTML page."""
-        from gainstage.diagnostics.xrays.page import page
+        from gainstage.xray.page import page
 
         Path(path).write_text(page(self), encoding="utf-8")
 

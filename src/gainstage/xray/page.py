@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from gainstage.diagnostics.findings import LONGEST, SHOWN, Rows, printable
-from gainstage.diagnostics.html import document, numbers, table, text
-from gainstage.diagnostics.xrays.causes import LOST, Cause
-from gainstage.diagnostics.xrays.remedies import GOOD
-from gainstage.diagnostics.xrays.windows import Window, together
 from gainstage.rules.base import as_power
+from gainstage.runs.findings import LONGEST, SHOWN, Rows, printable
+from gainstage.runs.html import document, numbers, table, text
+from gainstage.xray.causes import LOST, Cause
+from gainstage.xray.remedies import GOOD
+from gainstage.xray.windows import Window, together
 
 if TYPE_CHECKING:
-    from gainstage.diagnostics.xrays import Xray
+    from gainstage.xray.xray import Xray
 
 LAYERS = 40  # the number of layers that are drawn
 STYLE = """\

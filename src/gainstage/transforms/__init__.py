@@ -1,0 +1,1 @@
+"""Functions of functions and of optax transformations: scaled losses, gradients and steps."""

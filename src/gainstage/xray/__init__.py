@@ -1,0 +1,1 @@
+"""Looks inside a step: capsules of bad steps, and the X-ray of one operation after the other."""
