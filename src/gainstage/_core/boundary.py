@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core._jax import Literal
+from gainstage._core import jaxprs
 from gainstage._core.checks import LARGEST
 
 
@@ -53,8 +53,19 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
 
     program = jax.make_jaxpr(backward)(jnp.float32(1), *args)
     limits: list[float] = []
+
+    def follow(eqn: Any, operands: list[_Number | None], path: Any) -> list[_Number | None]:
+        program = jaxprs.called(eqn)
+        if program is not None:
+            return jaxprs.run(program, operands, follow, _constant, _constant)
+        result = _computed(eqn, operands)
+        if result is not None and result.scaled and result.value:
+            most = float(jnp.finfo(eqn.outvars[0].aval.dtype).max)
+            limits.extend([most / abs(result.value)] if most < LARGEST else [])
+        return [result, *[None] * (len(eqn.outvars) - 1)]
+
     unknown = [None] * (len(program.invars) - 1)
-    _follow(program, [_Number(1.0, True), *unknown], limits)
+    jaxprs.run(program, [_Number(1.0, True), *unknown], follow, _constant, _constant)
     return min(limits, default=math.inf)
 
 
@@ -68,44 +79,6 @@ class _Number(NamedTuple):
 _MOVES = frozenset(
     ["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"]
 )
-
-
-def _follow(
-    program: Any, inputs: Sequence[_Number | None], limits: list[float]
-) -> list[_Number | None]:
-    """Follows the scale through a program, as long as it is only multiplied by constants.
-
-    Args:
-        program: a jaxpr, with or without its constants.
-        inputs: the known values of its arguments.
-        limits: limits of the scale; appended to when it passes through a smaller dtype.
-
-    Returns:
-        The known values of its results.
-    """
-    constants = [_constant(value) for value in getattr(program, "consts", ())]
-    known = dict(zip((*program.constvars, *program.invars), (*constants, *inputs), strict=True))
-
-    def of(variable: Any) -> _Number | None:
-        if isinstance(variable, Literal):
-            return _constant(variable.val)
-        return known.get(variable)
-
-    for equation in program.eqns:
-        operands = [of(variable) for variable in equation.invars]
-        inner = [p for p in equation.params.values() if hasattr(p, "eqns")]
-        if inner and equation.primitive.name not in ("scan", "while", "cond"):
-            fits = len(inner[0].invars) == len(operands)
-            results = _follow(inner[0], operands, limits) if fits else []
-        else:
-            results = [_computed(equation, operands)]
-        for variable, result in zip(equation.outvars, results, strict=False):
-            known[variable] = result
-            if result is not None and result.scaled and not inner:
-                most = float(jnp.finfo(variable.aval.dtype).max)
-                if result.value and most < LARGEST:
-                    limits.append(most / abs(result.value))
-    return [of(variable) for variable in program.outvars]
 
 
 def _constant(value: Any) -> _Number | None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gainstage._core import jaxprs
 from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
 from gainstage._core.checks import brief
 from gainstage._core.signals import deferred_signals
@@ -230,9 +231,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
             write(self._state, values)
             return result
         if self._calls_back is None:
-            program = self._compiled.trace(*arguments).jaxpr
-            # `jax.debug.print` has an effect; `jax.pure_callback` has a name and no effect.
-            self._calls_back = bool(program.effects) or _calls_back(program)
+            self._calls_back = jaxprs.calls_back(self._compiled.trace(*arguments).jaxpr)
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(*arguments))
             write(self._state, values)
@@ -256,17 +255,6 @@ def reruns() -> bool:
     """Whether JAX runs a program again to find its first NaN or inf, which needs the arguments."""
     config: Any = jax.config  # of which type checkers know no flags
     return config.jax_debug_nans or config.jax_debug_infs
-
-
-def _calls_back(program: Any) -> bool:
-    """Whether a jaxpr, or one inside it, calls Python code that may raise."""
-    for equation in program.eqns:
-        if "callback" in equation.primitive.name:
-            return True
-        params = [p if isinstance(p, tuple) else (p,) for p in equation.params.values()]
-        if any(_calls_back(p) for parts in params for p in parts if hasattr(p, "eqns")):
-            return True
-    return False
 
 
 @jax.jit
@@ -335,33 +323,23 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
         return result, jax.tree.map(
             lambda n, o: lax.select(applies, jnp.asarray(n, o.dtype), o), new, old
         )
-    known = dict(zip(jaxpr.constvars, jaxpr.consts, strict=True))
-    known |= zip(jaxpr.invars, before, strict=True)
     outputs = jaxpr.outvars[len(jaxpr.outvars) - len(before) :]
     wanted = {v: b for v, b in zip(outputs, before, strict=True) if not isinstance(v, Literal)}
     kept = {}
 
-    def value_of(variable: Any) -> Any:
-        return variable.val if isinstance(variable, Literal) else known[variable]
+    def compute(eqn: Any, operands: list[Any], path: Any) -> list[Any]:
+        values = jaxprs.bind(eqn, operands)
+        for i, v in enumerate(eqn.outvars):
+            if v in wanted and values[i].dtype == wanted[v].dtype:
+                values[i] = kept[v] = lax.select(applies, values[i], wanted[v])
+        return values
 
-    for equation in jaxpr.eqns:
-        primitive, params = equation.primitive, equation.primitive.get_bind_params(equation.params)
-        with equation.ctx.manager:
-            values = primitive.bind(*map(value_of, equation.invars), **params)
-        values = values if primitive.multiple_results else [values]
-        for v, value in zip(equation.outvars, values, strict=True):
-            known[v] = value
-            if v in wanted and value.dtype == wanted[v].dtype:
-                known[v] = kept[v] = lax.select(applies, value, wanted[v])
-
-    result = [value_of(v) for v in jaxpr.outvars[: len(jaxpr.outvars) - len(before)]]
-    new = [
-        kept[v]
-        if not isinstance(v, Literal) and v in kept and wanted[v] is b
-        else lax.select(applies, jnp.asarray(value_of(v), b.dtype), b)
-        for v, b in zip(outputs, before, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), [*result, *new])
+    results = jaxprs.run(jaxpr, before, compute)
+    rest = len(results) - len(before)
+    for i, (v, b) in enumerate(zip(outputs, before, strict=True), rest):
+        if isinstance(v, Literal) or v not in kept or wanted[v] is not b:
+            results[i] = lax.select(applies, jnp.asarray(results[i], b.dtype), b)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
 def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None = None) -> Any:

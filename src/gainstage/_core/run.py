@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage._core._jax import Tracer, used_arguments
+from gainstage._core import jaxprs
+from gainstage._core._jax import Tracer
 from gainstage._core.arrays import strong
 from gainstage._core.bridge import assign, functional, jit, read, recorded, run
 from gainstage._core.buffers import buffers
@@ -202,7 +203,7 @@ def differentiate(
         )
         raise
     # A gradient is None if the program does not depend on the variable; zeros do not prove that.
-    depends = used_arguments(jax.make_jaxpr(linear)(values))
+    depends = jaxprs.used_arguments(jax.make_jaxpr(linear)(values))
     (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
     if not is_inside():  # a result may share the buffer of a weight, which a step donates
         memory = set(itertools.chain(*map(buffers, jax.tree.leaves((grads, more)))))

@@ -6,11 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-HALF = frozenset(
-    map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-                    "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"))
-)  # fmt: skip
-
 
 class Numbers(NamedTuple):
     """Counts of elements, and statistics of the finite ones."""
@@ -59,11 +54,6 @@ def _rms(a: np.ndarray, top: float) -> float:
 def is_floating(x: Any) -> bool:
     """Whether an array, or its description, has floating or complex numbers."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def is_half(x: Any) -> bool:
-    """Whether an array, or its description, has numbers of less than 32 bits."""
-    return getattr(x, "dtype", None) in HALF
 
 
 def largest(dtype: Any) -> float:

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gainstage._core import jaxprs
 from gainstage.xray.program import Program
-from gainstage.xray.walk import count_of
 
 
 @contextlib.contextmanager
@@ -20,7 +20,7 @@ def counted(program: Program, progress: bool) -> Iterator[Callable[[], Any]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    total = max(count_of(program.jaxpr), 1)
+    total = max(jaxprs.count(program.jaxpr), 1)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task, done = bar.add_task("X-ray", total=total), itertools.count(1)
 

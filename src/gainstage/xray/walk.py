@@ -9,25 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core._jax import Literal, bind, is_jaxpr, open_jaxpr, scan_counts
-from gainstage.xray.numbers import (
-    HALF,
-    Numbers,
-    is_floating,
-    is_half,
-    numbers_of,
-    relative_error,
-)
+from gainstage._core import jaxprs
+from gainstage._core.jaxprs import CALLBACKS
+from gainstage._core.precision import HALF, down, in_dtype, is_half, up
+from gainstage.xray.numbers import Numbers, is_floating, numbers_of, relative_error
 from gainstage.xray.places import Note, Place, Places, layer_of
-from gainstage.xray.precision import down, in_float32, up
 from gainstage.xray.program import Program
-
-CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "core_closed_call", "remat", "remat2", "checkpoint",
-     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "named_call",
-     "custom_transpose_call", "xla_call")
-)  # fmt: skip
-CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
 
 
 class Value(NamedTuple):
@@ -119,25 +106,6 @@ def run(
     )  # fmt: skip
 
 
-def count_of(jaxpr: Any) -> int:
-    """The number of equations that will be run; a `while` loop counts as one iteration."""
-    total = 0
-    for eqn in open_jaxpr(jaxpr).eqns:
-        inner = [count_of(p) for p in _jaxprs(eqn)]
-        name = eqn.primitive.name
-        if name == "scan":
-            total += inner[0] * eqn.params["length"]
-        elif name == "while":
-            total += sum(inner)
-        elif name == "cond":
-            total += max(inner)
-        elif _inner(eqn) is not None:
-            total += inner[0]
-        else:
-            total += 1
-    return total
-
-
 class _Walk:
     """The state of a run: the results so far, and the current place in the program."""
 
@@ -175,22 +143,14 @@ class _Walk:
         turns: tuple[int, ...] = (),
     ) -> list[Value]:
         """Runs a jaxpr on these arguments."""
-        jaxpr, consts = open_jaxpr(closed), list(getattr(closed, "consts", ()))
-        env: dict[Any, Value] = {}
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.source("constant", const, "", False)
-        env.update(zip(jaxpr.invars, values, strict=True))
-        del values
-        last = _last_uses(jaxpr)
-        for n, eqn in enumerate(jaxpr.eqns):
-            used = any(last.get(var, -1) > n for var in eqn.outvars)
-            if used or eqn.effects:
-                found = self._equation(eqn, [_read(env, v) for v in eqn.invars], (*path, n), turns)
-                env.update(zip(eqn.outvars, found, strict=True))
-            for var in eqn.invars:
-                if not isinstance(var, Literal) and last[var] == n:
-                    env.pop(var, None)
-        return [_read(env, var) for var in jaxpr.outvars]
+        return jaxprs.run(
+            closed,
+            values,
+            functools.partial(self._equation, turns=turns),
+            lambda array: self.source("constant", array, "", False),
+            lambda number: Value(number, number, Note()),
+            path,
+        )
 
     def _equation(
         self, eqn: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
@@ -204,7 +164,7 @@ class _Walk:
             if name == "cond":
                 chosen = int(values[0].x)
                 return self.run(eqn.params["branches"][chosen], values[1:], (*path, chosen), turns)
-            inner = _inner(eqn)
+            inner = jaxprs.called(eqn)
             if inner is not None:
                 return self.run(inner, values, path, turns)
             self._tick()
@@ -222,10 +182,10 @@ class _Walk:
         island = path in self._changes.islands and name not in CALLBACKS
         xs_in = [_scaled(v, tag) for v in values]
         if island:
-            xs = in_float32(eqn, [up(x, v) for x, v in zip(xs_in, eqn.invars, strict=True)])
+            xs = in_dtype(eqn, [up(x, v) for x, v in zip(xs_in, eqn.invars, strict=True)])
         else:
             downs = [down(x, v) for x, v in zip(xs_in, eqn.invars, strict=True)]
-            xs = bind(eqn, downs, eqn.params)
+            xs = jaxprs.bind(eqn, downs)
         if path in self._changes.repaired:
             xs = [jnp.nan_to_num(x) if is_floating(x) else x for x in xs]
         if not self._watch:
@@ -237,7 +197,7 @@ class _Walk:
             refs = [up(x, v) for x, v in zip(xs, eqn.outvars, strict=True)]
         else:
             ups = [up(v.ref, var) for v, var in zip(values, eqn.invars, strict=True)]
-            refs = in_float32(eqn, ups)
+            refs = in_dtype(eqn, ups)
         found = []
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             if is_floating(var.aval):
@@ -283,7 +243,7 @@ class _Walk:
     def _scan(
         self, params: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
     ) -> list[Value]:
-        consts, carries = scan_counts(params, len(values))
+        consts, carries = jaxprs.scan_counts(params, len(values))
         fixed, carry = values[:consts], values[consts : consts + carries]
         xs, length = values[consts + carries :], params["length"]
         rows: list[list[Value]] = []
@@ -295,7 +255,7 @@ class _Walk:
         if params["reverse"]:
             rows.reverse()
         if not rows:  # a loop without iterations
-            avals = [var.aval for var in open_jaxpr(params["jaxpr"]).outvars[carries:]]
+            avals = [var.aval for var in jaxprs.open_jaxpr(params["jaxpr"]).outvars[carries:]]
             empty = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in avals]
             return [
                 *carry,
@@ -344,32 +304,6 @@ class _Walk:
                 return carry
             carry = self.run(params["body_jaxpr"], [*body, *carry], (*path, 1), (*turns, turn))
             turn += 1
-
-
-def _read(env: Mapping[Any, Value], var: Any) -> Value:
-    return Value(var.val, var.val, Note()) if isinstance(var, Literal) else env[var]
-
-
-def _last_uses(jaxpr: Any) -> dict[Any, int]:
-    """The last equation that uses each variable; results are used after all equations."""
-    last: dict[Any, int] = {}
-    for n, eqn in enumerate(jaxpr.eqns):
-        last |= {var: n for var in eqn.invars if not isinstance(var, Literal)}
-    return last | {v: len(jaxpr.eqns) for v in jaxpr.outvars if not isinstance(v, Literal)}
-
-
-def _jaxprs(eqn: Any) -> list[Any]:
-    each = [p if isinstance(p, (tuple, list)) else (p,) for p in eqn.params.values()]
-    return [p for ps in each for p in ps if is_jaxpr(p)]
-
-
-def _inner(eqn: Any) -> Any:
-    """The inner program of an equation that is only a call, or None."""
-    if eqn.primitive.name not in CALLS:
-        return None
-    found = _jaxprs(eqn)
-    fits = found and len(open_jaxpr(found[0]).invars) == len(eqn.invars)
-    return found[0] if fits else None
 
 
 def _scaled(value: Value, tag: int) -> Any:

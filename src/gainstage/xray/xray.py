@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core import checks
+from gainstage._core.jaxprs import OPAQUE
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Scalar, Using
 from gainstage.rules.base import as_power
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
-from gainstage.xray.precision import OPAQUE
 from gainstage.xray.program import Program, program_of
 from gainstage.xray.progress import counted
 from gainstage.xray.remedies import Remedy, remedies_for, whole_error

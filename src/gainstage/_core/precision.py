@@ -1,4 +1,4 @@
-"""Computes a half-precision equation in float32."""
+"""An equation of a program, computed in another dtype."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core._jax import bind, open_jaxpr
-from gainstage.xray.numbers import HALF, is_half
+from gainstage._core.jaxprs import OPAQUE, bind, open_jaxpr
 
-OPAQUE = frozenset(
-    ("shard_map", "pallas_call", "custom_partitioning", "run_state", "core_map", "ffi_call",
-     "custom_call", "tpu_custom_call", "triton_kernel_call")
+HALF = frozenset(
+    map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+                    "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"))
 )  # fmt: skip
 SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
@@ -25,10 +24,15 @@ SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )  # fmt: skip
 
 
-def up(x: Any, var: Any) -> Any:
-    """Upcasts a half-precision operand to float32."""
+def is_half(x: Any) -> bool:
+    """Whether an array, or its description, has numbers of less than 32 bits."""
+    return getattr(x, "dtype", None) in HALF
+
+
+def up(x: Any, var: Any, dtype: Any = np.float32) -> Any:
+    """Casts a half-precision operand to a wider dtype."""
     half = is_half(x) if hasattr(x, "dtype") else var is not None and is_half(var.aval)
-    return jnp.asarray(x, jnp.float32) if half else x
+    return jnp.asarray(x, dtype) if half else x
 
 
 def down(x: Any, var: Any) -> Any:
@@ -37,13 +41,13 @@ def down(x: Any, var: Any) -> Any:
     return jnp.asarray(x, var.aval.dtype) if half else x
 
 
-def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation in float32, from float32 operands."""
+def in_dtype(eqn: Any, values: Sequence[Any], dtype: Any = np.float32) -> list[Any]:
+    """The results of a half-precision equation in a wider dtype, from operands of that dtype."""
     if eqn.primitive.name == "reduce_precision":
         return list(values)
     params = dict(eqn.params)
     if params.get("update_jaxpr") is not None and eqn.primitive.name in SCATTER:
-        zero = jnp.float32(0)
+        zero = jnp.zeros((), dtype)
         params["update_jaxpr"] = open_jaxpr(jax.make_jaxpr(SCATTER[eqn.primitive.name])(zero, zero))
     if any(is_half(v.aval) for v in eqn.invars):
         params = {
@@ -51,14 +55,14 @@ def in_float32(eqn: Any, values: Sequence[Any]) -> list[Any]:
         }
     for key in ("preferred_element_type", "new_dtype", "dtype"):
         if params.get(key) is not None and jnp.dtype(params[key]) in HALF:
-            params[key] = np.dtype(np.float32)
+            params[key] = np.dtype(dtype)
     try:
         if eqn.primitive.name not in OPAQUE:
             return bind(eqn, values, params)
     except (TypeError, ValueError, NotImplementedError):
-        pass  # the operation does not support float32
+        pass  # the operation does not support this dtype
     lowered = [down(x, var) for x, var in zip(values, eqn.invars, strict=True)]
-    return [up(x, None) for x in bind(eqn, lowered, eqn.params)]
+    return [up(x, None, dtype) for x in bind(eqn, lowered)]
 
 
 def _is_algorithm(precision: Any) -> bool:
