@@ -104,6 +104,17 @@ def test_one_place_reads_decides_and_advances():
     assert calls["advance"] == ["_core/guard.py", "runs/replay.py"]
 
 
+def test_one_module_runs_through_programs():
+    """The equations of a jaxpr are run through, and looked into, in one module."""
+    found = set()
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            named = isinstance(node, ast.Attribute) and node.attr == "eqns"
+            if named or (isinstance(node, ast.Constant) and node.value == "eqns"):
+                found.add(path.relative_to(SRC).as_posix())
+    assert found == {"_core/jaxprs.py"}
+
+
 def passed(trace):
     """The named functions of the package that are called, and their files, without `Variable`'s and
     what Python 3.14 makes of annotations."""

@@ -2,8 +2,8 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import compiled_if_eager
 from gainstage._core.gradients import float32_or_wider, real_parts
-from gainstage._core.packing import CHUNK, bundle, chunk_for, chunk_of, fold
+from gainstage._core.norms import from_sums, pack, together, unit_for, unpack
+from gainstage._core.packing import SMALL
 from gainstage._core.sharding import (
     axes_of,
     is_first,
@@ -24,6 +25,10 @@ from gainstage._core.sharding import (
     varying_like,
 )
 from gainstage._core.variable import placed
+
+Key = TypeVar("Key", bound=Hashable)
+BUNDLE = 64  # arrays: XLA:GPU fuses the computation of so many into one `concatenate`
+CHUNK = 2**15  # elements: this many float32 numbers fit into a core's cache
 
 
 class Inspection(NamedTuple):
@@ -47,8 +52,6 @@ class Request(NamedTuple):
 # times the first of these factors for which their sum is finite.
 FACTORS = (2.0**80, 1.0, 2.0**-90)
 FLUSHED = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
-# Devices also send norms as squares: a single norm in two ranges, separated by this value.
-LARGE = 2.0**12
 
 
 @compiled_if_eager
@@ -105,17 +108,20 @@ def inspect(
     if not here:
         finite, norms = jnp.array(True), jnp.zeros(int(not request.each))
     elif mesh.manual_axes:  # inside of `jax.shard_map`
-        axes = [varying_axes(gradient) for gradient in columns[0]]
         ordered = set(mesh.manual_axes) == set(mesh.axis_names)
-        finite, norms = _read(columns, scale, request, axes, mesh.manual_axes, ordered)
+        reader = Reader(request, tuple(mesh.manual_axes), ordered)
+        finite, norms = reader.read(columns, scale, [varying_axes(x) for x in columns[0]])
     elif spread:
-        alone = NamedSharding(next(iter(spread.values())).mesh, PartitionSpec())
-        finite, norms = _read_mesh(columns, scale, request, [spread.get(i, alone) for i in here])
+        mesh = next(iter(spread.values())).mesh
+        alone = NamedSharding(mesh, PartitionSpec())
+        reader = Reader(request, mesh.axis_names)
+        finite, norms = reader.read_mesh(columns, scale, [spread.get(i, alone) for i in here])
     else:
-        finite, norms = _read(columns, scale, request, [frozenset()] * len(here), (), known)
+        reader = Reader(request, (), known)
+        finite, norms = reader.read(columns, scale, [frozenset()] * len(here))
     if not request.norms:
         return Inspection(finite, [], None)
-    whole = _together(norms)
+    whole = together(norms)
     whole = jnp.where(finite, jnp.nan, whole) if unknown else whole
     finite = finite & jnp.isfinite(norms).all() if clips else finite
     return Inspection(finite, list(norms) if clips else [], whole if norm else None)
@@ -135,97 +141,196 @@ def norms(
     return inspect(grads, 1.0, limits, shardings=shardings).norms if clips else []
 
 
-def _read_mesh(
-    columns: Sequence[Sequence[jax.Array]],
-    scale: jax.Array | float,
-    request: Request,
-    shardings: Sequence[NamedSharding],
-) -> tuple[jax.Array, Any]:
-    """Reads sharded arrays: each device its shards, then one sum over all devices."""
-    mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
-    axes = [axes_of(spec) for spec in specs]
-    everywhere: Any = jax.shard_map(
-        lambda columns, scale: _read(columns, scale, request, axes, mesh.axis_names),
-        mesh=mesh,
-        in_specs=([specs] * len(columns), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )
-    columns = [[placed(x, s) for x, s in zip(c, shardings, strict=True)] for c in columns]
-    return everywhere(columns, jnp.asarray(scale, jnp.float32))
+class Reader(NamedTuple):
+    """How gradients are read: decided once, from their devices and the request."""
 
+    request: Request = Request()
+    everywhere: tuple[str, ...] = ()  # all mesh axes; empty off a mesh
+    ordered: bool = True  # whether the elements of each array are known to be on this device
 
-def _read(
-    columns: Sequence[Sequence[jax.Array]],
-    scale: jax.Array | float,
-    request: Request,
-    axes: Sequence[frozenset[str]],
-    everywhere: Sequence[str],
-    ordered: bool = True,
-) -> tuple[jax.Array, Any]:
-    """Reads the gradients on all devices: whether the true ones are finite, and their norms.
+    def per_platform(
+        self,
+        exactly: Callable[[int], Any],
+        on_cpu: Callable[[Callable[[], Any]], Any] = lambda exactly: exactly(),
+    ) -> Any:
+        """Returns a reduction over the arrays as each platform computes it fastest.
 
-    Args:
-        columns: the gradients on this device, and the accumulators if there are any.
-        scale, request: as for `_read_here`.
-        axes: for each gradient, the mesh axes along which it varies.
-        everywhere: all mesh axes; empty off a mesh.
-        ordered: as for `_read_here`.
-    """
-    if request.each or not ordered:
-        pairs = [*zip(axes, zip(*columns, strict=True), strict=True)]
-    else:
-        pairs = bundle(axes, *columns)
-    finite, norms = _read_here([row for _, row in pairs], scale, request, everywhere, ordered)
-    if everywhere and request.norms:  # count replicas once, on their first device
-        first = {own: is_first(axis for axis in everywhere if axis not in own) for own in axes}
-        norms = jnp.where(jnp.array([first[own] for own, _ in pairs]), norms, 0)
-    if request.norms and not request.each:
-        norms = _together(norms)[None]
-    if not everywhere:
-        return finite, norms
-    packed = _packed(norms, request) if request.norms else jnp.zeros(1)
-    packed = packed.at[-1].set(jnp.where(finite, packed[-1], jnp.inf))
-    packed = lax.psum(varying(packed, everywhere), tuple(everywhere))
-    return jnp.isfinite(packed[-1]), _unpacked(packed, request) if request.norms else None
+        Args:
+            exactly: the reduction with `fold`, a function of the most elements of a chunk.
+            on_cpu: how a CPU computes it, a function of `exactly` in chunks.
+        """
+        in_chunks = functools.partial(exactly, CHUNK if self.ordered else 0)
+        return lax.platform_dependent(cpu=lambda: on_cpu(in_chunks), default=lambda: exactly(0))
 
+    def read_mesh(
+        self,
+        columns: Sequence[Sequence[jax.Array]],
+        scale: jax.Array | float,
+        shardings: Sequence[NamedSharding],
+    ) -> tuple[jax.Array, Any]:
+        """Reads sharded arrays: each device its shards, then one sum over all devices."""
+        specs = [sharding.spec for sharding in shardings]
+        axes = [axes_of(spec) for spec in specs]
+        everywhere: Any = jax.shard_map(
+            lambda columns, scale: self.read(columns, scale, axes),
+            mesh=shardings[0].mesh,
+            in_specs=([specs] * len(columns), PartitionSpec()),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        columns = [[placed(x, s) for x, s in zip(c, shardings, strict=True)] for c in columns]
+        return everywhere(columns, jnp.asarray(scale, jnp.float32))
 
-def _read_here(
-    rows: Sequence[tuple[jax.Array, ...]],
-    scale: jax.Array | float,
-    request: Request,
-    everywhere: Sequence[str],
-    ordered: bool,
-) -> tuple[jax.Array, Any]:
-    """Reads the gradients on this device: whether the true ones are finite, and each row's norm.
+    def read(
+        self,
+        columns: Sequence[Sequence[jax.Array]],
+        scale: jax.Array | float,
+        axes: Sequence[frozenset[str]],
+    ) -> tuple[jax.Array, Any]:
+        """Reads the gradients on all devices: whether the true ones are finite, and their norms.
 
-    A finite sum proves that all of its terms are finite, and a CPU computes sums of float32 numbers
-    or of their squares fastest. If the sum is too large or not finite, it proves nothing; the CPU
-    then reads the gradients a second time. Other devices check each element at once.
+        A finite sum proves that all of its terms are finite, and a CPU computes sums of float32
+        numbers or of their squares fastest. If the sum is too large or not finite, it proves
+        nothing; the CPU then reads the gradients a second time. Other devices check each element
+        at once.
 
-    Args:
-        rows: gradients, each with its accumulator if there is one.
-        scale: the scale of the gradients.
-        request: what to read.
-        everywhere: all mesh axes, for the norm of the sums over all devices.
-        ordered: whether the arrays are known to be on this device.
-    """
-    scale = jnp.asarray(
-        scale, jnp.result_type(jnp.float32, *(float32_or_wider(x.dtype) for x, *_ in rows))
-    )
+        Args:
+            columns: the gradients on this device, and the accumulators if there are any.
+            scale: the scale of the gradients.
+            axes: for each gradient, the mesh axes along which it varies.
+        """
+        request, everywhere = self.request, self.everywhere
+        if request.each or not self.ordered:
+            pairs = [*zip(axes, zip(*columns, strict=True), strict=True)]
+        else:
+            pairs = bundle(axes, *columns)
+        rows = [row for _, row in pairs]
+        wide = (float32_or_wider(x.dtype) for x, *_ in rows)
+        scale = jnp.asarray(scale, jnp.result_type(jnp.float32, *wide))
+        once: Callable[[], Any] = lambda: self._exactly(rows, scale)  # noqa: E731
+        if self.ordered and not request.norms and not request.bounded:
+            once = lambda: (_at_once(rows, scale), None)  # noqa: E731
+        finite, norms = lax.platform_dependent(cpu=lambda: self._on_cpu(rows, scale), default=once)
+        if everywhere and request.norms:  # count replicas once, on their first device
+            first = {own: is_first(axis for axis in everywhere if axis not in own) for own in axes}
+            norms = jnp.where(jnp.array([first[own] for own, _ in pairs]), norms, 0)
+        if request.norms and not request.each:
+            norms = together(norms)[None]
+        if not everywhere:
+            return finite, norms
+        unit = unit_for(request.limit) if request.each else None
+        packed = pack(norms, unit) if request.norms else jnp.zeros(1)
+        packed = packed.at[-1].set(jnp.where(finite, packed[-1], jnp.inf))
+        packed = lax.psum(varying(packed, everywhere), everywhere)
+        return jnp.isfinite(packed[-1]), unpack(packed, unit) if request.norms else None
 
-    def on_cpu() -> tuple[jax.Array, Any]:
-        adds = len(rows[0]) > 1
-        proved, sums = _quickly([x for x, *_ in rows], scale, request, adds, everywhere, ordered)
+    def _on_cpu(
+        self, rows: Sequence[tuple[jax.Array, ...]], scale: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Reads sums over scaled gradients, and all elements only if the sums prove nothing. They
+        are sums of squares if norms are requested or there are accumulators, else of the elements.
+
+        Args:
+            rows: gradients, each with its accumulator if there is one.
+            scale: the scale of the gradients.
+        """
+        request, arrays = self.request, [x for x, *_ in rows]
+        squares = request.norms or len(rows[0]) > 1
+        # A chunk has 0.5 % of all elements, within bounds.
+        longest = min(max(sum(x.size for x in arrays) // 200, CHUNK), 8 * CHUNK)
+        term = jnp.square if squares else lambda x: x
+
+        @jax.jit  # traced once for each shape
+        def in_chunks(before: jax.Array, x: jax.Array) -> jax.Array:
+            # A CPU adds chunks to each other on all cores, but sums one chunk on a single core. The
+            # start is 0, but XLA must not know: the loops then run in turn and share their memory.
+            start = jnp.full(chunk_of(x.size, longest), jnp.isnan(before)).astype(jnp.float32)
+            more: Any = lambda so_far, x: so_far + term(x.astype(jnp.float32))  # noqa: E731
+            return jnp.sum(fold(more, start, x.reshape(-1), longest=longest))
+
+        before, each = jnp.zeros(()), []
+        before = varying_like(before, arrays) if self.everywhere else before
+        for x in arrays:
+            if self.ordered and x.dtype == jnp.float16:  # XLA:CPU would store it in float32
+                before = in_chunks(before, x)
+                each.append(before.astype(scale.dtype))
+            else:
+                x = x.astype(float32_or_wider(x.dtype))
+                each.append(jnp.sum(term(x)).astype(scale.dtype))
+        sums = jnp.stack(each)
+        total = jnp.sum(sums)
+        if squares:
+            # Elements below 2**100 cannot make a finite float32 sum, or norm, overflow.
+            proved = jnp.sqrt(total) / scale < 2.0**100
+            # Squares that were flushed to zero belong to norms far below any other limit.
+            small = request.limit * scale <= 2.0**-30
+            proved &= ~small | (sums > FLUSHED).all()
+        else:
+            # With a scale below 1 an element may overflow although the sum is finite.
+            largest = max(float(jnp.finfo(x.dtype).max) for x in arrays)
+            proved = jnp.isfinite(total)
+            proved &= jnp.isfinite(jnp.asarray(largest, scale.dtype) / scale)
         norms = jnp.sqrt(sums) / scale if request.norms else None
-        exactly = functools.partial(_exactly, rows, scale, request, everywhere, sums, ordered)
-        return lax.cond(proved, lambda: (proved, norms), exactly)
+        return lax.cond(proved, lambda: (proved, norms), lambda: self._exactly(rows, scale, sums))
 
-    if ordered and not request.norms and not request.bounded:
-        return lax.platform_dependent(cpu=on_cpu, default=lambda: (_at_once(rows, scale), None))
-    return lax.platform_dependent(
-        cpu=on_cpu, default=lambda: _exactly(rows, scale, request, everywhere)
-    )
+    def _exactly(
+        self,
+        rows: Sequence[tuple[jax.Array, ...]],
+        scale: jax.Array,
+        sums: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns whether the true gradients are finite, and each row's norm, from each element.
+
+        Args:
+            rows, scale: as for `_on_cpu`.
+            sums: on a CPU, the sums that prove nothing.
+        """
+        request, everywhere, on_cpu = self.request, self.everywhere, sums is not None
+        factors: Any = jnp.asarray(FACTORS, scale.dtype)
+        if sums is not None and request.norms:  # one for each row
+            factors = jnp.where(sums < FLUSHED, factors[0], factors[1])
+            factors = jnp.where(jnp.isfinite(sums), factors, FACTORS[2])[:, None]
+        devices = math.prod(map(lax.axis_size, everywhere))
+        bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)
+
+        def look(
+            scalars: Sequence[jax.Array], so_far: Any, gradient: jax.Array, *onto: jax.Array
+        ) -> Any:
+            x = gradient.astype(float32_or_wider(gradient.dtype))
+            inverse, bound, *factors = (scalar.astype(x.dtype) for scalar in scalars)
+            new = sum(onto, x * inverse)
+            terms = [x * factor for factor in factors] + [new * bound] * request.bounded
+            more = [jnp.sum(jnp.square(term)).astype(scale.dtype) for term in terms]
+            # XLA:CPU (jaxlib 0.10.2) stores the result of `isfinite`.
+            finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
+            return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
+
+        def read(scalars: Any, so_far: Any, *row: jax.Array) -> Any:
+            stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
+            longest = CHUNK if on_cpu and self.ordered and stored else 0
+            return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
+
+        read_once = jax.jit(read)  # traced once for rows of one shape
+        finite = jnp.array(True)
+        each: list[Any] = []
+        for i, row in enumerate(rows):
+            own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
+            # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,
+            # which overflows. On a CPU each row waits for the one before; otherwise XLA would store
+            # scalars that several rows share as arrays of their shape.
+            before = finite if on_cpu else True
+            *scalars, _ = lax.optimization_barrier([1 / scale, bound, *own, before])
+            nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
+            start = (finite, nothing)
+            start = varying_like(start, row) if everywhere else start
+            finite, found = read_once(scalars, start, *row)
+            each.append(jnp.stack(found) if found else None)
+        if request.bounded:
+            finite &= jnp.isfinite(jnp.sum(jnp.stack(each)[:, -1]))
+        if not request.norms:
+            return finite, None
+        found = jnp.stack(each)[:, : factors.shape[-1]]
+        return finite, from_sums(found, factors, scale)
 
 
 def _at_once(rows: Sequence[tuple[jax.Array, ...]], scale: jax.Array) -> jax.Array:
@@ -241,160 +346,54 @@ def _at_once(rows: Sequence[tuple[jax.Array, ...]], scale: jax.Array) -> jax.Arr
     return lax.optimization_barrier(jnp.concatenate(each)).all() if len(each) > 1 else each[0].all()
 
 
-def _quickly(
-    arrays: Sequence[jax.Array],
-    scale: jax.Array,
-    request: Request,
-    adds: bool,
-    everywhere: Sequence[str],
-    ordered: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """Computes sums over scaled gradients, and whether they prove that all is finite. They are sums
-    of squares if norms are requested or there are accumulators, else of the elements."""
-    squares = request.norms or adds
+def bundle(
+    keys: Sequence[Key], *columns: Sequence[jax.Array]
+) -> list[tuple[Key, tuple[jax.Array, ...]]]:
+    """Joins the small rows of one key and one dtype; returns keys and rows of arrays.
 
-    longest, term = chunk_for(arrays), jnp.square if squares else lambda x: x
-
-    @jax.jit  # traced once for each shape
-    def in_chunks(before: jax.Array, x: jax.Array) -> jax.Array:
-        # A CPU adds chunks to each other on all cores, but sums one chunk on a single core. The
-        # start is 0, but XLA must not know: the loops then run in turn and share their memory.
-        start = jnp.full(chunk_of(x.size, longest), jnp.isnan(before)).astype(jnp.float32)
-        more: Any = lambda so_far, x: so_far + term(x.astype(jnp.float32))  # noqa: E731
-        return jnp.sum(fold(more, start, x.reshape(-1), longest=longest))
-
-    before, each = jnp.zeros(()), []
-    before = varying_like(before, arrays) if everywhere else before
-    for x in arrays:
-        if ordered and x.dtype == jnp.float16:  # XLA:CPU would store it in float32
-            before = in_chunks(before, x)
-            each.append(before.astype(scale.dtype))
+    Use it only for a reduction over everything, because the array of an element is lost.
+    """
+    large, small = [], dict[Any, Any]()
+    for key, row in zip(keys, zip(*columns, strict=True), strict=True):
+        if row[0].size > SMALL:
+            large.append((key, row))
         else:
-            x = x.astype(float32_or_wider(x.dtype))
-            each.append(jnp.sum(term(x)).astype(scale.dtype))
-    sums = jnp.stack(each)
-    total = jnp.sum(sums)
-    if not squares:
-        # With a scale below 1 an element may overflow although the sum is finite.
-        largest = jnp.asarray(max(float(jnp.finfo(x.dtype).max) for x in arrays), scale.dtype)
-        return jnp.isfinite(total) & jnp.isfinite(largest / scale), sums
-    # Elements below 2**100 cannot make a finite float32 sum, or norm, overflow.
-    proved = jnp.sqrt(total) / scale < 2.0**100
-    # Squares that were flushed to zero belong to norms far below any other limit.
-    small = request.limit * scale <= 2.0**-30
-    return proved & (~small | (sums > FLUSHED).all()), sums
+            small.setdefault((key, *(x.dtype for x in row)), []).append(row)
+    joined = [
+        (
+            key,
+            tuple(lax.concatenate([x.reshape(-1) for x in c], 0) for c in zip(*some, strict=True)),
+        )
+        for (key, *_), rows in small.items()
+        for some in [rows[i : i + BUNDLE] for i in range(0, len(rows), BUNDLE)]
+    ]
+    return large + joined
 
 
-def _exactly(
-    rows: Sequence[tuple[jax.Array, ...]],
-    scale: jax.Array,
-    request: Request,
-    everywhere: Sequence[str],
-    sums: jax.Array | None = None,
-    ordered: bool = False,
-) -> tuple[jax.Array, Any]:
-    """Returns the result of `_read_here` from a check of each element.
+def fold(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array, longest: int = CHUNK) -> Any:
+    """Computes `fn(so_far, *arrays)`, a reduction, as a loop over chunks of large arrays.
+
+    XLA:CPU (jaxlib 0.10.2) stores the operand of a reduction, unless it is the input itself or one
+    of a few float32 operations on it. The operand of a chunk fits into the cache.
 
     Args:
-        rows, scale, request, everywhere, ordered: as for `_read_here`.
-        sums: on a CPU, the sums from `_quickly`.
+        fn: a function of the result so far and chunks of the arrays; returns the new result.
+        so_far: a pytree of small arrays, of the types that `fn` returns.
+        arrays: arrays of one shape, on one device.
+        longest: the most elements of a chunk; 0 for no loop.
     """
-    on_cpu = sums is not None
-    factors: Any = jnp.asarray(FACTORS, scale.dtype)
-    if sums is not None and request.norms:  # one for each row
-        factors = jnp.where(sums < FLUSHED, factors[0], factors[1])
-        factors = jnp.where(jnp.isfinite(sums), factors, FACTORS[2])[:, None]
-    devices = math.prod(map(lax.axis_size, everywhere))
-    bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)
+    chunk = chunk_of(arrays[0].size, longest)
+    if chunk == arrays[0].size:
+        return fn(so_far, *arrays)
+    tables = [x.reshape(-1, chunk) for x in arrays]
 
-    def look(
-        scalars: Sequence[jax.Array], so_far: Any, gradient: jax.Array, *onto: jax.Array
-    ) -> Any:
-        x = gradient.astype(float32_or_wider(gradient.dtype))
-        inverse, bound, *factors = (scalar.astype(x.dtype) for scalar in scalars)
-        new = sum(onto, x * inverse)
-        terms = [x * factor for factor in factors] + [new * bound] * request.bounded
-        more = [jnp.sum(jnp.square(term)).astype(scale.dtype) for term in terms]
-        # XLA:CPU (jaxlib 0.10.2) stores the result of `isfinite`.
-        finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
-        return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
+    def more(i: Any, so_far: Any) -> Any:
+        return fn(so_far, *(lax.dynamic_index_in_dim(t, i, keepdims=False) for t in tables))
 
-    def read(scalars: Any, so_far: Any, *row: jax.Array) -> Any:
-        stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
-        longest = CHUNK if ordered and stored else 0
-        return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
-
-    read_once = jax.jit(read)  # traced once for rows of one shape
-    finite = jnp.array(True)
-    each: list[Any] = []
-    for i, row in enumerate(rows):
-        own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
-        # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,
-        # which overflows. On a CPU each row waits for the one before; otherwise XLA would store
-        # scalars that several rows share as arrays of their shape.
-        before = finite if on_cpu else True
-        *scalars, _ = lax.optimization_barrier([1 / scale, bound, *own, before])
-        nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
-        start = (finite, nothing)
-        start = varying_like(start, row) if everywhere else start
-        finite, found = read_once(scalars, start, *row)
-        each.append(jnp.stack(found) if found else None)
-    if request.bounded:
-        finite &= jnp.isfinite(jnp.sum(jnp.stack(each)[:, -1]))
-    if not request.norms:
-        return finite, None
-    found = jnp.stack(each)[:, : factors.shape[-1]]
-    return finite, _norms(found, factors, scale)
+    return lax.fori_loop(0, arrays[0].size // chunk, more, so_far)
 
 
-def _norms(sums: jax.Array, factors: jax.Array, scale: jax.Array) -> jax.Array:
-    """The norms of true gradients, from the sums of squares of scaled ones times each factor."""
-    # In this order an intermediate overflows or underflows only if the result does. The barrier
-    # keeps XLA (jaxlib 0.10.2) from computing a / b / c as a / (b c).
-    divisors = jnp.maximum(factors, 1), jnp.minimum(factors, 1) * jnp.maximum(scale, 1)
-    each = jnp.sqrt(sums)
-    for divisor in (*divisors, jnp.minimum(scale, 1)):
-        each = lax.optimization_barrier(each / divisor)
-    place = jnp.argmax(jnp.isfinite(sums).at[:, -1].set(True), axis=1)
-    return jnp.take_along_axis(each, place[:, None], axis=1)[:, 0]
-
-
-def _times(x: jax.Array, factor: float) -> jax.Array:
-    """`x * factor`, to be squared; XLA would compute `(c x)**2` as `c**2 x**2`, which overflows."""
-    return x * lax.optimization_barrier(jnp.asarray(factor, x.dtype))
-
-
-def _together(norms: jax.Array) -> jax.Array:
-    """The norm of all arrays together, from the norm of each."""
-    largest = jnp.max(norms, initial=0)
-    whole = largest * jnp.sqrt(jnp.sum(jnp.square(norms / largest)))
-    return jnp.where((largest > 0) & jnp.isfinite(largest), whole, jnp.sum(norms))
-
-
-def _packed(norms: jax.Array, request: Request) -> jax.Array:
-    """Norms of parts, as numbers whose sum over all devices gives the norms of the whole.
-
-    They are squares, followed by one number that becomes inf if something is not finite. For a
-    single norm, that number is its square if it is at least `LARGE`, else 0.
-    """
-    if request.each:
-        return jnp.append(jnp.square(_times(norms, _unit(request))), 0)
-    large = norms >= LARGE
-    small = _times(jnp.where(large, 0, norms), 2.0**41)
-    # The norm of finite elements may be inf: then send a number that is too large.
-    rest = jnp.minimum(_times(jnp.where(large, norms, 0), 2.0**-75), 2.0**55)
-    return jnp.square(jnp.append(small, rest))
-
-
-def _unpacked(packed: jax.Array, request: Request) -> jax.Array:
-    """The norms of the whole, from the sum of all devices' `_packed`."""
-    norms = jnp.sqrt(packed[:-1])
-    if request.each:
-        return norms / _unit(request)
-    norm = jnp.hypot(norms * 2.0**-41, jnp.sqrt(packed[-1:]) * 2.0**75)
-    return jnp.where(jnp.isnan(norms), jnp.nan, norm)  # nan beside inf
-
-
-def _unit(request: Request) -> float:
-    """The power of two by which norms are multiplied before they are squared."""
-    return 2.0 ** min(max(-20 - math.frexp(request.limit)[1], -100), 100)
+def chunk_of(size: int, longest: int) -> int:
+    """The number of elements per chunk of an array; all of them if it should not be divided."""
+    chunk = next((n for n in range(min(size // 2, longest), 0, -1) if size % n == 0), 1)
+    return size if size <= SMALL or chunk < SMALL // 4 else chunk

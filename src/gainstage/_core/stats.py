@@ -12,7 +12,7 @@ from jax import lax
 from gainstage._core import checks
 from gainstage._core.bridge import compiled_if_eager
 from gainstage._core.gradients import divided, upcast
-from gainstage._core.packing import CHUNK, bundle, fold
+from gainstage._core.readings import Reader, bundle, fold
 from gainstage._core.sharding import on_one_device, varying, varying_like
 
 # Exponents of float16: numbers below 2**-25 become 0, numbers below 2**-14 lose digits.
@@ -141,9 +141,9 @@ def _of_gradients(
     if not names:
         return {}
     arrays = [leaf for leaf in jax.tree.leaves(grads) if leaf.size]
-    ordered = on_one_device(ordered, arrays)
+    reader = Reader(ordered=on_one_device(ordered, arrays))
     nothing = varying_like({name: jnp.asarray(_MEASURES[name].nothing) for name in names}, arrays)
-    if ordered:
+    if reader.ordered:
         arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
 
     def more(so_far: Any, array: jax.Array) -> Any:
@@ -156,8 +156,7 @@ def _of_gradients(
         look = jax.jit(functools.partial(fold, more, longest=longest))  # traced once for each shape
         return functools.reduce(look, arrays, nothing)
 
-    def on_cpu() -> dict[str, jax.Array]:
-        in_chunks = functools.partial(exactly, CHUNK if ordered else 0)
+    def on_cpu(in_chunks: Callable[[], dict[str, jax.Array]]) -> dict[str, jax.Array]:
         if finite is False:
             return in_chunks()
         quickly = dict(nothing)
@@ -167,7 +166,7 @@ def _of_gradients(
             quickly["max_abs"] = functools.reduce(jnp.maximum, each, nothing["max_abs"])
         return quickly if finite is True else lax.cond(finite, lambda: quickly, in_chunks)
 
-    return lax.platform_dependent(cpu=on_cpu, default=lambda: exactly(0))
+    return reader.per_platform(exactly, on_cpu)
 
 
 def _largest(x: jax.Array) -> jax.Array:
@@ -281,9 +280,8 @@ def observed(
         choice = jnp.where(finite, jnp.where(due, 2, 0), 1)
         return lax.switch(choice, [lambda: known, causes, exponents])
 
-    longest = CHUNK if on_one_device(ordered, jax.tree.leaves(grads)) else 0
-    looked: Any = lax.platform_dependent(cpu=lambda: look(longest), default=lambda: look(0))
-    causes, exponents = looked
+    reader = Reader(ordered=on_one_device(ordered, jax.tree.leaves(grads)))
+    causes, exponents = reader.per_platform(look)
     if before.exponents is not None and exponents is not None:
         lowest = _lowest_overflow(before.exponents.overflowed, new.loss_scale, finite)
         exponents = exponents._replace(overflowed=lowest)
