@@ -1,0 +1,1 @@
+"""Records and judges a run: writers, alarms, replayed rules, and reports."""
