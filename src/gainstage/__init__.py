@@ -23,14 +23,10 @@ from gainstage.rules import (
 )
 from gainstage.runs.telemetry import Report, Underflow, report, telemetry
 from gainstage.transforms.locally_scaled import locally_scaled
-from gainstage.transforms.loss_scaled import (
-    apply_updates,
-    keep_if_applied,
-    loss_scaled,
-    step_was_applied,
-)
+from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.policy import Policy
 from gainstage.transforms.train_step import train_step
+from gainstage.transforms.updates import apply_updates, keep_if_applied, step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ import optax
 
 from gainstage.demo.task import Outcome, Task, Weights, jit
 from gainstage.rules import DynamicLossScale, FixedLossScale
-from gainstage.transforms.loss_scaled import loss_scaled, step_was_applied
+from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_step import train_step
+from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from gainstage._core.boundary import largest_scale
+from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import FixedLossScale, LossScale, as_power
 from gainstage.runs.largest import LargestGradient
 from gainstage.runs.row import LONG, LOSS_MISSING, XRAY, Fate, Row
 from gainstage.runs.run import Run, streaks
 from gainstage.runs.writers import Record, Writer
-from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import FixedLossScale, LossScale, as_power
 
 LIMIT = 65504.0  # the largest number of float16
 WINDOW = 200  # steps that alarms look back; also the quiet steps before an alarm repeats

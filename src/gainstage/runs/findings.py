@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gainstage.runs.telemetry import underflow_summary
+from gainstage.rules.base import as_power
 from gainstage.runs.alarms import alarms_in
 from gainstage.runs.replay import Outcome, advice, replay
 from gainstage.runs.run import Run, measures, why_skipped
-from gainstage.rules.base import as_power
+from gainstage.runs.telemetry import underflow_summary
 
 SHOWN = 20  # tensors
 LONGEST = 200  # characters of a name

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gainstage.rules.base import LossScale
 from gainstage.runs.header import checked_header, rule_of
 from gainstage.runs.row import STAYS
-from gainstage.rules.base import LossScale
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 WRONG = (ValueError, TypeError, RecursionError)  # the errors of `json` on other text

@@ -15,9 +15,9 @@ from gainstage._core import checks
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
-from gainstage.runs.telemetry import Report
-from gainstage.runs.header import header
 from gainstage.rules.base import Rule, as_power, as_rule
+from gainstage.runs.header import header
+from gainstage.runs.telemetry import Report
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written

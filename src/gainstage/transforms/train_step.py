@@ -33,7 +33,7 @@ from gainstage._core.scaled_state import (
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import Aux, P, Params, Scalar, Transformation, Tree, Using
 from gainstage._core.variable import is_inside
-from gainstage.transforms.loss_scaled import apply_updates, keep_if_applied
+from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
 More = TypeVarTuple("More")  # the type of aux, if there is one
