@@ -22,6 +22,7 @@ from gainstage.rules import (
     ScaleState,
 )
 from gainstage.runs.telemetry import Report, Underflow, report, telemetry
+from gainstage.transforms.autocast import autocast, keep_float32
 from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.policy import Policy
@@ -63,11 +64,13 @@ __all__ = [
     "Underflow",
     "Variable",
     "apply_updates",
+    "autocast",
     "deserialize",
     "fp8",
     "functional",
     "get",
     "jit",
+    "keep_float32",
     "keep_if_applied",
     "locally_scaled",
     "loss_scale",

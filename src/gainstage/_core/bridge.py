@@ -96,19 +96,25 @@ def bound(
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Variable]]:
+def recorded(runs_now: bool = False) -> Iterator[list[Variable]]:
     """Undoes all assignments of this trace on exit; yields the list of the assigned variables.
 
     Until then each variable holds its assigned value, which may be traced.
+
+    Args:
+        runs_now: whether the traced program is run at once, in the context of the caller. It may
+            then read variables that are not bound.
     """
     before = getattr(recording, "now", None)
+    kept = getattr(recording, "runs_now", False)
+    recording.runs_now = runs_now or kept
     variables: list[Variable] = []
     own: list[tuple[Any, ...]] = []
     recording.now = get_opaque_trace_state(), variables, own
     try:
         yield variables
     finally:
-        recording.now = before
+        recording.now, recording.runs_now = before, kept
         Variable._unbind(variables, own)
 
 

@@ -10,6 +10,8 @@ A program is what `jax.make_jaxpr` returns, or an inner program of an equation.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from gainstage._core._jax import Literal, dce_jaxpr, source_info_util
 
 # Operations that only call one inner program.
@@ -46,8 +48,8 @@ def run(
         number: makes a value of a number that an equation contains.
         path: the indices of the equations around the program; `compute` gets its own behind them.
     """
-    jaxpr = open_jaxpr(program)
-    known = dict(zip(jaxpr.constvars, map(constant, getattr(program, "consts", ())), strict=True))
+    jaxpr, constants = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    known = dict(zip(jaxpr.constvars, map(constant, constants), strict=True))
     known.update(zip(jaxpr.invars, values, strict=True))
     del values
     used = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
@@ -71,11 +73,109 @@ def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = Non
         params: the parameters to use instead of its own.
     """
     chosen = eqn.primitive.get_bind_params(dict(eqn.params if params is None else params))
-    source = eqn.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=names), eqn.ctx.manager:
+    with inside(eqn), eqn.ctx.manager:
         found = eqn.primitive.bind(*values, **chosen)
     return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def inside(eqn: Any) -> Any:
+    """A context in which new equations get the source line and the scopes of `eqn`."""
+    source = eqn.source_info
+    names = source_info_util.current_name_stack() + source.name_stack
+    return source_info_util.user_context(source.traceback, name_stack=names)
+
+
+def scopes(eqn: Any) -> str:
+    """The names of the scopes around an equation, as `jax.named_scope` sets them."""
+    return str(source_info_util.current_name_stack() + eqn.source_info.name_stack)
+
+
+def rebuilt(
+    eqn: Any,
+    values: Sequence[Any],
+    function_of: Callable[..., Callable[..., list[Any]]],
+    typed: Callable[[Any, Any], Any],
+) -> list[Any] | None:
+    """Evaluates an equation with programs inside, after a change to these programs.
+
+    Calls are inlined. Loops, branches, `jax.checkpoint` and `jax.shard_map` are built again, so
+    that the result can be differentiated. Functions with their own derivatives cannot be changed.
+
+    Args:
+        eqn: an equation.
+        values: its operands, pytrees with one array each.
+        function_of: `(program, types, number) -> function of values`, with first results of these
+            types. `number` is the place of the program if the equation has several, else None.
+        typed: `(value, type) -> value` of that type, for the first carry of a loop.
+
+    Returns:
+        The results, or None if the equation has no program that can be changed.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("remat", "remat2", "checkpoint"):
+        body = function_of(params["jaxpr"], (), None)
+        options = {key: params[key] for key in ("policy", "prevent_cse") if key in params}
+        return jax.checkpoint(body, **options)(*values)
+    if name == "scan":
+        return _scan(params, values, function_of, typed)
+    if name == "while":
+        return _while(params, values, function_of, typed)
+    if name == "cond":
+        types = [variable.aval for variable in eqn.outvars]
+        branches = [function_of(b, types, n) for n, b in enumerate(params["branches"])]
+        (index,) = jax.tree.leaves(values[0])
+        return jax.lax.switch(index, branches, *values[1:])
+    if name == "shard_map":
+        types = [variable.aval for variable in open_jaxpr(params["jaxpr"]).outvars]
+        body = function_of(params["jaxpr"], types, None)
+        return jax.shard_map(
+            lambda *values: body(*values),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=params["newly_manual_axes"],
+            check_vma=params["check_vma"],
+        )(*values)
+    program = None if name.startswith("custom_") else called(eqn)
+    return None if program is None else function_of(program, (), None)(*values)
+
+
+def _scan(
+    params: Mapping[str, Any], values: Sequence[Any], function_of: Any, typed: Any
+) -> list[Any]:
+    consts, carries = scan_counts(params, len(values))
+    first = values[consts : consts + carries]
+    types = [variable.aval for variable in open_jaxpr(params["jaxpr"]).outvars[:carries]]
+    body = function_of(params["jaxpr"], types, None)
+
+    def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = body(*values[:consts], *carry, *row)
+        return found[:carries], found[carries:]
+
+    carry, rows = jax.lax.scan(
+        turn,
+        list(map(typed, first, types)),
+        list(values[consts + carries :]),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *rows]
+
+
+def _while(
+    params: Mapping[str, Any], values: Sequence[Any], function_of: Any, typed: Any
+) -> list[Any]:
+    tests, bodies = params["cond_nconsts"], params["body_nconsts"]
+    fixed, first = values[: tests + bodies], values[tests + bodies :]
+    types = [variable.aval for variable in open_jaxpr(params["body_jaxpr"]).outvars]
+    test = function_of(params["cond_jaxpr"], (), 0)
+    body = function_of(params["body_jaxpr"], types, 1)
+    return jax.lax.while_loop(
+        lambda carry: jax.tree.leaves(test(*fixed[:tests], *carry))[0],
+        lambda carry: body(*fixed[tests:], *carry),
+        list(map(typed, first, types)),
+    )
 
 
 def open_jaxpr(program: Any) -> Any:

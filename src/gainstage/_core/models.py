@@ -79,6 +79,22 @@ def chosen(params: Any, grads: Any) -> Any:
     return nnx.from_flat_state(pairs)
 
 
+def states(tree: Any) -> list[Any]:
+    """The states of all NNX models in a pytree, which a call may change."""
+    return [sys.modules[NNX].state(model) for model in _nnx_in(tree)]
+
+
+def restore(tree: Any, states: Sequence[Any]) -> None:
+    """Gives all NNX models in a pytree these states."""
+    for model, state in zip(_nnx_in(tree), states, strict=True):
+        sys.modules[NNX].update(model, state)
+
+
+def _nnx_in(tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: library(type(x)) == NNX)
+    return [leaf for leaf in leaves if library(type(leaf)) == NNX]
+
+
 def updated(model: Any, new: Any) -> Any:
     """Updates an NNX model with these parameters and returns it."""
     sys.modules[NNX].update(model, new)

@@ -41,20 +41,29 @@ def down(x: Any, var: Any) -> Any:
     return jnp.asarray(x, var.aval.dtype) if half else x
 
 
-def in_dtype(eqn: Any, values: Sequence[Any], dtype: Any = np.float32) -> list[Any]:
-    """The results of a half-precision equation in a wider dtype, from operands of that dtype."""
+def in_dtype(
+    eqn: Any, values: Sequence[Any], dtype: Any = np.float32, instead_of: Any = HALF
+) -> list[Any]:
+    """The results of an equation in another dtype, from operands of that dtype.
+
+    Args:
+        eqn: an equation.
+        values: its operands.
+        dtype: the dtype.
+        instead_of: the dtypes in the program that it replaces.
+    """
     if eqn.primitive.name == "reduce_precision":
         return list(values)
     params = dict(eqn.params)
     if params.get("update_jaxpr") is not None and eqn.primitive.name in SCATTER:
         zero = jnp.zeros((), dtype)
         params["update_jaxpr"] = open_jaxpr(jax.make_jaxpr(SCATTER[eqn.primitive.name])(zero, zero))
-    if any(is_half(v.aval) for v in eqn.invars):
+    if any(getattr(v.aval, "dtype", None) in instead_of for v in eqn.invars):
         params = {
             k: None if k == "precision" and _is_algorithm(v) else v for k, v in params.items()
         }
     for key in ("preferred_element_type", "new_dtype", "dtype"):
-        if params.get(key) is not None and jnp.dtype(params[key]) in HALF:
+        if params.get(key) is not None and jnp.dtype(params[key]) in instead_of:
             params[key] = np.dtype(dtype)
     try:
         if eqn.primitive.name not in OPAQUE:

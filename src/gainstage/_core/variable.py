@@ -96,7 +96,7 @@ class Variable(Operators):
         if self._traces or isinstance(value, Tracer):
             value = self._value_here(value)
         if not self._may_hold_tracers() and not isinstance(value, Tracer):
-            if is_tracing():
+            if is_tracing() and not getattr(recording, "runs_now", False):
                 raise ValueError(
                     f"Expected every variable used inside a traced function to be in its state; "
                     f"got {self.name!r}, whose value would be frozen into the program. Add it to "
@@ -335,7 +335,8 @@ class Variable(Operators):
         return {**vars(self), "_traces": []}
 
 
-# `now`, per thread: the recorded trace, the variables assigned in it, and their values before.
+# Per thread. `now`: the recorded trace, the variables assigned in it, and their values before.
+# `runs_now`: whether the traced program is run at once, so that it may contain values of variables.
 recording = threading.local()
 
 

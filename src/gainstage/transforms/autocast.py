@@ -1,0 +1,295 @@
+"""Functions in half precision: products in float16, and what needs float32 in float32."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._core import jaxprs, models
+from gainstage._core._jax import Tracer
+from gainstage._core.bridge import assign, read, recorded
+from gainstage._core.precision import in_dtype
+from gainstage._core.types import P, R
+from gainstage._core.variable import is_tracing
+
+__all__ = ["autocast", "keep_float32"]
+
+FLOAT32 = np.dtype(np.float32)
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}
+# Operations that compute in half precision.
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+# Operations that move numbers, or choose one of them.
+MOVES = frozenset(
+    ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "rev", "copy",
+     "dynamic_slice", "gather", "concatenate", "pad", "dynamic_update_slice", "split",
+     "sharding_constraint", "optimization_barrier", "stop_gradient", "name", "reduce_max",
+     "reduce_min")
+)  # fmt: skip
+# Operations in half precision if their operands are, or may be rounded.
+FOLLOWERS = MOVES | frozenset(
+    ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
+     "tanh", "logistic", "erf", "integer_pow")
+)  # fmt: skip
+
+
+def autocast(fun: Callable[P, R], plan: str = "float16") -> Callable[P, R]:
+    """Returns a function that computes its products and convolutions in half precision.
+
+    Write the model and the loss in float32, with float32 parameters. Products then have operands
+    and results in half precision, and operations that are cheap follow their operands. Sums,
+    means, exponentials, logarithms, quotients and roots stay in float32, and so do squares, which
+    overflow above 255 in float16. It is a transformation like `jax.grad`: use it under or over
+    `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and `jax.shard_map`.
+
+    - Results keep their structure and dtypes; so do derivatives.
+    - Float16, bfloat16, float64, integers, booleans and keys of the function stay as they are.
+    - The parameters, the leaves of the first argument and of models, may be rounded where they meet
+      half precision, as a bias does. Other arguments are rounded only for products.
+    - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
+      Pallas kernels are computed in the dtypes that they were written in.
+    - What a call changes, a model of Flax NNX or a `gainstage.Variable`, is changed as without it.
+    - `keep_float32` keeps operations in float32.
+
+    Float16 needs loss scaling: `gainstage.train_step(gainstage.autocast(loss_fn), tx)`.
+
+    Args:
+        fun: a function of pytrees or models, such as a loss.
+        plan: "float16" or "bfloat16", the dtype of products.
+
+    Raises:
+        TypeError: `fun` is not callable.
+        ValueError: another plan.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+        >>> params = {"w": jnp.full((4, 3), 0.1), "b": jnp.zeros(3)}
+        >>> loss, grads = jax.value_and_grad(gs.autocast(loss_fn))(params, jnp.ones((2, 4)))
+        >>> print(loss.dtype, grads["w"].dtype, f"{loss:.4f}")
+        float32 float32 0.1443
+
+    Source: `torch.autocast`; Micikevicius et al., 2018, arXiv:1710.03740.
+    """
+    if not callable(fun):
+        raise TypeError(f"Expected a function for fun; got {fun!r}.")
+    if plan not in DTYPES:
+        raise ValueError(f"Expected one of {sorted(DTYPES)} for plan; got {plan!r}.")
+    caster = _Caster(DTYPES[plan])
+    untyped: Callable[..., Any] = fun
+
+    @functools.wraps(fun)
+    def cast(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+        variables: list[Any] = []
+        runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
+
+        def pure(arrays: Sequence[Any]) -> Any:
+            whole = list(leaves)
+            for i, array in zip(places, arrays, strict=True):
+                whole[i] = array
+            args, kwargs = jax.tree.unflatten(structure, whole)
+            with recorded(runs_now) as assigned:
+                result = untyped(*args, **kwargs)
+                variables[:] = assigned
+                return result, read(assigned), models.states((args, kwargs))
+
+        arrays = [leaves[i] for i in places]
+        program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
+        free = _may_be_rounded(args, kwargs)
+        values = [_Value(leaves[i], free[i]) for i in places]
+        found = caster.function_of(program, [v.aval for v in program.outvars])(*values)
+        result, new, states = jax.tree.unflatten(
+            jax.tree.structure(shapes), [value.x for value in found]
+        )
+        assign(variables, new)
+        models.restore((args, kwargs), states)
+        return result
+
+    return cast
+
+
+class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
+    """Operations inside stay in float32 under `autocast`: a context manager and a decorator.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> @gs.keep_float32()
+        ... def similarity(a, b):
+        ...     return a @ b.T
+        >>> def loss_fn(params, x):
+        ...     h = x @ params
+        ...     with gs.keep_float32():
+        ...         return similarity(h, h).mean()
+        >>> x = jnp.ones((2, 3))
+        >>> print(str(jax.make_jaxpr(gs.autocast(loss_fn))(jnp.ones((3, 4)), x)).count("f16[2,2]"))
+        0
+
+    Source: `torch.autocast(enabled=False)`.
+    """
+
+    def __enter__(self) -> None:
+        self._scope = jax.named_scope(type(self).__name__)
+        self._scope.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope.__exit__(*error)
+
+    def _recreate_cm(self) -> "keep_float32":
+        return type(self)()  # a decorated function may call itself
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value of a program."""
+
+    x: Any  # an array, perhaps in half precision though it is float32 in the program
+    # whether it may be rounded: a parameter, in any shape, or a constant that half precision holds
+    is_free: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+class _Caster:
+    """Evaluates programs with some of their operations in half precision."""
+
+    def __init__(self, dtype: np.dtype):
+        self._dtype = dtype
+
+    def function_of(
+        self,
+        program: Any,
+        types: Sequence[Any],
+        path: tuple[int, ...] = (),
+        keeps: bool = False,
+    ) -> Callable[..., list[_Value]]:
+        """The function of a program, on values.
+
+        Args:
+            program: a jaxpr.
+            types: the types of its first results; others may be in half precision.
+            path: the indices of the equations around it.
+            keeps: whether the user keeps it in float32.
+        """
+        compute = functools.partial(self._equation, keeps=keeps)
+
+        def evaluate(*values: _Value) -> list[_Value]:
+            found = jaxprs.run(program, values, compute, self._constant, self._constant, path)
+            return [*map(_settled, found, types), *found[len(types) :]]
+
+        return evaluate
+
+    def _constant(self, x: Any) -> _Value:
+        # What a function closes over and is traced is a parameter, such as a bound variable.
+        return _Value(x, isinstance(x, Tracer) or self._holds(x))
+
+    def _holds(self, x: Any) -> bool:
+        """Whether half precision holds the sizes of all numbers of a constant."""
+        if getattr(x, "dtype", FLOAT32) != FLOAT32:
+            return False
+        sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(self._dtype)
+        held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
+        return bool((held | ~np.isfinite(sizes)).all())
+
+    def _equation(
+        self, eqn: Any, values: list[_Value], path: tuple[int, ...], keeps: bool
+    ) -> list[_Value]:
+        keeps = keeps or keep_float32.__name__ in jaxprs.scopes(eqn)
+
+        def function_of(program: Any, types: Any, number: int | None) -> Any:
+            own = path if number is None else (*path, number)
+            return self.function_of(program, types, own, keeps)
+
+        with jaxprs.inside(eqn), eqn.ctx.manager:
+            found = jaxprs.rebuilt(eqn, values, function_of, _settled)
+        if found is not None:
+            return found
+        wide = [_is_float32(variable) for variable in eqn.invars]
+        floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
+        held = [_dtype_of(value) == self._dtype for value in floats]
+        if not keeps:
+            if self._computes(eqn, floats, held):
+                xs = [
+                    jnp.asarray(value.x, self._dtype) if is_wide else value.x
+                    for value, is_wide in zip(values, wide, strict=True)
+                ]
+                results = in_dtype(eqn, xs, self._dtype, {FLOAT32})
+                return [_Value(x) for x in results]
+            if _squares(eqn) and all(held) and held:
+                return [_Value(_square(eqn, floats[0].x))]
+        xs = [_typed(v.x, variable.aval) for v, variable in zip(values, eqn.invars, strict=True)]
+        results = jaxprs.bind(eqn, xs)
+        if eqn.primitive.name.startswith("custom_") and held and all(held):
+            # An activation with its own derivative, such as `relu`: others follow its result.
+            shapes = {v.aval.shape for v, is_wide in zip(eqn.invars, wide, strict=True) if is_wide}
+            results = [
+                x.astype(self._dtype) if _is_float32(v) and v.aval.shape in shapes else x
+                for v, x in zip(eqn.outvars, results, strict=True)
+            ]
+        is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
+        return [_Value(x, is_moved) for x in results]
+
+    def _computes(self, eqn: Any, floats: Sequence[_Value], held: Sequence[bool]) -> bool:
+        """Whether an equation is computed in half precision.
+
+        Args:
+            eqn: an equation without a program inside.
+            floats: its operands that are float32 in the program.
+            held: whether each of them is in half precision.
+        """
+        if eqn.primitive.name in PRODUCTS:
+            return bool(floats)
+        fits = all(is_held or v.is_free for is_held, v in zip(held, floats, strict=True))
+        return eqn.primitive.name in FOLLOWERS and any(held) and fits and not _squares(eqn)
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+def _may_be_rounded(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+    """For each leaf of the arguments, whether it is a parameter."""
+    parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
+    return [bool(o) for o, part in zip(own, parts, strict=True) for _ in jax.tree.leaves(part)]
+
+
+def _squares(eqn: Any) -> bool:
+    """Whether an equation squares its operand, as a variance does."""
+    name = eqn.primitive.name
+    twice = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    return twice or name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+
+
+def _square(eqn: Any, x: jax.Array) -> jax.Array:
+    """The square in float32 of a half-precision array, which the backward pass keeps instead."""
+
+    def square(x: jax.Array) -> jax.Array:
+        return jaxprs.bind(eqn, [x.astype(FLOAT32)] * len(eqn.invars))[0]
+
+    return jax.checkpoint(square, prevent_cse=False)(x)
+
+
+def _is_float32(variable: Any) -> bool:
+    return getattr(variable.aval, "dtype", None) == FLOAT32
+
+
+def _dtype_of(value: _Value) -> Any:
+    return getattr(value.x, "dtype", None)
+
+
+def _settled(value: _Value, aval: Any) -> _Value:
+    """A value in the dtype that it has in the program."""
+    return _Value(_typed(value.x, aval))
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """An array, in float32 if it is float32 in the program."""
+    is_rounded = getattr(aval, "dtype", None) == FLOAT32 and hasattr(x, "dtype")
+    return x.astype(FLOAT32) if is_rounded and x.dtype != FLOAT32 else x

@@ -1,0 +1,504 @@
+"""A function written in float32 is computed in half precision, and nothing else of it changes."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+KEY = jax.random.key(0)
+
+
+def draw(number, *shape):
+    return jax.random.normal(jax.random.fold_in(KEY, number), shape)
+
+
+PARAMS = {"a": draw(1, 8, 16) / 3, "b": draw(2, 16), "c": draw(3, 16, 4) / 4}
+X = draw(4, 32, 8)
+
+
+def network(params, x):
+    h = jnp.tanh(x @ params["a"] + params["b"])
+    return jnp.mean(jax.nn.log_softmax(h @ params["c"])[:, 0] ** 2)
+
+
+def products(fun, *args):
+    """The dtypes of the operands of all products in a program, also inside of others."""
+    found = []
+
+    def look(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                found.append({str(v.aval.dtype) for v in (*eqn.invars, *eqn.outvars)})
+            for p in eqn.params.values():
+                for q in p if isinstance(p, (tuple, list)) else (p,):
+                    inner = getattr(q, "jaxpr", q)
+                    if hasattr(inner, "eqns"):
+                        look(inner)
+
+    look(jax.make_jaxpr(fun)(*args).jaxpr)
+    return found
+
+
+def error(found, expected):
+    """The norm of the difference of two pytrees over that of the second, in float64."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
+    off = sum(float(((a - b) ** 2).sum()) for a, b in pairs)
+    return (off / sum(float((b**2).sum()) for _, b in pairs)) ** 0.5
+
+
+def off(fun, *args, scale=2.0**10):
+    """The error of the gradient of a function under autocast."""
+    cast = gs.autocast(fun)
+    grads = jax.jit(jax.grad(lambda p, *rest: cast(p, *rest) * scale))(*args)
+    return error(jax.tree.map(lambda g: g / scale, grads), jax.grad(fun)(*args))
+
+
+@pytest.mark.parametrize(("plan", "limit"), [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_products_are_in_half_precision(plan, limit):
+    """All products have operands and results of the plan's dtype; the loss is almost the same."""
+    cast = gs.autocast(network, plan)
+    assert products(cast, PARAMS, X) == [{plan}, {plan}]
+    assert all(kinds == {plan} for kinds in products(jax.grad(cast), PARAMS, X))
+    assert cast(PARAMS, X) == pytest.approx(float(network(PARAMS, X)), rel=limit)
+    assert error(jax.grad(cast)(PARAMS, X), jax.grad(network)(PARAMS, X)) < limit
+
+
+def test_results_and_gradients_keep_their_dtypes():
+    """Results and gradients have the dtypes and the structure that the function gives them."""
+
+    def several(params, x):
+        h = x @ params["a"]
+        return {"h": h, "n": x.shape[0], "none": None, "half": h.astype(jnp.bfloat16)}, (
+            h > 0,
+            h[0],
+        )
+
+    expected = jax.eval_shape(several, PARAMS, X)
+    found = jax.eval_shape(gs.autocast(several), PARAMS, X)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    assert [x.dtype for x in jax.tree.leaves(found)] == [x.dtype for x in jax.tree.leaves(expected)]
+    assert all(
+        g.dtype == jnp.float32 for g in jax.tree.leaves(jax.grad(gs.autocast(network))(PARAMS, X))
+    )
+
+
+def test_what_overflows_stays_in_float32():
+    """Sums, exponentials and squares of large float16 numbers are finite."""
+
+    def loss(w, x):
+        h = x @ w  # about 1e3
+        return (
+            jnp.log(jnp.sum(jnp.exp(h / 100))) + jnp.mean(h**2) + jnp.var(h) + jnp.square(h).mean()
+        )
+
+    w, x = 100 * jnp.ones((8, 4)), jnp.ones((512, 8))
+    assert gs.autocast(loss)(w, x) == pytest.approx(float(loss(w, x)), rel=1e-3)
+    assert off(loss, w, x, scale=1.0) < 1e-3
+
+
+def test_what_is_not_float32_stays():
+    """Float64, bfloat16, integers, booleans and keys are computed as without autocast."""
+    with jax.enable_x64(True):
+        wide = jnp.ones((3, 3), jnp.float64)
+        args = wide, wide.astype(jnp.bfloat16), jnp.arange(9).reshape(3, 3), jax.random.key(1)
+
+        def fun(w, b, n, key):
+            return w @ w, b @ b, n @ n, n > 4, jax.random.split(key), jax.random.bits(key)
+
+        for found, expected in zip(gs.autocast(fun)(*args), fun(*args), strict=True):
+            assert found.dtype == expected.dtype
+            assert bool((found == expected).all())
+        assert products(gs.autocast(fun), *args)[0] == {"float64"}
+
+
+def test_gradients_of_integers_are_float0():
+    """A function of integers has float0 gradients, as without autocast."""
+    table = jnp.ones((4, 8))
+    grads = jax.grad(gs.autocast(lambda n, w: (w[n] @ w.T).sum()), (0, 1), allow_int=True)
+    by_index, by_table = grads(jnp.arange(3), table)
+    assert by_index.dtype == jax.dtypes.float0
+    assert by_table.dtype == jnp.float32
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x @ x.T
+
+
+clipped.defvjp(lambda x: (x @ x.T, x), lambda x, g: (3 * (g @ x),))
+
+
+@jax.custom_jvp
+def odd(x):
+    return x
+
+
+odd.defjvp(lambda primals, tangents: (primals[0], 3 * tangents[0]))
+
+
+def test_custom_derivatives_are_kept():
+    """A function with its own derivative keeps it, in float32; what follows it is half."""
+
+    def loss(w, x):
+        return (clipped(x @ w).sum() + jnp.sum(jax.nn.relu(odd(x @ w)) @ w.T)) / 100
+
+    w = PARAMS["a"]
+    assert off(loss, w, X) < 3e-3
+    kinds = products(gs.autocast(loss), w, X)
+    assert {"float32"} in kinds  # inside of `clipped`
+    assert kinds[-1] == {"float16"}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_is_computed_in_half(reverse):
+    """Products in a scan are half; carries keep their dtypes, and mixed ones stay mixed."""
+
+    def loss(params, x):
+        def turn(carry, row):
+            h, n, kept = carry
+            h = jnp.tanh(row @ params["a"] + h @ params["u"])
+            return (h, n + 1, kept.astype(jnp.bfloat16)), (h @ params["c"], n)
+
+        start = jnp.zeros(16), jnp.int32(0), jnp.ones(3, jnp.bfloat16)
+        (h, n, _), (ys, ns) = lax.scan(turn, start, x, reverse=reverse, unroll=2)
+        return jnp.mean(ys**2) + jnp.mean(h) + (n + ns.sum()) * 0.0
+
+    params = {**PARAMS, "u": draw(5, 16, 16) / 8}
+    assert off(loss, params, X) < 3e-3
+    assert products(gs.autocast(loss), params, X) == [{"float16"}] * 3
+
+
+def test_layers_in_a_scan_under_checkpoint():
+    """A scan over stacked layers with remat has all products in half, forward and backward."""
+
+    def loss(params, x):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w), None
+
+        layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    params = draw(6, 3, 8, 8) / 4
+    assert off(loss, params, X) < 3e-3
+    kinds = products(jax.grad(gs.autocast(loss)), params, X)
+    assert len(kinds) >= 3
+    assert all(kind == {"float16"} for kind in kinds)
+
+
+@pytest.mark.parametrize(
+    "policy", [None, "everything_saveable", "nothing_saveable", "save_only_these_names"]
+)
+def test_policies_of_checkpoint_are_kept(policy):
+    """`jax.checkpoint` keeps the residuals that its policy says, now in half precision."""
+    kind = policy and getattr(jax.checkpoint_policies, policy)
+    kind = kind("h") if policy == "save_only_these_names" else kind
+
+    def inner(params, x):
+        h = checkpoint_name(jnp.tanh(x @ params["a"]), "h")
+        return jnp.sin(h @ params["c"])
+
+    def loss(params, x):
+        return jax.checkpoint(inner, policy=kind)(params, x).sum() / 100
+
+    def saved(fun):
+        residuals = jax.make_jaxpr(lambda p, x: jax.vjp(fun, p, x)[1])(PARAMS, X).out_avals
+        return [x.shape for x in residuals if x.shape]
+
+    assert off(loss, PARAMS, X) < 3e-3
+    assert sorted(saved(gs.autocast(loss))) == sorted(saved(loss))
+
+
+def test_branches_and_loops():
+    """Branches and while loops are computed in half, and take the way that they take in float32."""
+
+    def loss(params, x, n):
+        h = x @ params["a"]
+        h = lax.cond(n > 2, lambda h: h @ params["u"], lambda h: -h, h)
+        h = lax.switch(n, [jnp.sin, jnp.cos, lambda h: h @ params["u"], lambda h: h], h)
+        return h.sum() / 100
+
+    params = {**PARAMS, "u": draw(5, 16, 16) / 8}
+    for n in range(4):
+        assert off(loss, params, X, n) < 3e-3
+
+    def power(w, n):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, w))
+
+    n, found = gs.autocast(power)(params["u"], 3)
+    assert n == 3
+    assert error(found, power(params["u"], 3)[1]) < 3e-3
+    assert {"float16"} in products(gs.autocast(power), params["u"], 3)
+
+
+def test_it_works_over_and_under_transformations():
+    """jit, vmap, grad, jvp and a nested autocast may be inside or outside."""
+    w, x = PARAMS["a"], X
+    inner = jax.jit(lambda w, x: jnp.sin(x @ w))
+    expected = jnp.sin(x @ w)
+    for fun in (
+        jax.jit(gs.autocast(inner)),
+        gs.autocast(jax.vmap(inner, (None, 0))),
+        jax.vmap(gs.autocast(inner), (None, 0)),
+        gs.autocast(gs.autocast(inner)),
+    ):
+        assert products(fun, w, x) == [{"float16"}]
+        assert error(fun(w, x), expected) < 2e-3
+    derivative = gs.autocast(jax.grad(lambda w: jnp.sin(x @ w).sum()))
+    assert error(derivative(w), jax.grad(lambda w: jnp.sin(x @ w).sum())(w)) < 3e-3
+    second = jax.grad(lambda w: jax.grad(lambda w: gs.autocast(inner)(w, x).sum())(w).sum())
+    exact = jax.grad(lambda w: jax.grad(lambda w: inner(w, x).sum())(w).sum())
+    assert error(second(w), exact(w)) < 1e-2
+    _, tangent = jax.jvp(functools.partial(gs.autocast(inner), x=x), (w,), (w,))
+    assert error(tangent, jnp.cos(x @ w) * (x @ w)) < 3e-3
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_eight_devices(kind):
+    """On a mesh the result has the sharding that it has in float32."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+    params = jax.device_put(PARAMS, NamedSharding(mesh, PartitionSpec()))
+
+    def forward(params, x):
+        return jnp.tanh(x @ params["a"] + params["b"]) @ params["c"]
+
+    found, expected = jax.jit(gs.autocast(forward))(params, x), jax.jit(forward)(params, x)
+    assert found.sharding == expected.sharding
+    assert error(found, expected) < 2e-3
+    grads = jax.jit(jax.grad(gs.autocast(network)))(params, x)
+    assert error(grads, jax.grad(network)(PARAMS, X)) < 2e-3
+
+
+def test_shard_map():
+    """Products inside of `jax.shard_map` are half; collectives and their results stay right."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(params, x):
+        def local(params, x):
+            return lax.pmean(network(params, x), "data")
+
+        specs = PartitionSpec(), PartitionSpec("data")
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())(params, x)
+
+    assert all(kind == {"float16"} for kind in products(gs.autocast(loss), PARAMS, X))
+    assert off(jax.jit(loss), PARAMS, X) < 3e-3
+    whole = jax.shard_map(
+        gs.autocast(lambda p, x: lax.pmean(network(p, x), "data")),
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec("data")),
+        out_specs=PartitionSpec(),
+    )
+    assert float(whole(PARAMS, X)) == pytest.approx(float(network(PARAMS, X)), rel=2e-3)
+
+
+def test_callbacks_and_kernels():
+    """Callbacks and Pallas kernels get the dtypes that they were written for."""
+    seen = []
+
+    def double(ref, out):
+        out[...] = ref[...] * 2
+
+    def fun(w, x):
+        h = x @ w
+        jax.debug.callback(lambda h: seen.append(h.dtype), h)
+        h = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(h.shape, h.dtype), h)
+        kernel = pl.pallas_call(double, jax.ShapeDtypeStruct(h.shape, h.dtype), interpret=True)
+        return kernel(h)
+
+    found = jax.jit(gs.autocast(fun))(PARAMS["a"], X)
+    jax.effects_barrier()
+    assert seen == [np.float32]
+    assert error(found, 2 * np.sin(X @ PARAMS["a"])) < 3e-3
+
+
+def test_the_users_lines_and_scopes_survive():
+    """Profilers and errors name the user's scope and file, as without autocast."""
+
+    def fun(w, x):
+        with jax.named_scope("encoder"):
+            return jnp.tanh(x @ w).sum()
+
+    text = jax.jit(jax.grad(gs.autocast(fun))).lower(PARAMS["a"], X).as_text(debug_info=True)
+    lines = [line for line in text.splitlines() if "dot_general" in line and "loc(" in line]
+    assert any("encoder" in line for line in lines)
+    assert __file__.rpartition("/")[2] in text
+
+
+def test_operations_can_be_kept_in_float32():
+    """`keep_float32` keeps what is computed inside in float32, also in loops and functions."""
+
+    @gs.keep_float32()
+    def exact(h, w):
+        return h @ w
+
+    def fun(params, x):
+        h = x @ params["a"]
+        with gs.keep_float32():
+            h, _ = lax.scan(lambda h, w: (h @ w, None), h, draw(7, 2, 16, 16))
+        return jax.jit(exact)(h, params["c"]) @ params["c"].T
+
+    assert products(gs.autocast(fun), PARAMS, X) == [
+        {"float16"}, {"float32"}, {"float32"}, {"float16"},
+    ]  # fmt: skip
+
+
+def test_arguments_that_are_no_parameters_stay_wide():
+    """A mask of -1e9 and targets are not rounded; a bias is."""
+
+    def fun(params, x, mask, y):
+        h = x @ params["a"] + params["b"]
+        return h, h + mask, h - y
+
+    mask, y = jnp.full((32, 16), -1e9), draw(8, 32, 16)
+    h, masked, rest = gs.autocast(fun)(PARAMS, X, mask, y)
+    np.testing.assert_array_equal(masked, h + mask)
+    np.testing.assert_array_equal(rest, h - y)
+    assert bool((h == h.astype(jnp.float16)).all())
+    hidden = gs.autocast(lambda w, x: (x @ w) + mask)(PARAMS["a"], X)
+    assert bool(jnp.isfinite(hidden).all())
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.drop(jax.nn.relu(self.norm(self.up(x)))))
+
+
+def test_an_nnx_model_is_changed_as_in_float32():
+    """Running means, in float32, and counts of random numbers are those after a float32 call."""
+    model, plain = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
+
+    def loss(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    state = tx.init(model)
+    step = gs.train_step(gs.autocast(loss), tx)
+    model, state, value = step(model, state, X)
+    expected, grads = nnx.value_and_grad(loss)(plain, X)
+    assert float(value) == pytest.approx(float(expected), rel=5e-3)
+    assert model.norm.mean[...].dtype == jnp.float32
+    assert error(model.norm.mean[...], plain.norm.mean[...]) < 3e-3
+    assert int(model.drop.rngs.count[...]) == int(plain.drop.rngs.count[...])
+    moved = plain.up.kernel[...] - 0.1 * grads["up"]["kernel"][...]
+    assert error(model.up.kernel[...], moved) < 1e-3
+
+
+def test_an_equinox_model():
+    """An Equinox model trains, with its static fields."""
+    model = eqx.nn.MLP(8, 1, 16, 2, key=KEY)
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    value, grads = eqx.filter_value_and_grad(gs.autocast(loss))(model, X)
+    expected, exact = eqx.filter_value_and_grad(loss)(model, X)
+    assert float(value) == pytest.approx(float(expected), rel=5e-3)
+    assert error(grads, exact) < 5e-3
+
+
+def test_a_linen_model():
+    """A Linen model keeps its layers' names, and all products are half."""
+    model = linen.Sequential([linen.Conv(4, (3, 3)), jax.nn.gelu, linen.Conv(2, (3, 3))])
+    x = draw(9, 2, 8, 8, 3)
+    params = model.init(KEY, x)
+
+    def loss(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    assert products(gs.autocast(loss), params, x) == [{"float16"}] * 2
+    assert off(loss, params, x) < 3e-3
+
+
+def test_minimize_with_variables():
+    """A loss over `gs.Variable`s trains, and what it assigns is assigned in float32."""
+    w, b, mean = gs.Variable(PARAMS["a"]), gs.Variable(PARAMS["b"]), gs.Variable(jnp.zeros(16))
+
+    def loss():
+        h = X @ w.value() + b.value()
+        mean.assign(0.9 * mean.value() + 0.1 * h.mean(0))
+        return jnp.mean(h**2)
+
+    before = w.value(), b.value()
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+    value = opt.minimize(gs.autocast(loss), [w, b])
+    h = X @ before[0] + before[1]
+    assert float(value) == pytest.approx(float(jnp.mean(h**2)), rel=2e-3)
+    assert error(mean.value(), 0.1 * h.mean(0)) < 2e-3
+    grads = jax.grad(lambda w, b: jnp.mean((X @ w + b) ** 2), (0, 1))(*before)
+    assert (
+        error([w.value(), b.value()], [p - 0.1 * g for p, g in zip(before, grads, strict=True)])
+        < 1e-3
+    )
+
+
+OPERATIONS = {
+    "product": lambda h, w: h @ w,
+    "bias": lambda h, w: h + w[0],
+    "tanh": lambda h, w: jnp.tanh(h),
+    "norm": lambda h, w: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1),
+    "softmax": lambda h, w: jax.nn.softmax(h),
+    "gelu": lambda h, w: jax.nn.gelu(h),
+    "turn": lambda h, w: h[:, ::-1],
+    "gate": lambda h, w: h * jax.nn.sigmoid(h @ w),
+    "where": lambda h, w: jnp.where(h > 0, h, -0.1 * h),
+    "join": lambda h, w: jnp.concatenate([h[:, 4:], h[:, :4]], 1),
+    "scan": lambda h, w: lax.scan(lambda c, _: (jnp.sin(c @ w), None), h, length=2)[0],
+    "checkpoint": lambda h, w: jax.checkpoint(lambda h: jnp.cos(h @ w))(h),
+    "residual": lambda h, w: h + jnp.exp(-jnp.square(h)),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=25)
+def test_random_programs(names):
+    """A random program and its gradient are those of float32, up to float16's rounding."""
+    weights = [draw(20 + i, 8, 8) / 3 for i in range(len(names))]
+
+    def loss(weights, x):
+        for name, w in zip(names, weights, strict=True):
+            x = OPERATIONS[name](x, w)
+        return jnp.sum(jnp.sin(x)) / 16
+
+    x = draw(40, 4, 8)
+    found, expected = gs.autocast(loss)(weights, x), loss(weights, x)
+    assert abs(float(found) - float(expected)) <= 0.01 * (1 + abs(float(expected)))
+    exact = jax.grad(loss)(weights, x)
+    norm = sum(float(jnp.sum(g**2)) for g in exact) ** 0.5
+    grads = jax.grad(lambda w: gs.autocast(loss)(w, x) * 2.0**8)(weights)
+    off = (
+        sum(float(jnp.sum((g / 2.0**8 - e) ** 2)) for g, e in zip(grads, exact, strict=True)) ** 0.5
+    )
+    assert off <= 0.02 * norm + 1e-3
+
+
+@pytest.mark.parametrize("plan", ["half", "float32", None, 16, jnp.float64])
+def test_an_unknown_plan_is_refused(plan):
+    """The error names the value, and what there is."""
+    with pytest.raises((ValueError, TypeError), match="plan"):
+        gs.autocast(network, plan)
+
+
+def test_only_functions_are_cast():
+    """An error names what is no function."""
+    with pytest.raises(TypeError, match=r"function for fun; got \{\}"):
+        gs.autocast({})
