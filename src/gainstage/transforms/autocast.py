@@ -1,8 +1,6 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core import jaxprs, models
+from gainstage._core import jaxprs
 from gainstage._core._jax import Tracer
-from gainstage._core.bridge import assign, read, recorded
 from gainstage._core.precision import in_dtype
 from gainstage._core.types import P, R
-from gainstage._core.variable import is_tracing
+from gainstage.transforms.replay import FLOAT32, KEPT, Value, as_written, replayed
 
 __all__ = ["autocast", "keep_float32"]
 
-FLOAT32 = np.dtype(np.float32)
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}
 # Operations that compute in half precision.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
@@ -82,38 +78,7 @@ def autocast(fun: Callable[P, R], plan: str = "float16") -> Callable[P, R]:
     if plan not in DTYPES:
         raise ValueError(f"Expected one of {sorted(DTYPES)} for plan; got {plan!r}.")
     caster = _Caster(DTYPES[plan])
-    untyped: Callable[..., Any] = fun
-
-    @functools.wraps(fun)
-    def cast(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-        variables: list[Any] = []
-        runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
-
-        def pure(arrays: Sequence[Any]) -> Any:
-            whole = list(leaves)
-            for i, array in zip(places, arrays, strict=True):
-                whole[i] = array
-            args, kwargs = jax.tree.unflatten(structure, whole)
-            with recorded(runs_now) as assigned:
-                result = untyped(*args, **kwargs)
-                variables[:] = assigned
-                return result, read(assigned), models.states((args, kwargs))
-
-        arrays = [leaves[i] for i in places]
-        program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
-        free = _may_be_rounded(args, kwargs)
-        values = [_Value(leaves[i], free[i]) for i in places]
-        found = caster.function_of(program, [v.aval for v in program.outvars])(*values)
-        result, new, states = jax.tree.unflatten(
-            jax.tree.structure(shapes), [value.x for value in found]
-        )
-        assign(variables, new)
-        models.restore((args, kwargs), states)
-        return result
-
-    return cast
+    return replayed(fun, caster.compute, caster.constant)
 
 
 class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
@@ -137,7 +102,7 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
     """
 
     def __enter__(self) -> None:
-        self._scope = jax.named_scope(type(self).__name__)
+        self._scope = jax.named_scope(KEPT)
         self._scope.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -147,48 +112,16 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
         return type(self)()  # a decorated function may call itself
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Value:
-    """A value of a program."""
-
-    x: Any  # an array, perhaps in half precision though it is float32 in the program
-    # whether it may be rounded: a parameter, in any shape, or a constant that half precision holds
-    is_free: bool = dataclasses.field(default=False, metadata={"static": True})
-
-
 class _Caster:
-    """Evaluates programs with some of their operations in half precision."""
+    """Computes operations in half precision by default rules."""
 
     def __init__(self, dtype: np.dtype):
         self._dtype = dtype
 
-    def function_of(
-        self,
-        program: Any,
-        types: Sequence[Any],
-        path: tuple[int, ...] = (),
-        keeps: bool = False,
-    ) -> Callable[..., list[_Value]]:
-        """The function of a program, on values.
-
-        Args:
-            program: a jaxpr.
-            types: the types of its first results; others may be in half precision.
-            path: the indices of the equations around it.
-            keeps: whether the user keeps it in float32.
-        """
-        compute = functools.partial(self._equation, keeps=keeps)
-
-        def evaluate(*values: _Value) -> list[_Value]:
-            found = jaxprs.run(program, values, compute, self._constant, self._constant, path)
-            return [*map(_settled, found, types), *found[len(types) :]]
-
-        return evaluate
-
-    def _constant(self, x: Any) -> _Value:
+    def constant(self, x: Any) -> Value:
+        """Says whether a constant may be rounded."""
         # What a function closes over and is traced is a parameter, such as a bound variable.
-        return _Value(x, isinstance(x, Tracer) or self._holds(x))
+        return Value(x, isinstance(x, Tracer) or self._holds(x))
 
     def _holds(self, x: Any) -> bool:
         """Whether half precision holds the sizes of all numbers of a constant."""
@@ -198,34 +131,20 @@ class _Caster:
         held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
         return bool((held | ~np.isfinite(sizes)).all())
 
-    def _equation(
-        self, eqn: Any, values: list[_Value], path: tuple[int, ...], keeps: bool
-    ) -> list[_Value]:
-        keeps = keeps or keep_float32.__name__ in jaxprs.scopes(eqn)
-
-        def function_of(program: Any, types: Any, number: int | None) -> Any:
-            own = path if number is None else (*path, number)
-            return self.function_of(program, types, own, keeps)
-
-        with jaxprs.inside(eqn), eqn.ctx.manager:
-            found = jaxprs.rebuilt(eqn, values, function_of, _settled)
-        if found is not None:
-            return found
+    def compute(self, eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+        """Computes an operation, in half precision where that is right."""
         wide = [_is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [_dtype_of(value) == self._dtype for value in floats]
-        if not keeps:
-            if self._computes(eqn, floats, held):
-                xs = [
-                    jnp.asarray(value.x, self._dtype) if is_wide else value.x
-                    for value, is_wide in zip(values, wide, strict=True)
-                ]
-                results = in_dtype(eqn, xs, self._dtype, {FLOAT32})
-                return [_Value(x) for x in results]
-            if _squares(eqn) and all(held) and held:
-                return [_Value(_square(eqn, floats[0].x))]
-        xs = [_typed(v.x, variable.aval) for v, variable in zip(values, eqn.invars, strict=True)]
-        results = jaxprs.bind(eqn, xs)
+        if self._computes(eqn, floats, held):
+            xs = [
+                jnp.asarray(value.x, self._dtype) if is_wide else value.x
+                for value, is_wide in zip(values, wide, strict=True)
+            ]
+            return [Value(x) for x in in_dtype(eqn, xs, self._dtype, {FLOAT32})]
+        if _squares(eqn) and all(held) and held:
+            return [Value(_square(eqn, floats[0].x))]
+        results = [value.x for value in as_written(eqn, values)]
         if eqn.primitive.name.startswith("custom_") and held and all(held):
             # An activation with its own derivative, such as `relu`: others follow its result.
             shapes = {v.aval.shape for v, is_wide in zip(eqn.invars, wide, strict=True) if is_wide}
@@ -234,9 +153,9 @@ class _Caster:
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
         is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
-        return [_Value(x, is_moved) for x in results]
+        return [Value(x, is_moved) for x in results]
 
-    def _computes(self, eqn: Any, floats: Sequence[_Value], held: Sequence[bool]) -> bool:
+    def _computes(self, eqn: Any, floats: Sequence[Value], held: Sequence[bool]) -> bool:
         """Whether an equation is computed in half precision.
 
         Args:
@@ -248,16 +167,6 @@ class _Caster:
             return bool(floats)
         fits = all(is_held or v.is_free for is_held, v in zip(held, floats, strict=True))
         return eqn.primitive.name in FOLLOWERS and any(held) and fits and not _squares(eqn)
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
-
-
-def _may_be_rounded(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """For each leaf of the arguments, whether it is a parameter."""
-    parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
-    own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
-    return [bool(o) for o, part in zip(own, parts, strict=True) for _ in jax.tree.leaves(part)]
 
 
 def _squares(eqn: Any) -> bool:
@@ -280,16 +189,5 @@ def _is_float32(variable: Any) -> bool:
     return getattr(variable.aval, "dtype", None) == FLOAT32
 
 
-def _dtype_of(value: _Value) -> Any:
+def _dtype_of(value: Value) -> Any:
     return getattr(value.x, "dtype", None)
-
-
-def _settled(value: _Value, aval: Any) -> _Value:
-    """A value in the dtype that it has in the program."""
-    return _Value(_typed(value.x, aval))
-
-
-def _typed(x: Any, aval: Any) -> Any:
-    """An array, in float32 if it is float32 in the program."""
-    is_rounded = getattr(aval, "dtype", None) == FLOAT32 and hasattr(x, "dtype")
-    return x.astype(FLOAT32) if is_rounded and x.dtype != FLOAT32 else x

@@ -1,0 +1,143 @@
+"""Functions that are traced, and run again with some operations computed in another way."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gainstage._core import jaxprs, models
+from gainstage._core.bridge import assign, read, recorded
+from gainstage._core.types import P, R
+from gainstage._core.variable import is_tracing
+
+FLOAT32 = np.dtype(np.float32)
+KEPT = "keep_float32"  # the scope of operations that stay in float32
+ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a program."""
+
+    x: Any  # an array, perhaps in half precision though it is float32 in the program
+    # whether it may be rounded: a parameter, in any shape, or a constant that half precision holds
+    is_free: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+# `(equation, operands, path) -> results` of an operation.
+Compute = Callable[[Any, list[Value], tuple[int, ...]], list[Value]]
+
+
+def replayed(
+    fun: Callable[P, R],
+    compute: Compute,
+    constant: Callable[[Any], Value] = Value,
+    check: Callable[[Any], None] = lambda program: None,
+) -> Callable[P, R]:
+    """Returns `fun` with its operations computed by `compute`.
+
+    It is traced and run again in the context of the caller: it can be differentiated, batched and
+    compiled. Variables and models of NNX that it changes are changed by the second run.
+
+    Args:
+        fun: a function of pytrees or models.
+        compute: computes an operation, unless it contains a program, or the user keeps it.
+        constant: makes a value of a constant of the program.
+        check: called with the program before it is run again.
+    """
+    untyped: Callable[..., Any] = fun
+
+    @functools.wraps(fun)
+    def again(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ARRAYS)]
+        variables: list[Any] = []
+        runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
+
+        def pure(arrays: Sequence[Any]) -> Any:
+            whole = list(leaves)
+            for i, array in zip(places, arrays, strict=True):
+                whole[i] = array
+            args, kwargs = jax.tree.unflatten(structure, whole)
+            with recorded(runs_now) as assigned:
+                result = untyped(*args, **kwargs)
+                variables[:] = assigned
+                return result, read(assigned), models.states((args, kwargs))
+
+        arrays = [leaves[i] for i in places]
+        program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
+        check(program)
+        free = _may_be_rounded(args, kwargs)
+        values = [Value(leaves[i], free[i]) for i in places]
+        types = [variable.aval for variable in program.outvars]
+        found = _function_of(compute, constant, program, types)(*values)
+        result, new, states = jax.tree.unflatten(
+            jax.tree.structure(shapes), [value.x for value in found]
+        )
+        assign(variables, new)
+        models.restore((args, kwargs), states)
+        return result
+
+    return again
+
+
+def _function_of(
+    compute: Compute,
+    constant: Callable[[Any], Value],
+    program: Any,
+    types: Sequence[Any],
+    path: tuple[int, ...] = (),
+    keeps: bool = False,
+) -> Callable[..., list[Value]]:
+    """The function of a program, on values.
+
+    Args:
+        compute, constant: as for `replayed`.
+        program: a jaxpr.
+        types: the types of its first results; others may be in half precision.
+        path: the indices of the equations around it.
+        keeps: whether the user keeps it in float32.
+    """
+
+    def equation(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+        kept = keeps or KEPT in jaxprs.scopes(eqn)
+
+        def inner(program: Any, types: Any, number: int | None) -> Callable[..., list[Value]]:
+            own = path if number is None else (*path, number)
+            return _function_of(compute, constant, program, types, own, kept)
+
+        with jaxprs.inside(eqn), eqn.ctx.manager:
+            found = jaxprs.rebuilt(eqn, values, inner, settled)
+        if found is not None:
+            return found
+        return as_written(eqn, values) if kept else compute(eqn, values, path)
+
+    def evaluate(*values: Value) -> list[Value]:
+        found = jaxprs.run(program, values, equation, constant, constant, path)
+        return [*map(settled, found, types), *found[len(types) :]]
+
+    return evaluate
+
+
+def as_written(eqn: Any, values: Sequence[Value]) -> list[Value]:
+    """The results of an operation in the dtypes that it has in the program."""
+    settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
+    return [Value(x) for x in jaxprs.bind(eqn, list(settled_values))]
+
+
+def settled(value: Value, aval: Any) -> Value:
+    """A value in the dtype that it has in the program."""
+    is_float32 = getattr(aval, "dtype", None) == FLOAT32 and hasattr(value.x, "dtype")
+    is_rounded = is_float32 and value.x.dtype != FLOAT32
+    return Value(value.x.astype(FLOAT32)) if is_rounded else Value(value.x)
+
+
+def _may_be_rounded(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
+    """For each leaf of the arguments, whether it is a parameter."""
+    parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
+    return [bool(o) for o, part in zip(own, parts, strict=True) for _ in jax.tree.leaves(part)]
