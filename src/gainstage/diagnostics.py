@@ -1,12 +1,21 @@
 """Records runs and explains them: writers, alarms, reports, and the causes of bad steps."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from gainstage._core.boundary import largest_scale
+from gainstage.runs import replay
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.log_probabilities import Mismatch, mismatch
 from gainstage.runs.run import Run, read_run
 from gainstage.runs.writers import JsonLines, Writer, described
+from gainstage.transforms.precision_plan import Operation, PrecisionPlan
 from gainstage.xray.capsule import BadStep, Capsule, read_capsule
+from gainstage.xray.tune_precision import tune_precision
 from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
+
+if TYPE_CHECKING:
+    from gainstage.runs import progress
 
 __all__ = [
     "Alarm",
@@ -16,6 +25,8 @@ __all__ = [
     "Cause",
     "JsonLines",
     "Mismatch",
+    "Operation",
+    "PrecisionPlan",
     "Remedy",
     "Run",
     "Window",
@@ -25,7 +36,16 @@ __all__ = [
     "described",
     "largest_scale",
     "mismatch",
+    "progress",
     "read_capsule",
     "read_run",
+    "replay",
+    "tune_precision",
     "xray",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "progress":  # imports rich, an extra
+        return importlib.import_module("gainstage.runs.progress")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

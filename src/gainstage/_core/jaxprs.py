@@ -90,6 +90,30 @@ def scopes(eqn: Any) -> str:
     return str(source_info_util.current_name_stack() + eqn.source_info.name_stack)
 
 
+def changeable(eqn: Any) -> list[tuple[Any, int | None]]:
+    """The programs inside an equation that `rebuilt` can change, each with its place if the
+    equation has several. Functions with their own derivatives and what is `OPAQUE` have none."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("remat", "remat2", "checkpoint", "scan", "shard_map"):
+        return [(params["jaxpr"], None)]
+    if name == "while":
+        return [(params["cond_jaxpr"], 0), (params["body_jaxpr"], 1)]
+    if name == "cond":
+        return [(branch, n) for n, branch in enumerate(params["branches"])]
+    program = None if name.startswith("custom_") else called(eqn)
+    return [] if program is None else [(program, None)]
+
+
+def operations(program: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """The paths and equations of a program, without those that contain a changeable program."""
+    for n, eqn in enumerate(open_jaxpr(program).eqns):
+        parts = changeable(eqn)
+        for part, number in parts:
+            yield from operations(part, (*path, n) if number is None else (*path, n, number))
+        if not parts:
+            yield (*path, n), eqn
+
+
 def rebuilt(
     eqn: Any,
     values: Sequence[Any],
@@ -99,7 +123,7 @@ def rebuilt(
     """Evaluates an equation with programs inside, after a change to these programs.
 
     Calls are inlined. Loops, branches, `jax.checkpoint` and `jax.shard_map` are built again, so
-    that the result can be differentiated. Functions with their own derivatives cannot be changed.
+    that the result can be differentiated.
 
     Args:
         eqn: an equation.
@@ -109,25 +133,23 @@ def rebuilt(
         typed: `(value, type) -> value` of that type, for the first carry of a loop.
 
     Returns:
-        The results, or None if the equation has no program that can be changed.
+        The results, or None if the equation has no changeable program.
     """
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("remat", "remat2", "checkpoint"):
-        body = function_of(params["jaxpr"], (), None)
-        options = {key: params[key] for key in ("policy", "prevent_cse") if key in params}
-        return jax.checkpoint(body, **options)(*values)
+    name, params, parts = eqn.primitive.name, eqn.params, changeable(eqn)
+    if not parts:
+        return None
     if name == "scan":
         return _scan(params, values, function_of, typed)
     if name == "while":
         return _while(params, values, function_of, typed)
     if name == "cond":
         types = [variable.aval for variable in eqn.outvars]
-        branches = [function_of(b, types, n) for n, b in enumerate(params["branches"])]
         (index,) = jax.tree.leaves(values[0])
-        return jax.lax.switch(index, branches, *values[1:])
+        return jax.lax.switch(index, [function_of(b, types, n) for b, n in parts], *values[1:])
+    ((program, _),) = parts
     if name == "shard_map":
-        types = [variable.aval for variable in open_jaxpr(params["jaxpr"]).outvars]
-        body = function_of(params["jaxpr"], types, None)
+        types = [variable.aval for variable in open_jaxpr(program).outvars]
+        body = function_of(program, types, None)
         return jax.shard_map(
             lambda *values: body(*values),
             mesh=params["mesh"],
@@ -136,8 +158,11 @@ def rebuilt(
             axis_names=params["newly_manual_axes"],
             check_vma=params["check_vma"],
         )(*values)
-    program = None if name.startswith("custom_") else called(eqn)
-    return None if program is None else function_of(program, (), None)(*values)
+    body = function_of(program, (), None)
+    if name in ("remat", "remat2", "checkpoint"):
+        options = {key: params[key] for key in ("policy", "prevent_cse") if key in params}
+        body = jax.checkpoint(body, **options)
+    return body(*values)
 
 
 def _scan(

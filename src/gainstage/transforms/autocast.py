@@ -12,6 +12,7 @@ from gainstage._core import jaxprs
 from gainstage._core._jax import Tracer
 from gainstage._core.precision import in_dtype
 from gainstage._core.types import P, R
+from gainstage.transforms.precision_plan import MOVES, PrecisionPlan
 from gainstage.transforms.replay import FLOAT32, KEPT, Value, as_written, replayed
 
 __all__ = ["autocast", "keep_float32"]
@@ -19,13 +20,6 @@ __all__ = ["autocast", "keep_float32"]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}
 # Operations that compute in half precision.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
-# Operations that move numbers, or choose one of them.
-MOVES = frozenset(
-    ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "rev", "copy",
-     "dynamic_slice", "gather", "concatenate", "pad", "dynamic_update_slice", "split",
-     "sharding_constraint", "optimization_barrier", "stop_gradient", "name", "reduce_max",
-     "reduce_min")
-)  # fmt: skip
 # Operations in half precision if their operands are, or may be rounded.
 FOLLOWERS = MOVES | frozenset(
     ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
@@ -33,7 +27,7 @@ FOLLOWERS = MOVES | frozenset(
 )  # fmt: skip
 
 
-def autocast(fun: Callable[P, R], plan: str = "float16") -> Callable[P, R]:
+def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Callable[P, R]:
     """Returns a function that computes its products and convolutions in half precision.
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
@@ -55,11 +49,12 @@ def autocast(fun: Callable[P, R], plan: str = "float16") -> Callable[P, R]:
 
     Args:
         fun: a function of pytrees or models, such as a loss.
-        plan: "float16" or "bfloat16", the dtype of products.
+        plan: "float16" or "bfloat16", the dtype of products; or what
+            `gainstage.diagnostics.tune_precision` has measured for `fun`.
 
     Raises:
         TypeError: `fun` is not callable.
-        ValueError: another plan.
+        ValueError: another plan; from the call, the plan of another function.
 
     Examples:
         >>> import gainstage as gs
@@ -75,8 +70,13 @@ def autocast(fun: Callable[P, R], plan: str = "float16") -> Callable[P, R]:
     """
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {fun!r}.")
-    if plan not in DTYPES:
-        raise ValueError(f"Expected one of {sorted(DTYPES)} for plan; got {plan!r}.")
+    if isinstance(plan, PrecisionPlan):
+        caster = _Caster(DTYPES[plan.dtype], plan)
+        return replayed(fun, caster.compute, caster.constant, plan.check)
+    if not isinstance(plan, str) or plan not in DTYPES:
+        raise ValueError(
+            f"Expected one of {sorted(DTYPES)}, or a PrecisionPlan, for plan; got {plan!r}."
+        )
     caster = _Caster(DTYPES[plan])
     return replayed(fun, caster.compute, caster.constant)
 
@@ -113,10 +113,10 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
 
 
 class _Caster:
-    """Computes operations in half precision by default rules."""
+    """Computes operations in half precision, by a plan or by default rules."""
 
-    def __init__(self, dtype: np.dtype):
-        self._dtype = dtype
+    def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
+        self._dtype, self._plan = dtype, plan
 
     def constant(self, x: Any) -> Value:
         """Says whether a constant may be rounded."""
@@ -136,7 +136,7 @@ class _Caster:
         wide = [_is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [_dtype_of(value) == self._dtype for value in floats]
-        if self._computes(eqn, floats, held):
+        if self._computes(eqn, floats, held, path):
             xs = [
                 jnp.asarray(value.x, self._dtype) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
@@ -155,14 +155,19 @@ class _Caster:
         is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
         return [Value(x, is_moved) for x in results]
 
-    def _computes(self, eqn: Any, floats: Sequence[Value], held: Sequence[bool]) -> bool:
+    def _computes(
+        self, eqn: Any, floats: Sequence[Value], held: Sequence[bool], path: tuple[int, ...]
+    ) -> bool:
         """Whether an equation is computed in half precision.
 
         Args:
             eqn: an equation without a program inside.
             floats: its operands that are float32 in the program.
             held: whether each of them is in half precision.
+            path: where it is.
         """
+        if self._plan is not None and eqn.primitive.name not in MOVES:
+            return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
             return bool(floats)
         fits = all(is_held or v.is_free for is_held, v in zip(held, floats, strict=True))

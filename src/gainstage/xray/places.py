@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from gainstage._core._jax import user_frames
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-Frames = tuple[tuple[tuple[str, int, int], ...], ...]
+Frames = tuple[tuple[str, int, int], ...]
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # the folder of this package
 # The names of a layer's parameters in Flax, Keras, Equinox, Haiku and torch.
 OWN_NAMES = frozenset(
@@ -72,7 +72,7 @@ class Places:
     def __init__(self) -> None:
         # Maps the user's frames, with those of the calls around, to the forward equations of that
         # line: when they were run, and at which parameter.
-        self._forward: dict[Frames, list[tuple[int, str, bool]]] = defaultdict(list)
+        self._forward: dict[tuple[Frames, ...], list[tuple[int, str, bool]]] = defaultdict(list)
         self._calls: tuple[Frames, ...] = ()
         self._scopes: tuple[str, ...] = ()
         self._line = "", ""
@@ -90,7 +90,7 @@ class Places:
         often no line."""
         kept = self._calls, self._scopes, self._line
         frames = _frames(eqn)
-        self._calls += (tuple((f.file_name, f.start_line, f.start_column) for f in frames),)
+        self._calls += (frames_of(eqn),)
         self._scopes += (str(eqn.source_info.name_stack),)
         self._line = _line(frames) or self._line
         try:
@@ -155,6 +155,22 @@ def layer_of(place: Place) -> str:
     if last.isdigit() and place.scope:
         return place.scope
     return layer if layer and last in OWN_NAMES else place.near
+
+
+def frames_of(eqn: Any) -> Frames:
+    """The files, lines and columns of the calls that an equation comes from."""
+    return tuple((f.file_name, f.start_line, f.start_column) for f in _frames(eqn))
+
+
+def line_of(eqn: Any) -> str:
+    """The user's file and line of an equation."""
+    found = _line(_frames(eqn))
+    return found[0] if found else ""
+
+
+def scope_of(eqn: Any) -> str:
+    """The names of the layers around an equation, in its own program."""
+    return _scope(str(eqn.source_info.name_stack))
 
 
 def _frames(eqn: Any) -> list[Any]:

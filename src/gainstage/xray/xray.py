@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core import checks
+from gainstage._core import checks, jaxprs
 from gainstage._core.jaxprs import OPAQUE
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import Scalar, Using
@@ -85,7 +85,8 @@ def xray(
         scale = loss_scaled_state(opt_state).loss_scale.scale
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
-    with counted(program, progress) as tick:
+    steps = jaxprs.count(program.jaxpr)
+    with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
         return Xray(program, float(value), tick, prescribe, compiled)
 
 

@@ -1,0 +1,162 @@
+"""Which operations of a function are in half precision, as a table."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gainstage._core import checks, jaxprs
+from gainstage.transforms.replay import FLOAT32
+
+__all__ = ["Operation", "PrecisionPlan"]
+
+# Operations that move numbers, or choose one of them: they have the dtype of their operands.
+MOVES = frozenset(
+    ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "rev", "copy",
+     "dynamic_slice", "gather", "concatenate", "pad", "dynamic_update_slice", "split",
+     "sharding_constraint", "optimization_barrier", "stop_gradient", "name", "reduce_max",
+     "reduce_min")
+)  # fmt: skip
+VERSION = 1  # of the file
+
+
+class Operation(NamedTuple):
+    """One operation of a function, a row of a `PrecisionPlan`."""
+
+    path: tuple[int, ...]  # where it is in the program
+    name: str  # JAX's name, such as `dot_general`
+    dtype: str  # in which it is computed: "float32", or the plan's dtype
+    line: str  # file and line
+    layer: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
+    share: float  # the relative error of the gradient if only this line is in half precision
+    largest: float  # the largest absolute number among its operands and results
+    reason: str = ""  # why it is in float32
+
+
+class PrecisionPlan:
+    """Which operations of a function are in half precision, as `tune_precision` measured it.
+
+    `print` it: a table with a row for each line of the model. `gainstage.autocast(fun, plan)` uses
+    it. It belongs to one function, for any batch size and any length of a sequence.
+
+    Attributes:
+        dtype: the half-precision dtype, such as "float16".
+        operations: a tuple of `Operation`, in the order of the program.
+        predicted: the relative error of the gradient that the shares predict.
+        measured: the relative error of the gradient of the function under `autocast`.
+    """
+
+    def __init__(
+        self, dtype: str, operations: Sequence[Operation], predicted: float, measured: float
+    ):
+        self.dtype, self.operations = dtype, tuple(operations)
+        self.predicted, self.measured = predicted, measured
+        self._halves = {o.path for o in self.operations if o.dtype == dtype}
+
+    def is_half(self, path: tuple[int, ...]) -> bool:
+        """Whether the operation with this path is in half precision."""
+        return path in self._halves
+
+    def check(self, program: Any) -> None:
+        """Raises a ValueError if a program is not the one that was measured."""
+        found = [(path, eqn.primitive.name) for path, eqn in operations_of(program)]
+        known = [(operation.path, operation.name) for operation in self.operations]
+        if found == known:
+            return
+        both = zip(known, found, strict=False)
+        at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(known), len(found)))
+        names = [
+            f"{rows[at][1]} as operation {at}" if at < len(rows) else f"{len(rows)} operations"
+            for rows in (known, found)
+        ]
+        line = self.operations[at].line if at < len(known) else ""
+        raise ValueError(
+            f"Expected the function that the plan was measured on, with {names[0]}"
+            f"{line and f' ({line})'}; got {names[1]}. Measure again: "
+            f"gainstage.diagnostics.tune_precision(fun, *args)."
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to a JSON file.
+
+        Args:
+            path: the file, which is replaced.
+        """
+        rows = [operation._asdict() for operation in self.operations]
+        content = {
+            "gainstage plan": VERSION, "dtype": self.dtype, "predicted": self.predicted,
+            "measured": self.measured, "operations": rows,
+        }  # fmt: skip
+        temporary = Path(f"{path}.part")
+        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "PrecisionPlan":
+        """Reads a plan from a JSON file.
+
+        Args:
+            path: the file that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no plan.
+        """
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content["gainstage plan"] != VERSION:
+                raise ValueError(f"version {content['gainstage plan']}")
+            rows = [
+                Operation(**{**row, "path": tuple(row["path"])}) for row in content["operations"]
+            ]
+            return cls(content["dtype"], rows, content["predicted"], content["measured"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"Expected a plan of version {VERSION} that PrecisionPlan.save wrote in {path}; "
+                f"got {checks.brief(error)}."
+            ) from error
+
+    def __str__(self) -> str:
+        halves = sum(operation.dtype == self.dtype for operation in self.operations)
+        lines = [
+            f"{halves} of {len(self.operations)} operations in {self.dtype}: "
+            f"the gradient is off by {self.measured:.2%} (predicted: {self.predicted:.2%})."
+        ]
+        each: dict[Any, list[Operation]] = {}
+        for operation in self.operations:
+            alike = operation.name, operation.dtype, operation.line, operation.layer
+            each.setdefault((*alike, bool(operation.reason)), []).append(operation)
+        rows = [("operation", "count", "dtype", "share", "largest", "line", "why")]
+        for (name, dtype, line, layer, _), some in each.items():
+            worst = max(some, key=lambda operation: operation.largest)
+            share = max(operation.share for operation in some)
+            numbers = str(len(some)), dtype, f"{share:.3%}", f"{worst.largest:.3g}"
+            rows.append((name, *numbers, f"{line} {layer}".strip(), worst.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return (
+            f"PrecisionPlan({self.dtype!r}, {len(self.operations)} operations, "
+            f"measured={self.measured:.2g})"
+        )
+
+
+def operations_of(program: Any) -> list[tuple[tuple[int, ...], Any]]:
+    """The paths and equations that a plan decides on: those with float32 results and operands,
+    that compute."""
+    return [
+        (path, eqn)
+        for path, eqn in jaxprs.operations(program)
+        if eqn.primitive.name not in MOVES | jaxprs.OPAQUE
+        and not eqn.primitive.name.startswith("custom_")
+        and "callback" not in eqn.primitive.name
+        and any(_is_float32(v) for v in eqn.invars)
+        and any(_is_float32(v) for v in eqn.outvars)
+    ]
+
+
+def _is_float32(variable: Any) -> bool:
+    return getattr(variable.aval, "dtype", None) == FLOAT32

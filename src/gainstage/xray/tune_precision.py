@@ -1,0 +1,282 @@
+"""Measures, operation by operation, what half precision does to a function's gradient."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._core import checks, gradients, jaxprs, models
+from gainstage._core.types import Using
+from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast
+from gainstage.transforms.precision_plan import Operation, PrecisionPlan, operations_of
+from gainstage.transforms.replay import ARRAYS, FLOAT32, Value, as_written, replayed
+from gainstage.transforms.value_and_grad import scaled_value_and_grad
+from gainstage.xray.places import frames_of, line_of, scope_of
+from gainstage.xray.progress import counted
+
+__all__ = ["tune_precision"]
+
+ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
+# Operations over an axis stay in float32: their error grows with the batch.
+SUMS = frozenset(
+    ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
+     "scatter-add", "scatter_add")
+)  # fmt: skip
+WEIGHT = 16  # how much more a product saves than another operation of its size
+
+
+def tune_precision(
+    fun: Callable[..., Any],
+    *args: Any,
+    dtype: str = "float16",
+    max_error: float = 0.005,
+    has_aux: bool = False,
+    using: Using | None = None,
+    progress: bool = True,
+) -> PrecisionPlan:
+    """Measures which operations of a float32 function may be in half precision.
+
+    One program has a switch for each operation. With a single switch on, the difference of the
+    gradient is the share of that operation. Rounding errors add like independent ones, so the
+    shares predict the error of each choice. Operations that are the same in all layers have one
+    switch, so the time does not grow with depth: about one gradient for each line of the model.
+
+    Args:
+        fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        *args: its arguments. Use trained parameters or those of the start, and a usual batch.
+        dtype: "float16" or "bfloat16".
+        max_error: the largest relative error of the gradient, > 0: the norm of the difference
+            over the norm.
+        has_aux: whether `fun` returns (loss, aux).
+        using: the function that differentiates, by default as for `gainstage.value_and_grad`.
+        progress: whether to show a progress bar, in a terminal.
+
+    Returns:
+        A `PrecisionPlan` for `gainstage.autocast`; `print` it.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, the loss is not a scalar, or the loss or a
+            gradient is not finite in float32.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> from gainstage.diagnostics import tune_precision
+        >>> def loss_fn(w, x):  # features with an offset, which is subtracted again
+        ...     return jnp.mean(jnp.tanh(x @ w - 300 * w.sum(0)) ** 2)
+        >>> w = jax.random.normal(jax.random.key(0), (16, 4)) / 4
+        >>> x = 300 + jax.random.normal(jax.random.key(1), (64, 16))
+        >>> plan = tune_precision(loss_fn, w, x)
+        >>> print([o.name for o in plan.operations if o.dtype == "float32"][0])
+        dot_general
+        >>> step = jax.grad(gs.autocast(loss_fn, plan))
+
+    Source: precision tuning as in Precimonious (Rubio-Gonzalez et al., 2013), with a prediction
+    instead of a search.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"Expected one of {sorted(DTYPES)} for dtype; got {dtype!r}.")
+    max_error = checks.real("max_error", max_error, above=0.0)
+    tuner = _Tuner(fun, args, DTYPES[dtype], has_aux, using)
+    with counted(tuner.groups, "tune_precision", shows=progress) as tick:
+        return tuner.plan(dtype, max_error, tick)
+
+
+class _Tuner:
+    """The measurements of one function."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: Sequence[Any],
+        dtype: np.dtype,
+        has_aux: bool,
+        using: Using | None,
+    ):
+        self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
+        self._leaves, self._structure = jax.tree.flatten(tuple(args))
+        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, ARRAYS)]
+        self._arrays = [self._leaves[i] for i in self._places]
+        self._library = models.library(*map(type, args[:1]))
+        programs: list[Any] = []
+        visited = set()
+
+        def visit(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+            visited.add(path)
+            return as_written(eqn, values)
+
+        traced = replayed(fun, visit, check=programs.append)
+        one = jnp.float32(1)
+        jax.eval_shape(lambda arrays: self._gradients_of(traced, one, arrays), self._arrays)
+        self._equations = dict(operations_of(programs[0]))
+        self._kept = self._equations.keys() - visited
+        keys = {path: _key(eqn) for path, eqn in self._equations.items()}
+        numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
+        self._group = {path: numbers[key] for path, key in keys.items()}
+        self.groups = len(numbers)
+        self._largest = dict.fromkeys(self._equations, 0.0)
+
+    def plan(self, dtype: str, max_error: float, tick: Callable[[], Any]) -> PrecisionPlan:
+        """Measures the shares, chooses, and measures the choice."""
+        limit = float(jnp.finfo(self._dtype).max) / ROOM
+        self._measure_ranges()
+        hot = {path for path, size in self._largest.items() if not size <= limit}
+        wide = hot | self._kept | {p for p, e in self._equations.items() if _is_sum(e)}
+        switched, exact = self._switched(wide)
+        scale = self._scale(switched)
+        shares = []
+        for group in range(self.groups):
+            switches = jnp.arange(self.groups) == group
+            shares.append(_error(switched(switches, scale, self._arrays), exact))
+            tick()
+        bound = max_error
+        for _ in range(3):  # the shares of a plan may add up to more than predicted
+            chosen, predicted = self._chosen(shares, bound)
+            halves = {p for p, group in self._group.items() if group in chosen} - wide
+            plan = self._table(dtype, halves, hot, shares, predicted, 0.0)
+            measured = self._measured(plan, scale, exact)
+            if measured <= max_error:
+                break
+            bound *= max_error / measured / 2 if np.isfinite(measured) else 0.1
+        return self._table(dtype, halves, hot, shares, predicted, measured)
+
+    def _with(self, arrays: Sequence[Any]) -> Any:
+        whole = list(self._leaves)
+        for i, array in zip(self._places, arrays, strict=True):
+            whole[i] = array
+        return jax.tree.unflatten(self._structure, whole)
+
+    def _gradients_of(
+        self, fun: Callable[..., Any], scale: jax.Array, arrays: Sequence[Any]
+    ) -> list[jax.Array]:
+        """The loss and the gradients of a function, in float32."""
+        using = self._using or models.VALUE_AND_GRAD[self._library]
+        differentiate = scaled_value_and_grad(fun, scale, self._has_aux, using)
+        (_, (loss, _)), grads = differentiate(*self._with(arrays))
+        true = gradients.unscale(grads, scale)
+        return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
+
+    def _measure_ranges(self) -> None:
+        """Measures the largest number at each operation, in float32."""
+        paths = list(self._equations)
+
+        def note(number: int, size: Any) -> None:
+            self._largest[paths[number]] = max(self._largest[paths[number]], float(size))
+
+        numbers = {path: n for n, path in enumerate(paths)}
+
+        def compute(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+            results = as_written(eqn, values)
+            if path in numbers:
+                both = (*values, *results), (*eqn.invars, *eqn.outvars)
+                known = zip(*both, strict=True)
+                sizes = [jnp.max(jnp.abs(v.x), initial=0) for v, var in known if _is_float32(var)]
+                size = functools.reduce(jnp.maximum, sizes)
+                jax.debug.callback(functools.partial(note, numbers[path]), size)
+            return results
+
+        measured = replayed(self._fun, compute)
+
+        def ranges(arrays: Sequence[Any]) -> None:
+            measured(*self._with(arrays))
+
+        jax.jit(ranges)(self._arrays)
+        jax.effects_barrier()
+
+    def _switched(self, without: set[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The compiled gradients of the function with switches, and those in float32."""
+
+        def compiled(switches: Any, scale: Any, arrays: Sequence[Any]) -> list[jax.Array]:
+            def compute(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+                if path not in self._group or path in without:
+                    return as_written(eqn, values)
+                is_on = switches[self._group[path]]
+
+                def rounded(x: Any, variable: Any) -> Any:
+                    if not _is_float32(variable):
+                        return x
+                    return jnp.where(is_on, jnp.asarray(x, self._dtype).astype(FLOAT32), x)
+
+                xs = [rounded(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
+                found = zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True)
+                return [Value(rounded(x, var)) for x, var in found]
+
+            return self._gradients_of(replayed(self._fun, compute), scale, arrays)
+
+        program = jax.jit(compiled)
+        exact = jax.device_get(program(jnp.zeros(self.groups, bool), jnp.float32(1), self._arrays))
+        if not all(np.isfinite(x).all() for x in exact):
+            raise ValueError(
+                f"Expected a function whose loss and gradients are finite in float32; got a loss "
+                f"of {float(exact[0])}. Look for the cause: gainstage.diagnostics.xray(fun, *args)."
+            )
+        return program, exact
+
+    def _scale(self, switched: Callable[..., Any]) -> jax.Array:
+        """The largest loss scale, at most 2**15, at which all operations may be switched on."""
+        for exponent in range(15, -1, -3):
+            found = switched(jnp.ones(self.groups, bool), jnp.float32(2.0**exponent), self._arrays)
+            if all(bool(jnp.isfinite(x).all()) for x in found):
+                break
+        return jnp.float32(2.0**exponent)
+
+    def _measured(self, plan: PrecisionPlan, scale: jax.Array, exact: list[Any]) -> float:
+        program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
+        return _error(program(scale, self._arrays), exact)
+
+    def _chosen(self, shares: Sequence[float], bound: float) -> tuple[set[int], float]:
+        """The groups that fit together below the bound, and the error that they predict."""
+        gains = [0.0] * self.groups
+        for path, eqn in self._equations.items():
+            weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
+            size = sum(v.aval.size for v in (*eqn.invars, *eqn.outvars) if _is_float32(v))
+            gains[self._group[path]] += weight * size
+        costs = [share**2 if np.isfinite(share) else np.inf for share in shares]
+        chosen, total = set(), 0.0
+        for group in sorted(range(self.groups), key=lambda n: costs[n] / max(gains[n], 1)):
+            if total + costs[group] <= bound**2:
+                total += costs[group]
+                chosen.add(group)
+        return chosen, total**0.5
+
+    def _table(
+        self, dtype: str, halves: set[Any], hot: set[Any], shares: Sequence[float],
+        predicted: float, measured: float,
+    ) -> PrecisionPlan:  # fmt: skip
+        rows = []
+        for path, eqn in self._equations.items():
+            largest, share = self._largest[path], shares[self._group[path]]
+            reason = "" if path in halves else "its share"
+            reason = f"it reaches {largest:.3g}" if path in hot else reason
+            reason = "a sum" if _is_sum(eqn) else reason
+            reason = "keep_float32, or unused" if path in self._kept else reason
+            own = dtype if path in halves else "float32"
+            place = line_of(eqn), scope_of(eqn)
+            rows.append(
+                Operation(path, eqn.primitive.name, own, *place, float(share), largest, reason)
+            )
+        return PrecisionPlan(dtype, rows, predicted, measured)
+
+
+def _error(found: Sequence[Any], exact: Sequence[Any]) -> float:
+    """The norm of the difference of the gradients, relative to the gradients."""
+    pairs = zip(map(np.asarray, found[1:]), exact[1:], strict=True)
+    off = sum(float(np.sum(np.square(a.astype(np.float64) - b))) for a, b in pairs)
+    norm = sum(float(np.sum(np.square(b.astype(np.float64)))) for b in exact[1:])
+    return (off / norm) ** 0.5 if norm else 0.0
+
+
+def _key(eqn: Any) -> tuple[Any, ...]:
+    """What operations of equal layers have in common."""
+    return eqn.primitive.name, frames_of(eqn), tuple(v.aval.str_short() for v in eqn.outvars)
+
+
+def _is_sum(eqn: Any) -> bool:
+    return eqn.primitive.name in SUMS
+
+
+def _is_float32(variable: Any) -> bool:
+    return getattr(variable.aval, "dtype", None) == FLOAT32

@@ -1,0 +1,196 @@
+"""A plan says which operations may be in float16, and what that does to the gradient."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import gainstage as gs
+from gainstage.diagnostics import PrecisionPlan, tune_precision
+
+KEY = jax.random.key(11)
+
+
+def draw(number, *shape):
+    return jax.random.normal(jax.random.fold_in(KEY, number), shape)
+
+
+X, Y = draw(1, 128, 48), draw(2, 128, 48)
+PARAMS = {name: draw(10 + i, 48, 48) / 48**0.5 for i, name in enumerate("abc")}
+
+
+def offset(params, x, y):
+    """Features with a mean of 300, which is subtracted after the first product."""
+    h = jnp.tanh(x @ params["a"] - params["mean"])
+    return jnp.mean((jax.nn.gelu(h @ params["b"]) @ params["c"] - y) ** 2)
+
+
+OFFSET = {**PARAMS, "mean": 300 * PARAMS["a"].sum(0)}
+
+
+def error(fun, plan, params, *batch, scale=2.0**8):
+    """The error of the gradient under autocast, computed from both gradients in float64."""
+    cast = gs.autocast(fun, plan)
+    found = jax.jit(jax.grad(lambda p: cast(p, *batch) * scale))(params)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(jax.grad(fun)(params, *batch)), strict=True)
+    pairs = [(np.asarray(a, np.float64) / scale, np.asarray(b, np.float64)) for a, b in pairs]
+    off = sum(float(((a - b) ** 2).sum()) for a, b in pairs)
+    return (off / sum(float((b**2).sum()) for _, b in pairs)) ** 0.5
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return tune_precision(offset, OFFSET, 300 + 0.7 * X, Y)
+
+
+def test_the_one_product_that_float16_ruins_stays_in_float32(plan):
+    """Default rules are 10 % wrong; the plan keeps two operations and is below its bound."""
+    batch = 300 + 0.7 * X, Y
+    assert error(offset, "float16", OFFSET, *batch) > 0.1
+    assert error(offset, plan, OFFSET, *batch) <= 0.005
+    products = [o.dtype for o in plan.operations if o.name == "dot_general"]
+    assert products == ["float32", "float16", "float16"]
+
+
+def test_the_prediction_holds_on_another_batch(plan):
+    """Predicted, measured and another batch of another size agree within a factor of 1.5."""
+    other = 300 + 0.7 * draw(3, 64, 48), draw(4, 64, 48)
+    assert plan.measured == pytest.approx(error(offset, plan, OFFSET, 300 + 0.7 * X, Y), rel=0.2)
+    for found in (plan.measured, error(offset, plan, OFFSET, *other)):
+        assert plan.predicted / 1.5 <= found <= plan.predicted * 1.5
+
+
+def test_what_comes_near_the_largest_number_stays_in_float32():
+    """A network whose middle reaches 1e5 is right with a plan."""
+
+    def hot(params, x, y):
+        h = jnp.tanh(x @ params["a"]) @ params["b"] * 5e4
+        return jnp.mean((jnp.tanh(h / 5e4) @ params["c"] - y) ** 2)
+
+    plan = tune_precision(hot, PARAMS, X, Y)
+    assert plan.measured <= 0.005
+    reasons = [o.reason for o in plan.operations if o.largest > 65504 / 16]
+    assert len(reasons) >= 2
+    assert all("reaches" in reason or reason == "a sum" for reason in reasons)
+    largest = np.abs(5e4 * np.tanh(X @ PARAMS["a"]) @ PARAMS["b"]).max()
+    assert max(o.largest for o in plan.operations) == pytest.approx(float(largest), rel=1e-4)
+
+
+def test_a_tighter_bound_keeps_more():
+    """The plan stays below each bound, and a smaller one keeps more operations in float32."""
+    counts = []
+    for bound in (1e-2, 3e-4, 1e-6):
+        plan = tune_precision(offset, OFFSET, 300 + 0.7 * X, Y, max_error=bound)
+        assert plan.measured <= bound
+        counts.append(sum(o.dtype == "float16" for o in plan.operations))
+    assert counts[0] > counts[1] > counts[2] == 0
+
+
+def test_equal_layers_share_a_measurement():
+    """A function of three equal layers, in a loop or a scan, is measured as often as one layer."""
+
+    def stack(layers):
+        def loss(params, x):
+            for i in range(layers):
+                x = x + jnp.tanh(x @ params[i])
+            return jnp.mean(x**2)
+
+        return loss
+
+    params = jnp.stack([PARAMS[name] for name in "abc"])
+    plan = tune_precision(stack(3), params, X)
+    assert [o.name for o in plan.operations].count("dot_general") == 3
+    assert len({o.share for o in plan.operations if o.name == "dot_general"}) == 1
+
+    def scanned(params, x):
+        return jnp.mean(lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params)[0] ** 2)
+
+    plan = tune_precision(scanned, params, X)
+    assert [o.dtype for o in plan.operations if o.name == "dot_general"] == ["float16"]
+    assert error(scanned, plan, params, X) <= 0.005
+
+
+def test_a_plan_is_saved_and_loaded(plan, tmp_path):
+    """A loaded plan is the saved one, in every row and in what it says."""
+    plan.save(tmp_path / "plan.json")
+    loaded = PrecisionPlan.load(tmp_path / "plan.json")
+    assert loaded.operations == plan.operations
+    assert (loaded.predicted, loaded.measured) == (plan.predicted, plan.measured)
+    assert str(loaded) == str(plan)
+    assert "the gradient is off by" in str(plan)
+    assert "test_tune_precision.py:" in str(plan)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[]", '{"gainstage plan": 99}', '{"gainstage plan": 1, "operations": [1]}'],
+)
+def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
+    """The error names the file."""
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"plan of version 1.*other\.json"):
+        PrecisionPlan.load(path)
+
+
+def test_the_plan_of_another_function_is_refused(plan):
+    """The error says which operation differs, and how to measure again."""
+
+    def other(params, x, y):
+        h = jnp.sin(x @ params["a"] - params["mean"])
+        return jnp.mean((jax.nn.gelu(h @ params["b"]) @ params["c"] - y) ** 2)
+
+    with pytest.raises(ValueError, match=r"tanh as operation 2 .*got sin.*tune_precision"):
+        gs.autocast(other, plan)(OFFSET, X, Y)
+    with pytest.raises(ValueError, match="Measure again"):
+        gs.autocast(lambda w: w * 2, plan)(X)
+
+
+def test_models_and_aux():
+    """An NNX model with BatchNorm, a loss with aux, and a part that the user keeps."""
+    model = nnx.Sequential(
+        nnx.Linear(48, 32, rngs=nnx.Rngs(0)), nnx.BatchNorm(32, rngs=nnx.Rngs(0)), nnx.tanh,
+        nnx.Linear(32, 1, rngs=nnx.Rngs(1)),
+    )  # fmt: skip
+
+    def loss(model, x):
+        out = model(x)
+        with gs.keep_float32():
+            value = jnp.mean(jnp.log1p(out**2))
+        return value, {"out": out, "product": x @ x.T}
+
+    mean = model.layers[1].mean[...]
+    plan = tune_precision(loss, model, X, has_aux=True)
+    assert plan.measured <= 0.005
+    assert model.layers[1].mean[...] is mean  # measuring changes nothing
+    kept = [o for o in plan.operations if o.name == "log1p"]
+    assert [(o.dtype, o.reason) for o in kept] == [("float32", "keep_float32, or unused")]
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    step = gs.train_step(gs.autocast(loss, plan), tx, has_aux=True)
+    model, _, value, aux = step(model, tx.init(model), X)
+    assert bool(jnp.isfinite(value))
+    assert aux["out"].dtype == jnp.float32
+
+
+def test_bad_input_is_refused():
+    """Dtypes, bounds, losses that are no scalars, and losses that are not finite in float32."""
+    with pytest.raises(ValueError, match="dtype; got 'float8'"):
+        tune_precision(offset, OFFSET, X, Y, dtype="float8")
+    with pytest.raises(ValueError, match="max_error; got 0"):
+        tune_precision(offset, OFFSET, X, Y, max_error=0)
+    with pytest.raises(TypeError, match="scalar loss"):
+        tune_precision(lambda p, x: x @ p, PARAMS["a"], X)
+    with pytest.raises(ValueError, match=r"finite in float32; got a loss of inf.*xray"):
+        tune_precision(lambda p, x: jnp.exp(x @ p * 1e3).sum(), PARAMS["a"], X)
+
+
+def test_the_file_is_json(plan, tmp_path):
+    """Other programs can read the rows."""
+    plan.save(tmp_path / "plan.json")
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["operations"][0]["name"] == plan.operations[0].name
