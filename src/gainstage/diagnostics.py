@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gainstage._core.boundary import largest_scale
-from gainstage.runs import replay
+from gainstage.runs import replay as replay
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.log_probabilities import Mismatch, mismatch
 from gainstage.runs.run import Run, read_run
@@ -15,7 +15,7 @@ from gainstage.xray.tune_precision import tune_precision
 from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
 
 if TYPE_CHECKING:
-    from gainstage.runs import progress
+    from gainstage.runs import progress as progress
 
 __all__ = [
     "Alarm",
@@ -36,10 +36,8 @@ __all__ = [
     "described",
     "largest_scale",
     "mismatch",
-    "progress",
     "read_capsule",
     "read_run",
-    "replay",
     "tune_precision",
     "xray",
 ]
