@@ -3,10 +3,13 @@
 import ast
 import importlib
 import inspect
+import re
 import sys
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ import numpy as np
 import optax
 
 import gainstage as gs
+from gainstage._core.options import Arguments, OptimizerOptions
 
 SRC = Path(gs.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
@@ -82,6 +86,17 @@ def test_no_object_is_changed_from_outside():
             if where not in FOREIGN:
                 found.append(f"{where[0]}:{part.lineno} {where[1]}")
     assert found == []
+
+
+def test_one_table_of_options():
+    """Type checkers and the documentation know the options of the table, with the same types."""
+    table, keywords = get_type_hints(Arguments), get_type_hints(OptimizerOptions)
+    types = {name: (get_args(option) or [option])[0] for name, option in table.items()}
+    widened = {"name": str | None, "shard_state_over": str | Sequence[str] | None}
+    assert keywords == types | widened
+    section = inspect.getdoc(gs.Optimizer).split("Args:")[1].split("\n\n")[0]
+    assert set(re.findall(r"^    (\w+):", section, re.M)) == {"learning_rate", *types}
+    assert set(inspect.signature(gs.Optimizer).parameters) == {"learning_rate", *types}
 
 
 def test_one_place_reads_decides_and_advances():

@@ -5,7 +5,7 @@ import functools
 import inspect
 import json
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast, get_args
 
 # They decide how a step runs, not what it computes: not part of a configuration.
@@ -45,6 +45,7 @@ class Configurable:
     """
 
     __signature__: ClassVar[inspect.Signature]
+    _keywords: ClassVar[Sequence[inspect.Parameter]] = ()  # what `**options` of a first class takes
     _given: set[str]  # arguments that the caller passed; None means the default, so it is omitted
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -93,9 +94,9 @@ class Configurable:
         return cls(**{k: v for k, v in config.items() if k not in defaults or v != defaults[k]})
 
 
-def _full_signature(cls: type) -> inspect.Signature:
+def _full_signature(cls: type[Configurable]) -> inspect.Signature:
     """The signature of `cls.__init__`; `*args` and `**kwargs` become the bases' parameters."""
-    parameters: list[inspect.Parameter] = []
+    parameters = list(cls._keywords)
     for base in reversed(cls.__mro__):
         if issubclass(base, Configurable) and "__init__" in vars(base):
             parameters = _with_own(base.__init__, parameters)

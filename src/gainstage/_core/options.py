@@ -1,17 +1,36 @@
-"""The options of every optimizer: their names and valid values."""
+"""The options of every optimizer: one table of their names, types, defaults and checks."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Self, TypedDict, TypeVar, overload
 
 from jax.sharding import Mesh
 
 from gainstage._core import checks
+from gainstage._core.sharding import axis_names
 
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(eq=False)
 class Option(Generic[T]):
-    """An attribute of an optimizer that holds one of the options of a step."""
+    """A row of the table, and the attribute of an optimizer that holds its value.
+
+    Args:
+        default: the value if none is given. Only an option with the default None can be None.
+        check: `(name, value) -> value`; raises an error if the value is not valid.
+        builds: whether it decides which state exists, so that it is fixed when that is built.
+        ours: whether Keras does not have it. It is then passed by keyword, and left out of a
+            configuration at its default.
+    """
+
+    default: Any = None
+    check: Callable[[str, Any], Any] = lambda _, value: value
+    _: dataclasses.KW_ONLY
+    builds: bool = False
+    ours: bool = False
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -33,7 +52,7 @@ class Option(Generic[T]):
 
 
 class Fixed(Option[T]):
-    """An attribute of an optimizer that only the constructor sets."""
+    """An attribute that only the constructor sets, and that is not an option of a step."""
 
     def __set__(self, optimizer: Any, value: T) -> None:
         if self._name in vars(optimizer):
@@ -42,13 +61,75 @@ class Fixed(Option[T]):
 
     def _of(self, optimizer: Any) -> T:
         if self._name not in vars(optimizer):
-            name = type(optimizer).__name__
-            raise AttributeError(f"{name!r} object has no attribute {self._name!r}")
+            owner = type(optimizer).__name__
+            raise AttributeError(f"{owner!r} object has no attribute {self._name!r}")
         return vars(optimizer)[self._name]
 
 
-class Options(TypedDict, total=False):
-    """The options of a step, as keywords of every optimizer's constructor."""
+def _accumulation_steps(name: str, value: Any) -> int:
+    if checks.integer(name, value, low=0) == 1:
+        raise ValueError(f"Expected None or an integer >= 2 for {name}; got {value!r}.")
+    return int(value)
+
+
+def _policy(name: str, value: Any) -> str:
+    policies = ("extend", "drop_window")  # the keys of `guard.WINDOWS`
+    if value not in policies:
+        raise ValueError(f"Expected one of {', '.join(policies)} for {name}; got {value!r}.")
+    return value
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"Expected a non-empty string for {name}; got {value!r}.")
+    return value
+
+
+def _mesh(name: str, value: Any) -> Mesh | None:
+    if value is not None and not isinstance(value, Mesh):
+        raise ValueError(f"Expected a jax.sharding.Mesh for {name}; got {value!r}.")
+    return value
+
+
+_above_0 = functools.partial(checks.real, above=0)
+
+
+class Options:
+    """The options of a step, in the order of the constructor's arguments.
+
+    `Optimizer` says in its documentation what each does.
+    """
+
+    weight_decay: Option[float | None] = Option(None, functools.partial(checks.real, low=0))
+    clipnorm: Option[float | None] = Option(None, _above_0)
+    clipvalue: Option[float | None] = Option(None, _above_0)
+    global_clipnorm: Option[float | None] = Option(None, _above_0)
+    use_ema: Option[bool] = Option(False, checks.flag, builds=True)
+    ema_momentum: Option[float] = Option(0.99, functools.partial(checks.real, low=0, high=1))
+    ema_overwrite_frequency: Option[int | None] = Option(
+        None, functools.partial(checks.integer, low=1)
+    )
+    loss_scale_factor: Option[float | None] = Option(None, checks.loss_scale)
+    gradient_accumulation_steps: Option[int | None] = Option(None, _accumulation_steps, builds=True)
+    on_bad_microbatch: Option[str] = Option("extend", _policy, builds=True, ours=True)
+
+
+class Arguments(Options):
+    """The options of a step, and the constructor's other arguments."""
+
+    name: str
+    jit_compile: bool
+    mesh: Fixed[Mesh | None] = Fixed(None, _mesh, ours=True)
+    group_small: Fixed[bool] = Fixed(False, checks.flag, ours=True)
+    master_weights: Fixed[bool] = Fixed(False, checks.flag, ours=True)
+    shard_state_over: Fixed[tuple[str, ...]] = Fixed(
+        None, lambda _, axes: axis_names(axes), ours=True
+    )
+
+
+# Type checkers read the keywords of constructors here; a test compares them with the table.
+class WrapperOptions(TypedDict, total=False):
+    """All keywords that a wrapper takes beside its own."""
 
     weight_decay: float | None
     clipnorm: float | None
@@ -60,11 +141,6 @@ class Options(TypedDict, total=False):
     loss_scale_factor: float | None
     gradient_accumulation_steps: int | None
     on_bad_microbatch: str
-
-
-class WrapperOptions(Options, total=False):
-    """All keywords that a wrapper takes beside its own."""
-
     jit_compile: bool
     mesh: Mesh | None
 
@@ -78,48 +154,32 @@ class OptimizerOptions(WrapperOptions, total=False):
     shard_state_over: str | Sequence[str] | None
 
 
-CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
-# They decide which state exists, so they are fixed when the optimizer is built.
-BEFORE_BUILD = frozenset(["use_ema", "gradient_accumulation_steps", "on_bad_microbatch"])
-# They cannot be None.
-ALWAYS = frozenset(["use_ema", "ema_momentum", "on_bad_microbatch"])
-# What a non-finite microbatch does to its window: see `guard`.
-POLICIES = ("extend", "drop_window")
-
-
-def _accumulation_steps(name: str, value: Any) -> int:
-    if checks.integer(name, value, low=0) == 1:
-        raise ValueError(f"Expected None or an integer >= 2 for {name}; got {value!r}.")
-    return int(value)
-
-
-def _policy(name: str, value: Any) -> str:
-    if value not in POLICIES:
-        raise ValueError(f"Expected one of {', '.join(POLICIES)} for {name}; got {value!r}.")
-    return value
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "weight_decay": lambda name, value: checks.real(name, value, low=0),
-    "clipnorm": lambda name, value: checks.real(name, value, above=0),
-    "clipvalue": lambda name, value: checks.real(name, value, above=0),
-    "global_clipnorm": lambda name, value: checks.real(name, value, above=0),
-    "use_ema": checks.flag,
-    "ema_momentum": lambda name, value: checks.real(name, value, low=0, high=1),
-    "ema_overwrite_frequency": lambda name, value: checks.integer(name, value, low=1),
-    "loss_scale_factor": checks.loss_scale,
-    "gradient_accumulation_steps": _accumulation_steps,
-    "on_bad_microbatch": _policy,
+OPTIONS: dict[str, Option[Any]] = {n: o for n, o in vars(Options).items() if isinstance(o, Option)}
+ARGUMENTS: dict[str, Option[Any]] = {
+    "name": Option(None, _name),
+    "jit_compile": Option(True, checks.flag, ours=True),
+    **{name: row for name, row in vars(Arguments).items() if isinstance(row, Fixed)},
 }
-OPTIONS = _CHECKS.keys()
+DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
+PARAMETERS = [
+    inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY if option.ours else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=option.default,
+        annotation=OptimizerOptions.__annotations__[name],
+    )
+    for name, option in (OPTIONS | ARGUMENTS).items()
+]
+CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
+BEFORE_BUILD = frozenset(name for name, option in OPTIONS.items() if option.builds)
 
 
-def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
+def check_option(name: str, value: Any, others: Mapping[str, Any]) -> Any:
     """Checks an option, and returns its value.
 
     Args:
         name: one of `OPTIONS`.
-        value: the value; None means "off", except for those in `ALWAYS`.
+        value: the value; None means "off", for options with the default None.
         others: options already set, by name.
 
     Raises:
@@ -132,7 +192,7 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
             f"optimizer, or of the loss-scale rule, there."
         )
     if value is None:
-        if name in ALWAYS:
+        if DEFAULTS[name] is not None:
             raise TypeError(f"Expected a value for {name}; got None.")
         return None
     clash = [other for other in CLIPS - {name} if others.get(other) is not None]
@@ -141,4 +201,4 @@ def check_option(name: str, value: Any, others: dict[str, Any]) -> Any:
             f"Expected at most one of clipnorm, clipvalue and global_clipnorm; "
             f"got {clash[0]}={others[clash[0]]!r} and {name}={value!r}."
         )
-    return _CHECKS[name](name, value)
+    return OPTIONS[name].check(name, value)

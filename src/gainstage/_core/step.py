@@ -13,26 +13,17 @@ from gainstage._core import checks, gradients
 from gainstage._core.configurable import serialize
 from gainstage._core.gradients import Gradients
 from gainstage._core.guard import Window, run_if
-from gainstage._core.options import CLIPS, OPTIONS, check_option
+from gainstage._core.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
 from gainstage._core.readings import norms as norms_of
 from gainstage._core.variable import Variable, is_tracing, placed
 from gainstage.schedules import LearningRateSchedule
 
 
-@dataclasses.dataclass(frozen=True)
-class StepOptions:
-    """The options of a step, for any update rule; each value is checked by `check_option`."""
+class StepOptions(Options):
+    """The values of the options of a step; each is checked by `check_option`."""
 
-    weight_decay: float | None = None
-    clipnorm: float | None = None
-    clipvalue: float | None = None
-    global_clipnorm: float | None = None
-    use_ema: bool = False
-    ema_momentum: float = 0.99
-    ema_overwrite_frequency: int | None = None
-    loss_scale_factor: float | None = None
-    gradient_accumulation_steps: int | None = None
-    on_bad_microbatch: str = "extend"
+    def __init__(self, values: Mapping[str, Any]):
+        vars(self).update(values)
 
     @classmethod
     def checked(cls, given: Mapping[str, Any]) -> "StepOptions":
@@ -40,7 +31,7 @@ class StepOptions:
         values: dict[str, Any] = {}
         for name in OPTIONS:
             values[name] = check_option(name, given[name], values)
-        return cls(**values)
+        return cls(values)
 
     @property
     def limits(self) -> dict[str, float]:
@@ -56,9 +47,15 @@ class StepOptions:
 
     def under(self, over: Mapping[str, Any]) -> "StepOptions":
         """These options, overridden by the options `over` of a wrapper."""
+        if not over:
+            return self
         if any(over.get(clip) is not None for clip in CLIPS):  # a clip option replaces any other
             over = dict.fromkeys(CLIPS) | dict(over)
-        return dataclasses.replace(self, **over)
+        return StepOptions({**vars(self), **over})
+
+
+for _name, _default in DEFAULTS.items():
+    setattr(StepOptions, _name, _default)  # instead of a descriptor: the values are in `vars`
 
 
 class LearningRate:

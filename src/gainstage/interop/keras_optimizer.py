@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from gainstage._core.bridge import functional
 from gainstage._core.checks import brief
 from gainstage._core.configurable import deserialize, family, serialize
-from gainstage._core.options import OPTIONS
+from gainstage._core.options import OPTIONS, Options
 from gainstage._core.run import check_verbs
 from gainstage._core.signals import deferred_signals
 from gainstage._core.step import LearningRate
@@ -113,7 +113,7 @@ class Stateless(keras.optimizers.Optimizer):
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "KerasOptimizer")
-class KerasOptimizer(Stateless):
+class KerasOptimizer(Options, Stateless):
     """Wraps an optimizer of gainstage for Keras, for models that need no loss scaling.
 
     Under the policy `mixed_float16`, pass `auto_scale_loss=False` to `compile`: else Keras wraps it
@@ -201,6 +201,13 @@ class KerasOptimizer(Stateless):
                 due = taken & ended & (state[0] // steps > before[0] // steps)
             new[i] = jnp.where(due, value, old[i]).astype(old[i].dtype)
         return new, state
+
+    def _get_option(self, name: str) -> Any:
+        return getattr(self._ours._store.in_force, name)
+
+    def _set_option(self, name: str, value: Any) -> None:
+        if "_ours" in vars(self):  # Keras's constructor sets its defaults before
+            setattr(self._ours, name, value)
 
     def _frozen(self) -> Any:
         return constants(self)
@@ -318,23 +325,6 @@ def constants(optimizer: Any) -> Any:
     rate = optimizer._learning_rate
     rate = None if isinstance(rate, keras.Variable) else rate
     return rate, *(getattr(optimizer, name, None) for name in OPTIONS)
-
-
-def _option(name: str) -> property:
-    """A property of `KerasOptimizer` that reads and sets an option of the wrapped optimizer."""
-
-    def get(self: KerasOptimizer) -> Any:
-        return getattr(self._ours._store.in_force, name)
-
-    def put(self: KerasOptimizer, value: Any) -> None:
-        if "_ours" in vars(self):  # Keras's constructor sets its defaults before
-            setattr(self._ours, name, value)
-
-    return property(get, put, doc=f"The optimizer's `{name}`; see `gainstage.Optimizer`.")
-
-
-for _name in OPTIONS:
-    setattr(KerasOptimizer, _name, _option(_name))
 
 
 def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:

@@ -54,7 +54,7 @@ class Adadelta(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        super().__init__(learning_rate, *options, **named_options)
         self.rho: float = checks.real("rho", rho, low=0, high=1)
         self.epsilon: float = checks.real("epsilon", epsilon, low=0)
 

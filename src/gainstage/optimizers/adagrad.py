@@ -50,7 +50,7 @@ class Adagrad(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        super().__init__(learning_rate, *options, **named_options)
         self.initial_accumulator_value: float = checks.real(
             "initial_accumulator_value", initial_accumulator_value, low=0
         )

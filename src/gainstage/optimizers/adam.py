@@ -55,7 +55,7 @@ class Adam(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        super().__init__(learning_rate, *options, **named_options)
         self.beta_1: float = checks.real("beta_1", beta_1, low=0, below=1)
         self.beta_2: float = checks.real("beta_2", beta_2, low=0, below=1)
         self.epsilon: float = checks.real("epsilon", epsilon, low=0)

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from gainstage._core import checks, gradients, saving
@@ -23,7 +22,14 @@ from gainstage._core.guard import (
     guarded,
     run_if,
 )
-from gainstage._core.options import BEFORE_BUILD, Fixed, Option, check_option
+from gainstage._core.options import (
+    ARGUMENTS,
+    BEFORE_BUILD,
+    PARAMETERS,
+    Arguments,
+    OptimizerOptions,
+    check_option,
+)
 from gainstage._core.readings import norms
 from gainstage._core.run import (
     Runner,
@@ -39,7 +45,6 @@ from gainstage._core.run import (
     overrides,
 )
 from gainstage._core.saving import shown, wrong_count
-from gainstage._core.sharding import axis_names
 from gainstage._core.slots import Initializer
 from gainstage._core.step import Step, StepOptions, StepState
 from gainstage._core.store import Computed, Store
@@ -48,7 +53,7 @@ from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
 
 
-class Optimizer(Configurable):
+class Optimizer(Configurable, Arguments):
     """The base class of all optimizers. Subclass it to implement an update rule.
 
     A subclass implements `update_step`, and `build` if the rule needs state. The code is
@@ -112,67 +117,37 @@ class Optimizer(Configurable):
     Source: `keras.optimizers.Optimizer` (Keras 3).
     """
 
-    weight_decay: Option[float | None] = Option()
-    clipnorm: Option[float | None] = Option()
-    clipvalue: Option[float | None] = Option()
-    global_clipnorm: Option[float | None] = Option()
-    use_ema: Option[bool] = Option()
-    ema_momentum: Option[float] = Option()
-    ema_overwrite_frequency: Option[int | None] = Option()
-    loss_scale_factor: Option[float | None] = Option()
-    gradient_accumulation_steps: Option[int | None] = Option()
-    on_bad_microbatch: Option[str] = Option()
-    mesh: Fixed[Mesh | None] = Fixed()
-    group_small: Fixed[bool] = Fixed()
-    master_weights: Fixed[bool] = Fixed()
-    shard_state_over: Fixed[tuple[str, ...]] = Fixed()
+    _keywords = PARAMETERS
 
     def __init__(
-        self,
-        learning_rate: Rate,
-        weight_decay: float | None = None,
-        clipnorm: float | None = None,
-        clipvalue: float | None = None,
-        global_clipnorm: float | None = None,
-        use_ema: bool = False,
-        ema_momentum: float = 0.99,
-        ema_overwrite_frequency: int | None = None,
-        loss_scale_factor: float | None = None,
-        gradient_accumulation_steps: int | None = None,
-        name: str | None = None,
-        *,
-        jit_compile: bool = True,
-        mesh: Mesh | None = None,
-        group_small: bool = False,
-        master_weights: bool = False,
-        shard_state_over: str | Sequence[str] | None = None,
-        on_bad_microbatch: str = "extend",
+        self, learning_rate: Rate, *options: Any, **named_options: Unpack[OptimizerOptions]
     ):
-        given = locals()
-        self._set_common(name, jit_compile, mesh)
-        self.group_small = checks.flag("group_small", group_small)
-        self.master_weights = checks.flag("master_weights", master_weights)
-        self.shard_state_over = axis_names(shard_state_over)
-        options = StepOptions.checked(given)
+        try:
+            bound = Optimizer.__signature__.bind(learning_rate, *options, **named_options)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}: {error}.") from None
+        bound.apply_defaults()
+        self._set_arguments(bound.arguments)
         has_own_rate = overrides(self, "learning_rate") is not None
         self._store = Store(
-            self.name, learning_rate, has_own_rate, options, mesh, self.shard_state_over
+            self.name,
+            learning_rate,
+            has_own_rate,
+            StepOptions.checked(bound.arguments),
+            self.mesh,
+            self.shard_state_over,
         )
         self._slots = self._store.slots
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
 
-    def _set_common(self, name: str | None, jit_compile: bool, mesh: Mesh | None) -> None:
-        """Sets the attributes that do not depend on who owns the store."""
-        if name is not None and (not isinstance(name, str) or not name):
-            raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
+    def _set_arguments(self, given: Mapping[str, Any]) -> None:
+        """Sets the attributes that are not options of a step."""
         cls = type(self).__name__
         snake = cls if cls.isupper() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls).lower()
-        self.name: str = name or snake
-        self.jit_compile: bool = checks.flag("jit_compile", jit_compile)
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise ValueError(f"Expected a jax.sharding.Mesh for mesh; got {mesh!r}.")
-        self.mesh = mesh
+        given = {**given, "name": snake if given["name"] is None else given["name"]}
+        for name in [name for name in ARGUMENTS if name in given]:
+            setattr(self, name, ARGUMENTS[name].check(name, given[name]))
         self._runner = Runner()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,7 +174,7 @@ class Optimizer(Configurable):
                 f"got {value!r} on {self.name!r}."
             )
         (self._given.discard if value is None else self._given.add)(name)
-        store.set_options(StepOptions(**{**vars(store.options), name: value}))
+        store.set_options(StepOptions({**vars(store.options), name: value}))
 
     def _checked_option(self, name: str, value: Any) -> Any:
         now = vars(self._store.in_force)
@@ -846,9 +821,9 @@ class Optimizer(Configurable):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, JSON-serializable except for callables; the learning
         rate is the current one. `jit_compile` and `mesh` are not included."""
-        # Omit these at their defaults: Keras's configurations do not have them.
-        usual = {"group_small": False, "master_weights": False, "on_bad_microbatch": "extend"}
-        return {k: v for k, v in super().get_config().items() if k not in usual or v != usual[k]}
+        config = super().get_config()
+        ours = {p.name: p.default for p in PARAMETERS if p.kind is p.KEYWORD_ONLY}
+        return {k: v for k, v in config.items() if k not in ours or v != ours[k]}
 
     def _argument(self, name: str) -> Any:
         return self._store.rate.get_config() if name == "learning_rate" else super()._argument(name)

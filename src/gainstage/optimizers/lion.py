@@ -49,7 +49,7 @@ class Lion(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        super().__init__(learning_rate, *options, **named_options)
         self.beta_1: float = checks.real("beta_1", beta_1, above=0, high=1)
         self.beta_2: float = checks.real("beta_2", beta_2, low=0, high=1)
 

@@ -110,7 +110,8 @@ class LossScaleOptimizer(Optimizer):
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
         store = inner_optimizer._store
-        self._set_common(name, jit_compile, store.mesh if mesh is None else mesh)
+        mesh = store.mesh if mesh is None else mesh
+        self._set_arguments({"name": name, "jit_compile": jit_compile, "mesh": mesh})
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
         over: dict[str, Any] = {}
         for option, value in options.items():
@@ -380,7 +381,7 @@ def _check_inner(inner: Any, given: set[str]) -> None:
             f"{inner.name!r} is already wrapped by {inner._store.guard.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
-    for option in sorted(given & OPTIONS):
+    for option in sorted(given & OPTIONS.keys()):
         both = inner._given & (CLIPS if option in CLIPS else {option})
         if both:
             raise ValueError(

@@ -8,18 +8,15 @@ import jax
 from gainstage._core.bridge import variables_in
 from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients
-from gainstage._core.options import WrapperOptions
+from gainstage._core.options import DEFAULTS, WrapperOptions
 from gainstage._core.run import check_verbs
 from gainstage._core.scaled_state import states_in
-from gainstage._core.step import StepOptions
 from gainstage._core.store import Guard, Store
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.optimizers.optax import Optax
-
-USUAL = vars(StepOptions())
 
 
 class _Part(Guard):
@@ -28,7 +25,7 @@ class _Part(Guard):
     is_part = True
 
     def __init__(self, owner: str, whole: Store):
-        super().__init__(owner, {n: v for n, v in USUAL.items() if n != "weight_decay"})
+        super().__init__(owner, {n: v for n, v in DEFAULTS.items() if n != "weight_decay"})
         self._whole = whole
 
     def changed(self) -> None:
@@ -171,7 +168,7 @@ def _check_part(optimizer: Any) -> None:
         )
     if optimizer.built:
         raise ValueError(f"Expected {optimizer.name!r} not to be built before MultiOptimizer.")
-    given = {name for name, value in vars(store.options).items() if value != USUAL[name]}
+    given = {name for name, value in vars(store.options).items() if value != DEFAULTS[name]}
     given |= {
         n
         for n in ("group_small", "master_weights", "shard_state_over", "mesh")

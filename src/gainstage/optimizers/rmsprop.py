@@ -57,7 +57,7 @@ class RMSprop(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        super().__init__(learning_rate, *options, **named_options)
         self.rho: float = checks.real("rho", rho, low=0, high=1)
         self.momentum: float = checks.real("momentum", momentum, low=0, high=1)
         self.epsilon: float = checks.real("epsilon", epsilon, low=0)

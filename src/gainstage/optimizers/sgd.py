@@ -51,7 +51,7 @@ class SGD(Optimizer):
         *options: Any,
         **named_options: Unpack[OptimizerOptions],
     ):
-        super().__init__(learning_rate, *options, **named_options)  # pyright: ignore[reportCallIssue]
+        super().__init__(learning_rate, *options, **named_options)
         self.momentum: float = checks.real("momentum", momentum, low=0, high=1)
         self.nesterov: bool = checks.flag("nesterov", nesterov)
 
