@@ -114,9 +114,12 @@ def test_one_place_reads_decides_and_advances():
             if name in imported or name in ("policy.take", "policy.scale_due"):
                 calls[name].append(path.relative_to(SRC).as_posix())
     for name in ("inspect", "policy.take", "policy.scale_due"):
-        assert calls[name] == ["_core/guard.py"]
-    # A recorded run is replayed with other rules: there is no step to be guarded.
-    assert calls["advance"] == ["_core/guard.py", "runs/replay.py"]
+        assert calls[name] == ["_core/scaling.py"]
+    # A recorded run is replayed with other rules: there is no step to be skipped.
+    assert calls["advance"] == ["_core/scaling.py", "runs/replay.py"]
+    # Each face makes its loss scale in one place: rule, telemetry and policy are one value.
+    faces = ["compat/live.py", "interop/keras.py", "optimizers/base.py", "optimizers/loss_scale.py"]
+    assert calls["Scaling"] == [*faces, "transforms/loss_scaled.py"]
 
 
 def test_one_module_runs_through_programs():

@@ -73,7 +73,7 @@ def _accumulation_steps(name: str, value: Any) -> int:
 
 
 def _policy(name: str, value: Any) -> str:
-    policies = ("extend", "drop_window")  # the keys of `guard.WINDOWS`
+    policies = ("extend", "drop_window")  # the keys of `scaling.WINDOWS`
     if value not in policies:
         raise ValueError(f"Expected one of {', '.join(policies)} for {name}; got {value!r}.")
     return value

@@ -12,9 +12,9 @@ import numpy as np
 from gainstage._core import checks, gradients
 from gainstage._core.configurable import serialize
 from gainstage._core.gradients import Gradients
-from gainstage._core.guard import Window, run_if
 from gainstage._core.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
 from gainstage._core.readings import norms as norms_of
+from gainstage._core.scaling import ScalingState, Window, run_if
 from gainstage._core.variable import Variable, is_tracing, placed
 from gainstage.schedules import LearningRateSchedule
 
@@ -152,6 +152,13 @@ class StepState(NamedTuple):
     masters: list[Any]  # None for a weight without a master copy
     window_count: Any  # the window count, None if there is none
     slots: list[Any]
+
+
+class OptimizerState(NamedTuple):
+    """All that a step of an optimizer with a loss scale reads and changes."""
+
+    scaling: ScalingState
+    step: StepState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The store of an optimizer: all that its step reads and changes, and its options."""
 
+import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,14 +12,12 @@ from jax.sharding import Mesh
 
 from gainstage._core import gradients
 from gainstage._core.bridge import read, variables_like
-from gainstage._core.checks import LARGEST, SMALLEST
-from gainstage._core.guard import WINDOWS, GuardState, Window
+from gainstage._core.scaling import WINDOWS, Scaling, ScalingState, Select, Window
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
 from gainstage._core.slots import Slots
-from gainstage._core.stats import at_first, measure
 from gainstage._core.step import LearningRate, StepOptions, StepState
 from gainstage._core.variable import Variable
-from gainstage.rules.base import LossScale, start
+from gainstage.rules.base import start
 
 
 class Computed(Variable):
@@ -46,53 +45,43 @@ class Computed(Variable):
         raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
 
 
-class Guard:
-    """The wrapper around an optimizer, as its store sees it; `guarded` skips the steps.
+class Wrapper:
+    """What wraps an optimizer, as its store sees it.
 
     Args:
-        owner: the name of the wrapper.
-        over: the wrapper's options, which override the optimizer's.
+        owner: the name of the object that takes the steps.
+        over: its options, which override the optimizer's.
+        whole: the owner's store, if the owner takes the steps of several optimizers.
     """
 
-    def __init__(self, owner: str, over: Mapping[str, Any] | None = None):
-        self.owner, self.over = owner, dict(over or {})
-
-    is_part = False  # whether the owner takes the steps of several optimizers
+    def __init__(
+        self, owner: str, over: Mapping[str, Any] | None = None, whole: "Store | None" = None
+    ):
+        self.owner, self.over, self.whole = owner, dict(over or {}), whole
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Creates the state that depends on the weights; called before the store is built."""
-
-    def changed(self) -> None:
-        """Called when steps have to be compiled again."""
 
 
 # The public names of a rule's state.
 _DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
 
 
-class ScaleGuard(Guard):
-    """The variables of a rule and of telemetry, around the store that they guard.
+class ScalingWrapper(Wrapper):
+    """A wrapper with the variables of a loss scale.
 
     Args:
         owner: the wrapper's name.
         over: the wrapper's options.
-        rule: the rule that updates the scale.
+        scaling: the loss scale, without the options of a step.
         mesh: the mesh that replicates its variables, by default that of the weights.
-        telemetry, every: as for `LossScaleOptimizer`.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        over: Mapping[str, Any],
-        rule: LossScale,
-        mesh: Mesh | None,
-        telemetry: bool,
-        every: int | None,
-    ):
+    def __init__(self, owner: str, over: Mapping[str, Any], scaling: Scaling, mesh: Mesh | None):
         super().__init__(owner, over)
-        self._rule, self._mesh, self._telemetry, self.every = rule, mesh, telemetry, every
-        self.state = GuardState(variables_like(start(self._rule), self.owner, _DOCUMENTED))
+        assert scaling.rule is not None
+        self.scaling, self._mesh = scaling, mesh
+        self.state = ScalingState(variables_like(start(scaling.rule), owner, _DOCUMENTED))
 
     def share(self, scale: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
@@ -103,30 +92,22 @@ class ScaleGuard(Guard):
         self.over = {**self.over, name: value}
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
-        scale, stats, window = self.state.scale, None, {}
-        if self._telemetry:
-            factor = store.in_force.loss_scale_factor
-            first = at_first(scaled_by(read(scale.scale), factor), len(variables), self.every)
-            stats = variables_like(first, f"{self.owner}/last")
-        if store.window_count is not None:
-            window = {
-                name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
-                for name, value in measure(self._rule.measures, [], True, 0.0).items()
-            }
-        self.state = GuardState(scale, stats, window)
+        scale = self.state.scale
+        first = store.scaling(self.scaling).first(read(scale), len(variables))
+        stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
+        window = {
+            name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
+            for name, value in first.measured.items()
+        }
+        self.state = ScalingState(scale, stats, window)
         replicate(self.owner, self._mesh, jax.tree.leaves(self.state), variables)
-
-
-def scaled_by(scale: jax.Array, factor: float | None) -> jax.Array:
-    """The rule's scale times `loss_scale_factor`."""
-    return scale if factor is None else jnp.clip(scale * factor, SMALLEST, LARGEST)
 
 
 class Store:
     """All that an optimizer's step reads and changes, and its options.
 
-    A wrapper uses the store of its inner optimizer, and owns a guard. The store has a reference to
-    the guard as long as the wrapper exists.
+    A wrapper uses the store of its inner optimizer. The store has a weak reference to a `Wrapper`,
+    which the object around the optimizer owns.
     """
 
     def __init__(
@@ -150,30 +131,30 @@ class Store:
         self.masters: dict[Variable, Variable] = {}
         self.window_count: Variable | None = None
         self.slots = Slots(owner, shard_over)
-        self._guard: weakref.ref[Guard] | None = None
+        self._wrapper: weakref.ref[Wrapper] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_guard": None}  # a copy of the guard's owner sets it again
+        return {**vars(self), "_wrapper": None}  # a copy of its owner sets it again
 
     @property
-    def guard(self) -> Guard | None:
-        """The guard of the wrapper that skips non-finite steps, if there is one."""
-        return None if self._guard is None else self._guard()
+    def wrapper(self) -> Wrapper | None:
+        """The wrapper that skips non-finite steps, if there is one."""
+        return None if self._wrapper is None else self._wrapper()
 
-    def set_guard(self, guard: Guard) -> None:
-        """Sets the guard, which then skips steps and overrides options; called by `build`."""
-        self._guard = weakref.ref(guard)
+    def set_wrapper(self, wrapper: Wrapper) -> None:
+        """Sets the wrapper, which then skips steps and overrides options."""
+        self._wrapper = weakref.ref(wrapper)
         self.changed()
 
     def changed(self) -> None:
         """Marks compiled steps as outdated."""
         if not self.iterations._is_bound:  # else the step itself is being traced
             self.version += 1
-            if self.guard is not None:
-                self.guard.changed()
+            if self.wrapper is not None and self.wrapper.whole is not None:
+                self.wrapper.whole.changed()
 
     def set_options(self, options: StepOptions) -> None:
-        """Sets the options; those of the guard stay."""
+        """Sets the options; those of the wrapper stay."""
         self.options = options
         self.changed()
 
@@ -194,13 +175,13 @@ class Store:
     @property
     def in_force(self) -> StepOptions:
         """The active options."""
-        guard = self.guard
-        return self.options if guard is None else self.options.under(guard.over)
+        wrapper = self.wrapper
+        return self.options if wrapper is None else self.options.under(wrapper.over)
 
     @property
     def skips(self) -> bool:
         """Whether non-finite steps are skipped."""
-        return self.guard is not None or self.in_force.loss_scale_factor is not None
+        return self.wrapper is not None or self.in_force.loss_scale_factor is not None
 
     @property
     def window(self) -> Window | None:
@@ -208,6 +189,12 @@ class Store:
         options = self.in_force
         steps = options.gradient_accumulation_steps
         return WINDOWS[options.on_bad_microbatch](steps) if steps else None
+
+    def scaling(self, scaling: Scaling) -> Scaling:
+        """A loss scale with the options of this optimizer's steps."""
+        options, policy = self.in_force, self.window or Select()
+        factor, limits = options.loss_scale_factor, options.limits
+        return dataclasses.replace(scaling, factor=factor, limits=limits, policy=policy)
 
     @property
     def state(self) -> StepState:
@@ -247,8 +234,8 @@ class Store:
             for variable, master in self.masters.items():
                 if not variable._is_planned:
                     master.assign(variable)
-        if self.guard is not None:
-            self.guard.build(self, variables)
+        if self.wrapper is not None:
+            self.wrapper.build(self, variables)
         self.index = {variable: place for place, variable in enumerate(variables)}
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         if grouped:

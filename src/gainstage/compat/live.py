@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from gainstage._core import checks, gradients
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
-from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.run import WithLoss
+from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules import base as rules
@@ -165,8 +165,8 @@ class DynamicLossScale(LossScale):
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
-        state = GuardState(read(self._state))
-        done = guarded(self.rule, _nothing, state, (), leaves, Reading(), Select())
+        state = ScalingState(read(self._state))
+        done = Scaling(self.rule).step(_nothing, state, (), leaves)
         assign(jax.tree.leaves(self._state), jax.tree.leaves(done.state.scale))
         return None, done.finite
 
@@ -189,15 +189,12 @@ def _nothing(norms: Any, state: Any, mask: Any = None) -> tuple[None, Any]:
 class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     """A `LossScaleOptimizer` whose `apply` takes gradients that are already unscaled."""
 
-    _unscales = False
+    _unscaled = True
 
-    def _unscaled(self, grads: Iterable[Any]) -> list[Any]:
+    def _divided(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())
 
     def _loss_and_gradients(self, loss: Any, var_list: Any, **how: bool) -> WithLoss:
         pairs = super()._loss_and_gradients(loss, var_list, **how)
-        grads = self._unscaled(gradient for gradient, _ in pairs)
+        grads = self._divided(gradient for gradient, _ in pairs)
         return pairs.of((g, v) for g, (_, v) in zip(grads, pairs, strict=True))
-
-    def _divisor(self, loss_scale: jax.Array) -> jax.Array:
-        return jnp.float32(1)

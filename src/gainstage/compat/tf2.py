@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.run import WithLoss, loss_of
-from gainstage._core.store import ScaleGuard, Store
+from gainstage._core.store import ScalingWrapper, Store
 from gainstage._core.types import Scalar
 from gainstage._core.variable import Variable
 from gainstage.compat import live
@@ -19,7 +19,7 @@ from gainstage.optimizers.base import Optimizer
 from gainstage.rules import base as rules
 
 
-class _Guard(ScaleGuard):
+class _Wrapper(ScalingWrapper):
     def build(self, store: Store, variables: Sequence[Variable]) -> None:
         super().build(store, variables)
         # A first step counts even if it is skipped: averages start as the first weights, as in TF.
@@ -61,7 +61,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     Source: `tf.keras.mixed_precision.LossScaleOptimizer` (TensorFlow 2.15).
     """
 
-    _guard_type = _Guard
+    _wrapper_type = _Wrapper
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Returns the gradients divided by the scale, in float32 or wider; None stays None."""
         self._forgotten.discard("get_unscaled_gradients")
-        return self._unscaled(grads)
+        return self._divided(grads)
 
     def minimize(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
         self, loss: Callable[[], Any], var_list: Any, tape: Any = None
@@ -212,8 +212,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         new, applied = super()._step(state, grads, rate, loss, apply_if)
         if self._store.window:  # the window counts its microbatches itself
             return new, applied
-        count = state.inner.iterations + 1  # a skipped step counts
-        return new._replace(inner=new.inner._replace(iterations=count)), applied
+        count = state.step.iterations + 1  # a skipped step counts
+        return new._replace(step=new.step._replace(iterations=count)), applied
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""

@@ -281,7 +281,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         wrapper = UnscaledLossScaleOptimizer(opt._optimizer, rule=rule)
         if type(loss_scale) is DynamicLossScale:
-            wrapper._guard.share(loss_scale._state)  # object and optimizer share one state
+            wrapper._wrapper.share(loss_scale._state)  # object and optimizer share one state
         super().__init__(wrapper, use_locking, name)
 
     @property

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from gainstage._core import gradients
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.guard import Branch, GuardState, Reading, guarded
-from gainstage._core.store import Guard
+from gainstage._core.scaling import Branch, Scaling, ScalingState
+from gainstage._core.store import Wrapper
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
@@ -138,8 +138,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule = rule
         if isinstance(inner_optimizer, KerasOptimizer):
-            self._guard = Guard(self.name)
-            inner_optimizer._ours._store.set_guard(self._guard)
+            self._wrapper = Wrapper(self.name)
+            inner_optimizer._ours._store.set_wrapper(self._wrapper)
 
     def build(self, variables: Any) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
@@ -202,8 +202,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
         known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
         sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
-        reading = Reading(state.scale, limits, sums, leaves=arrays)
-        done = guarded(self.rule, update, GuardState(state), old, measured, reading, Branch())
+        scaling = Scaling(self.rule, limits=limits, policy=Branch())
+        now = ScalingState(state)
+        done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
         weights, inner = done.inner
         for field, value in done.state.scale._asdict().items():
             if value is not None:

@@ -13,15 +13,6 @@ from gainstage._core.bridge import assign, bound, functional, read, variables_in
 from gainstage._core.checks import brief
 from gainstage._core.configurable import Configurable, deserialize
 from gainstage._core.gradients import Gradients
-from gainstage._core.guard import (
-    GuardState,
-    Outcome,
-    Reading,
-    Select,
-    Window,
-    guarded,
-    run_if,
-)
 from gainstage._core.options import (
     ARGUMENTS,
     BEFORE_BUILD,
@@ -45,8 +36,9 @@ from gainstage._core.run import (
     overrides,
 )
 from gainstage._core.saving import shown, wrong_count
+from gainstage._core.scaling import Scaling, ScalingState, Window, run_if
 from gainstage._core.slots import Initializer
-from gainstage._core.step import Step, StepOptions, StepState
+from gainstage._core.step import OptimizerState, Step, StepOptions, StepState
 from gainstage._core.store import Computed, Store
 from gainstage._core.types import Aux, Flag, Grads, Loss, Rate, Scalar, Values
 from gainstage._core.variable import Variable, is_inside, is_tracing
@@ -167,11 +159,11 @@ class Optimizer(Configurable, Arguments):
     def _set_option(self, name: str, value: Any) -> None:
         store = self._store
         value = self._checked_option(name, value)
-        guard = store.guard
-        if value is not None and guard is not None and name in guard.over:
+        wrapper = store.wrapper
+        if value is not None and wrapper is not None and name in wrapper.over:
             raise ValueError(
-                f"Expected {name} to be set on {guard.owner!r}, where it is {guard.over[name]!r}; "
-                f"got {value!r} on {self.name!r}."
+                f"Expected {name} to be set on {wrapper.owner!r}, where it is "
+                f"{wrapper.over[name]!r}; got {value!r} on {self.name!r}."
             )
         (self._given.discard if value is None else self._given.add)(name)
         store.set_options(StepOptions({**vars(store.options), name: value}))
@@ -181,7 +173,7 @@ class Optimizer(Configurable, Arguments):
         value = check_option(name, value, {k: v for k, v in now.items() if k != name})
         if name in BEFORE_BUILD and self.built and value != now[name]:
             raise ValueError(f"Expected {name} to be set before the optimizer is built.")
-        counts = self._store.window_count is not None and self._store.guard is None
+        counts = self._store.window_count is not None and self._store.wrapper is None
         if counts and name == "loss_scale_factor" and value is None:
             raise ValueError(
                 f"Expected a loss_scale_factor for on_bad_microbatch="
@@ -559,10 +551,10 @@ class Optimizer(Configurable, Arguments):
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients in the order of the variables, with None for each that is missing."""
-        guard = self._store.guard
-        if guard is not None and guard.is_part:
+        wrapper = self._store.wrapper
+        if wrapper is not None and wrapper.whole is not None:
             raise ValueError(
-                f"{self.name!r} is one of the optimizers of {guard.owner!r}, which takes their "
+                f"{self.name!r} is one of the optimizers of {wrapper.owner!r}, which takes their "
                 f"steps together; call its `apply`, or that of its LossScaleOptimizer."
             )
         if trainable_variables is None:
@@ -678,11 +670,14 @@ class Optimizer(Configurable, Arguments):
     ) -> tuple[Any, Any]:
         """One step as a pure function: returns the new values of `_step_state`, and whether it was
         applied (None: always)."""
-        scale, step = self._loss_scale(), self._make_step(loss)
-        if scale is not None:
-            args = (GuardState(None), state, grads, scale, rate, loss, apply_if)
-            done = self._guarded(None, *args)
-            return done.inner, done.applied
+        if self._store.in_force.loss_scale_factor is not None:
+            scaling, both = (
+                self._store.scaling(Scaling()),
+                OptimizerState(ScalingState(None), state),
+            )
+            (_, state), applied = self._scaled_step(scaling, both, grads, rate, loss, apply_if)
+            return state, applied
+        step = self._make_step(loss)
         read = norms(grads, step.options.limits_of_steps, step.shardings)
 
         def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
@@ -691,20 +686,18 @@ class Optimizer(Configurable, Arguments):
         new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
         return new, apply_if
 
-    def _guarded(
+    def _scaled_step(
         self,
-        rule: Any,
-        guard: GuardState,
-        state: StepState,
+        scaling: Scaling,
+        state: OptimizerState,
         grads: list[Any],
-        scale: jax.Array,
         rate: Any,
         loss: Any,
         apply_if: Any,
-        **more: Any,
-    ) -> Outcome:
-        """Takes or skips a step on scaled gradients; returns what `guarded` returns."""
+    ) -> tuple[OptimizerState, Any]:
+        """`_step` on scaled gradients, skipped if one is non-finite."""
         step = self._make_step(loss)
+        scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(state.scaling.scale)
         pairs = zip(grads, step.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
@@ -712,9 +705,18 @@ class Optimizer(Configurable, Arguments):
             true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
             return None, step(state, gradients.divided(true, scale), norms, rate)
 
-        reading = Reading(scale, step.options.limits, state.accumulators, step.shardings)
-        policy, more = step.window or Select(), {"loss": loss, "apply_if": apply_if, **more}
-        return guarded(rule, update, guard, state, grads, reading, policy, **more)
+        done = scaling.step(
+            update,
+            state.scaling,
+            state.step,
+            grads,
+            scale,
+            onto=state.step.accumulators,
+            shardings=step.shardings,
+            loss=loss,
+            apply_if=apply_if,
+        )
+        return OptimizerState(done.state, done.inner), done.applied
 
     def _make_step(self, loss: Any = None) -> Step:
         """The step for the current options, rule and variables."""

@@ -2,14 +2,13 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import read
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.guard import GuardState
 from gainstage._core.options import (
     BEFORE_BUILD,
     CLIPS,
@@ -22,23 +21,17 @@ from gainstage._core.readings import all_finite
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import applied_in, observed_in, states_in
+from gainstage._core.scaling import Scaling
 from gainstage._core.sharding import replicate
 from gainstage._core.slots import Slots
 from gainstage._core.stats import Observed, at_first, check_telemetry
-from gainstage._core.step import StepState
-from gainstage._core.store import ScaleGuard, scaled_by
+from gainstage._core.step import OptimizerState
+from gainstage._core.store import ScalingWrapper
 from gainstage._core.types import Rate, Scalar
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.optax import Optax
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule
-
-
-class ScaledState(NamedTuple):
-    """All that a step of a wrapper reads and changes, as arrays or as variables."""
-
-    guard: GuardState
-    inner: StepState
 
 
 class LossScaleOptimizer(Optimizer):
@@ -89,8 +82,8 @@ class LossScaleOptimizer(Optimizer):
 
     telemetry: Fixed[bool] = Fixed()
     underflow_every: Fixed[int | None] = Fixed()
-    _guard_type = ScaleGuard
-    _unscales = True  # whether `apply` divides gradients by the scale
+    _wrapper_type = ScalingWrapper
+    _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
         self,
@@ -117,21 +110,21 @@ class LossScaleOptimizer(Optimizer):
         for option, value in options.items():
             if value is not None:
                 over[option] = check_option(option, value, over)
-        about = (rule, self.mesh, self.telemetry, self.underflow_every)
-        self._guard = self._guard_type(self.name, over, *about)
-        self._initial_scale = checks.shortest(self._guard.state.scale.scale.numpy())
+        scaling = Scaling(rule, self.telemetry, self.underflow_every, self._unscaled)
+        self._wrapper = self._wrapper_type(self.name, over, scaling, self.mesh)
+        self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
         self._has_scaled = False  # whether the scale was read, to multiply a loss by it
         if store.index:
             _check_one_scale(inner_optimizer, list(store.index))
-            self._guard.build(store, list(store.index))
+            self._wrapper.build(store, list(store.index))
         self._store, self._slots = store, Slots(self.name, store.slots.shard_over)
-        store.set_guard(self._guard)
+        store.set_wrapper(self._wrapper)
         self._inner = inner_optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self._store.guard is None:  # a shallow copy shares the original's guard
-            self._store.set_guard(self._guard)
+        if self._store.wrapper is None:  # a shallow copy shares the original's
+            self._store.set_wrapper(self._wrapper)
 
     def _chosen_rule(
         self, initial_scale: float, growth_steps: int, dynamic: bool, rule: Rule | None
@@ -176,13 +169,13 @@ class LossScaleOptimizer(Optimizer):
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
         self._has_scaled = True
-        return self._guard.state.scale.scale
+        return self._wrapper.state.scale.scale
 
     @property
     def step_counter(self) -> Variable | None:
         """Finite steps in a row since the scale was updated (`AdaptiveLossScale`: its ceiling), an
         int32 variable; None if the rule does not count them."""
-        return getattr(self._guard.state.scale, "good_steps", None)
+        return getattr(self._wrapper.state.scale, "good_steps", None)
 
     dynamic_counter = step_counter
 
@@ -213,15 +206,11 @@ class LossScaleOptimizer(Optimizer):
         return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
 
     def _loss_scale(self) -> jax.Array:
-        factor = self._store.in_force.loss_scale_factor
-        return scaled_by(self._guard.state.scale.scale.value(), factor)
-
-    def _divisor(self, loss_scale: jax.Array) -> jax.Array:
-        """The factor by which the gradients given to `apply` are scaled."""
-        return loss_scale
+        scaling, state = self._store.scaling(self._wrapper.scaling), self._wrapper.state.scale
+        return scaling.loss_scale(state._replace(scale=state.scale.value()))
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
-        if self._unscales and not self._has_scaled and self._initial_scale != 1:
+        if not self._unscaled and not self._has_scaled and self._initial_scale != 1:
             self._has_scaled = True  # warn once
             warnings.warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
@@ -244,18 +233,14 @@ class LossScaleOptimizer(Optimizer):
         return "loss" in self._rule.measures or self._inner._wants_loss()
 
     @property
-    def _step_state(self) -> ScaledState:
-        return ScaledState(self._guard.state, self._store.state)
+    def _step_state(self) -> OptimizerState:
+        return OptimizerState(self._wrapper.state, self._store.state)
 
     def _step(
         self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
     ) -> tuple[Any, Any]:
-        guard, inner = state
-        scale = scaled_by(guard.scale.scale, self._store.in_force.loss_scale_factor)
-        args = (guard, inner, grads, self._divisor(scale), rate, loss, apply_if)
-        more: dict[str, Any] = {"loss_scale": scale, "every": self._guard.every}
-        done = self._inner._guarded(self._rule, *args, **more)
-        return ScaledState(done.state, done.inner), done.applied
+        scaling = self._store.scaling(self._wrapper.scaling)
+        return self._inner._scaled_step(scaling, state, grads, rate, loss, apply_if)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
@@ -263,17 +248,17 @@ class LossScaleOptimizer(Optimizer):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
         inner optimizer."""
-        scale = self._guard.state.scale.scale
+        scale = self._wrapper.state.scale.scale
         first = [v for v in (self.step_counter, scale) if v is not None]
-        rest = [v for v in jax.tree.leaves(self._guard.state) if v not in first]
+        rest = [v for v in jax.tree.leaves(self._wrapper.state) if v not in first]
         return [*first, *rest, *self._slots.all, *self._store.variables]
 
     def _get_option(self, name: str) -> Any:
-        over = self._guard.over
+        over = self._wrapper.over
         return over[name] if name in over else getattr(self._store.options, name)
 
     def _set_option(self, name: str, value: Any) -> None:
-        self._guard.set_option(name, self._checked_option(name, value))
+        self._wrapper.set_option(name, self._checked_option(name, value))
         (self._given.discard if value is None else self._given.add)(name)
         self._store.changed()
 
@@ -307,7 +292,7 @@ class LossScaleOptimizer(Optimizer):
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def __repr__(self) -> str:
-        scale, rule = shown(self._guard.state.scale.scale), type(self.rule).__name__
+        scale, rule = shown(self._wrapper.state.scale.scale), type(self.rule).__name__
         name = type(self).__name__
         return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
 
@@ -315,11 +300,11 @@ class LossScaleOptimizer(Optimizer):
 
     @property
     def _weight_checks(self) -> saving.Checks:
-        return {self._guard.state.scale.scale: checks.loss_scale}
+        return {self._wrapper.state.scale.scale: checks.loss_scale}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""
-        options = dict(self._guard.over)
+        options = dict(self._wrapper.over)
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
@@ -376,9 +361,9 @@ def _check_inner(inner: Any, given: set[str]) -> None:
             f"{inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
-    if inner._store.guard is not None:
+    if inner._store.wrapper is not None:
         raise ValueError(
-            f"{inner.name!r} is already wrapped by {inner._store.guard.owner!r}. Create a new "
+            f"{inner.name!r} is already wrapped by {inner._store.wrapper.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
     for option in sorted(given & OPTIONS.keys()):
@@ -407,5 +392,5 @@ def _(opt: Optimizer) -> Observed:
         raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
     if not opt.telemetry:
         raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
-    observed = opt._guard.state.observed
+    observed = opt._wrapper.state.observed
     return at_first(opt.loss_scale, 0, None) if observed is None else observed  # not built yet

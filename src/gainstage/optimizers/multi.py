@@ -11,25 +11,12 @@ from gainstage._core.gradients import Gradients
 from gainstage._core.options import DEFAULTS, WrapperOptions
 from gainstage._core.run import check_verbs
 from gainstage._core.scaled_state import states_in
-from gainstage._core.store import Guard, Store
+from gainstage._core.store import Wrapper
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.optimizers.optax import Optax
-
-
-class _Part(Guard):
-    """The guard of an optimizer that is part of a `MultiOptimizer`."""
-
-    is_part = True
-
-    def __init__(self, owner: str, whole: Store):
-        super().__init__(owner, {n: v for n, v in DEFAULTS.items() if n != "weight_decay"})
-        self._whole = whole
-
-    def changed(self) -> None:
-        self._whole.changed()
 
 
 class MultiOptimizer(Optimizer):
@@ -95,13 +82,14 @@ class MultiOptimizer(Optimizer):
             raise ValueError("Expected a new optimizer for each pair; got one of them twice.")
         self._known = variables_in([v for _, variables in pairs for v in variables])
         self.optimizers_and_variables = pairs
-        self._parts = [_Part(self.name, self._store) for _ in pairs]
+        over = {name: value for name, value in DEFAULTS.items() if name != "weight_decay"}
+        self._wrapper = Wrapper(self.name, over, self._store)
         self._attach()
 
     def _attach(self) -> None:
-        for (optimizer, _), part in zip(self.optimizers_and_variables, self._parts, strict=True):
-            if optimizer._store.guard is None:  # a shallow copy shares the original's guard
-                optimizer._store.set_guard(part)
+        for optimizer, _ in self.optimizers_and_variables:
+            if optimizer._store.wrapper is None:  # a shallow copy shares the original's
+                optimizer._store.set_wrapper(self._wrapper)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -161,9 +149,9 @@ def _check_part(optimizer: Any) -> None:
         )
     check_verbs(optimizer, "MultiOptimizer")
     store = optimizer._store
-    if store.guard is not None:
+    if store.wrapper is not None:
         raise ValueError(
-            f"{optimizer.name!r} is already wrapped by {store.guard.owner!r}. Put one "
+            f"{optimizer.name!r} is already wrapped by {store.wrapper.owner!r}. Put one "
             f"LossScaleOptimizer around the MultiOptimizer, and none around its optimizers."
         )
     if optimizer.built:

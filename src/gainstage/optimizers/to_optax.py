@@ -13,7 +13,7 @@ from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import unique_names
-from gainstage._core.store import Guard
+from gainstage._core.store import Wrapper
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
@@ -88,12 +88,12 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "params, and cast them in the loss."
         )
     more = (opt.rule, opt.telemetry, opt.underflow_every)
-    tx, sums_in = _unscaled(inner, Guard("loss_scaled"))
+    tx, sums_in = _unscaled(inner, Wrapper("loss_scaled"))
     return loss_scaled_within(options.limits, sums_in, tx, *more)
 
 
 def _unscaled(
-    optimizer: Optimizer, guard: Guard | None = None
+    optimizer: Optimizer, wrapper: Wrapper | None = None
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any, Any, Any], list[Any]]]:
     """The transformation, and the accumulators in its state, as `loss_scaled_within` needs them."""
 
@@ -112,8 +112,8 @@ def _unscaled(
             ]
             mine = copy.deepcopy(optimizer)
             vars(mine)["group_small"] &= grouped
-            if guard is not None:
-                mine._store.set_guard(guard)
+            if wrapper is not None:
+                mine._store.set_wrapper(wrapper)
             mine.build(variables)
         return mine, variables
 

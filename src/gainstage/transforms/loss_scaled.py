@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
-from gainstage._core.guard import GuardState, Reading, Select, guarded
 from gainstage._core.scaled_state import LossScaledState, states_in
+from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.sharding import (
     axis_names,
     check_axes,
@@ -21,7 +21,7 @@ from gainstage._core.sharding import (
     typed_like,
     typed_sharding,
 )
-from gainstage._core.stats import at_first, check_telemetry, leaves_and_none
+from gainstage._core.stats import check_telemetry, leaves_and_none
 from gainstage._core.types import Transformation
 from gainstage._core.unscaled import SETTLED, warn
 from gainstage._core.variable import placed
@@ -129,6 +129,7 @@ def loss_scaled_within(
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.{advice}")
     tx = optax.with_extra_args_support(tx)
     telemetry, every = check_telemetry(telemetry, underflow_every)
+    scaling = Scaling(rule, telemetry, every, unscaled=True, limits=limits)
     warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
 
     def init(params: Any) -> LossScaledState:
@@ -136,10 +137,9 @@ def loss_scaled_within(
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
-        scale = start(rule)
-        count = len(leaves_and_none(params))
-        observed = at_first(scale.scale, count, every) if telemetry else None
-        return _on_mesh_of(params, LossScaledState(scale, inner, jnp.array(True), observed))
+        first = scaling.first(start(rule), len(leaves_and_none(params)))
+        state = LossScaledState(first.scale, inner, jnp.array(True), first.observed)
+        return _on_mesh_of(params, state)
 
     def update(
         updates: Any,
@@ -186,29 +186,23 @@ def loss_scaled_within(
                 new = jax.tree.map(typed_like, new, inner)
             return result, new
 
-        updates, inner, guard, _, applied = guarded(
-            rule,
+        updates, inner, after, _, applied = scaling.step(
             step,
-            GuardState(state.loss_scale, state.observed),
+            ScalingState(state.loss_scale, state.observed),
             state.inner,
             arrays,
-            Reading(
-                1.0 if loss_scale is None else loss_scale,
-                limits,
-                sums_in(state.inner, named, params),
-                shardings,
-                leaves,
-            ),
-            Select(),
+            1.0 if loss_scale is None else loss_scale,
+            onto=sums_in(state.inner, named, params),
+            shardings=shardings,
+            checked=leaves,
             loss=extra.get("value"),
             apply_if=apply_if,
-            every=every,
         )
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
-        return updates, LossScaledState(guard.scale, inner, applied, guard.observed)
+        return updates, LossScaledState(after.scale, inner, applied, after.observed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

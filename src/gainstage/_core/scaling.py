@@ -1,0 +1,260 @@
+"""A loss scale around an update: the only code that skips steps and updates the scale.
+
+A policy says what happens to the state in a skipped step: `Select`, `Branch`, or one of two
+accumulation windows. Each is a value with a few small pure functions.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gainstage._core.bridge import select
+from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.readings import inspect
+from gainstage._core.stats import at_first, measure, measured_of_both, observed
+from gainstage._core.variable import is_inside
+from gainstage.rules.base import LossScale, advance
+
+Update = Callable[..., tuple[Any, Any]]  # (state, mask) -> (result, state)
+
+
+def run_if(applies: jax.Array, update: Update, state: Any, *mask: jax.Array) -> Any:
+    """Returns the state after `update` if `applies`, else the state; the update then does not run.
+
+    Eagerly it always runs, and its results are selected: JAX compiles an eager `lax.cond` at every
+    call.
+    """
+    if not is_inside():
+        return select(applies, lambda state: update(state, *mask), state)[1]
+    return lax.cond(applies, lambda state: update(state, *mask)[1], lambda state: state, state)
+
+
+class Select:
+    """The update always runs, and a select stores its results: for steps that are mostly applied.
+
+    XLA can fuse it with earlier computations.
+    """
+
+    counter: ClassVar[tuple[str, Any] | None] = None  # name and first value of a window count
+
+    def take(
+        self, applies: jax.Array, counts: jax.Array, update: Update, state: Any
+    ) -> tuple[Any, Any, jax.Array]:
+        """Updates the state, or skips the update.
+
+        Args:
+            applies: whether the gradients are finite and the step is not vetoed.
+            counts: whether the step counts in its window; False if it was only vetoed.
+            update: a function of the state and, if it runs on non-finite gradients, `applies`.
+            state: the state that it changes.
+
+        Returns:
+            The result, the state, and whether the update was applied.
+        """
+        result, state = select(applies, update, state)
+        return result, state, applies
+
+    def scale_due(
+        self, state: Any, finite: jax.Array, counts: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """Returns whether the scale is updated after this step (None: always), and whether the
+        gradients that it reacts to were finite. `state` is the state before the step."""
+        return None, finite
+
+
+class Branch(Select):
+    """The update runs inside a conditional."""
+
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
+        return None, run_if(applies, update, state), applies
+
+
+@dataclasses.dataclass(frozen=True)
+class Window(Branch):
+    """Steps are microbatches of a window; a non-finite one extends it.
+
+    Args:
+        steps: the number of microbatches in a window.
+    """
+
+    steps: int
+
+    def ends(self, state: Any) -> jax.Array:
+        """Whether this microbatch, if it counts, is the last of its window."""
+        return (state.iterations + 1) % self.steps == 0
+
+    def close(self, state: Any) -> tuple[Any, jax.Array | None]:
+        """Ends the window: returns the state, and whether there is an update (None: always)."""
+        return state, None
+
+    def has_started(self, state: Any) -> jax.Array:
+        """Whether any microbatch was finite yet."""
+        return state.iterations > 0
+
+
+class DropWindow(Window):
+    """A non-finite microbatch counts; at the end of its window there is no update."""
+
+    counter = ("good_microbatches", 0)
+
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
+        def counted(state: Any, mask: jax.Array) -> Any:
+            more = mask.astype(state.window_count.dtype)
+            return update(state._replace(window_count=state.window_count + more), mask)
+
+        runs = applies | (counts & self.ends(state))
+        state = run_if(runs, counted, state, applies)
+        more = jnp.where(counts & ~runs, 1, 0)
+        return None, state._replace(iterations=state.iterations + more), applies
+
+    def scale_due(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
+        return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
+
+    def close(self, state: Any) -> tuple[Any, jax.Array | None]:
+        whole = state.window_count == self.steps
+        state = state._replace(
+            accumulators=[jnp.where(whole, total, 0) for total in state.accumulators],
+            iterations=state.iterations + jnp.where(whole, 0, -self.steps),
+            window_count=jnp.zeros_like(state.window_count),
+        )
+        return state, whole
+
+    def has_started(self, state: Any) -> jax.Array:
+        return (state.iterations >= self.steps) | (state.window_count > 0)
+
+
+WINDOWS = {"extend": Window, "drop_window": DropWindow}
+
+
+class ScalingState(NamedTuple):
+    """The state of a `Scaling`, as arrays or as variables."""
+
+    scale: Any  # the rule's state, None without a rule
+    observed: Any = None  # the telemetry, if enabled
+    measured: Any = ()  # the measurements of the window so far, by name
+
+
+class Outcome(NamedTuple):
+    """The outcome of a step."""
+
+    result: Any
+    inner: Any  # the state that the update changes, new or unchanged
+    state: ScalingState
+    finite: jax.Array  # whether the gradients were finite
+    applied: jax.Array  # whether they were used, for an update or for the one of their window
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """A loss scale: the rule that updates it, what it records, and what a skipped step does.
+
+    Each optimizer or transformation makes one; `step` alone skips steps and updates the scale.
+
+    Args:
+        rule: the rule that updates the scale; None for `factor` alone.
+        telemetry: whether the state records each step.
+        every: the number of steps between telemetry's counts of exponents; None for never.
+        unscaled: whether the caller divides the gradients by the scale.
+        factor: the `loss_scale_factor`, which multiplies the rule's scale.
+        limits: the active clip option, whose norms must be finite.
+        policy: what happens to the state that a skipped update would change.
+    """
+
+    rule: LossScale | None = None
+    telemetry: bool = False
+    every: int | None = None
+    unscaled: bool = False
+    factor: float | None = None
+    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    policy: Select = dataclasses.field(default_factory=Select)
+
+    def loss_scale(self, state: Any) -> jax.Array:
+        """The factor of the loss, by the rule's state."""
+        if self.rule is None:
+            return jnp.asarray(self.factor, jnp.float32)
+        if self.factor is None:
+            return state.scale
+        return jnp.clip(state.scale * self.factor, SMALLEST, LARGEST)
+
+    def first(self, state: Any, count: int) -> ScalingState:
+        """The state before the first step, by the rule's state and the number of gradients."""
+        stats = at_first(self.loss_scale(state), count, self.every) if self.telemetry else None
+        names = () if self.rule is None or self.policy.counter is None else self.rule.measures
+        return ScalingState(state, stats, measure(names, [], True, 0.0))
+
+    def step(
+        self,
+        update: Callable[..., tuple[Any, Any]],
+        state: ScalingState,
+        inner: Any,
+        grads: Sequence[Any],
+        scale: jax.Array | float = 1.0,
+        *,
+        onto: Sequence[Any] = (),
+        shardings: Sequence[Any] = (),
+        checked: Sequence[Any] | None = None,
+        loss: jax.Array | None = None,
+        apply_if: jax.Array | None = None,
+    ) -> Outcome:
+        """Reads the gradients, applies the update or skips it, and updates the loss scale.
+
+        Args:
+            update: `(norms, inner, mask) -> (result, inner)`: the step. `norms` are the norms that
+                clipping divides by, and `mask` is given if it runs on non-finite gradients.
+            state: the state of the loss scale.
+            inner: the state that `update` changes: any pytree.
+            grads: arrays or None.
+            scale: the scale of the gradients.
+            onto: the accumulators that they are added to.
+            shardings: the sharding of each gradient; empty if unknown.
+            checked: the arrays to check, if not the gradients themselves.
+            loss: the true loss, if it is known.
+            apply_if: a bool scalar. If False, the update is skipped; the scale still reacts to the
+                gradients.
+        """
+        with_norm = state.observed is not None
+        arrays = grads if checked is None else checked
+        finite, norms, norm = inspect(arrays, scale, self.limits, onto, shardings, with_norm)
+        applies = finite if apply_if is None else finite & apply_if
+        # A microbatch that was only vetoed does not count in its window. A non-finite one counts,
+        # even if it was vetoed: that may be the reason for the veto.
+        counts = jnp.ones_like(finite) if apply_if is None else apply_if | ~finite
+
+        policy, rule = self.policy, self.rule
+        result, new, applied = policy.take(applies, counts, functools.partial(update, norms), inner)
+        if rule is None:
+            return Outcome(result, new, state, finite, applied)
+        here = bool(shardings) and all(sharding is None for sharding in shardings)
+        divisor = scale if isinstance(scale, jax.Array) else None
+        measured = {}
+        if rule.measures:
+            measured = measure(rule.measures, grads, finite, loss, divisor, here)
+        stats = state.observed
+        if norm is not None:
+            stats = observed(
+                stats,
+                grads,
+                scale,
+                finite=finite,
+                applied=applied,
+                norm=norm,
+                max_abs=measured.get("max_abs"),
+                loss_scale=self.loss_scale(state.scale) if self.unscaled else jnp.asarray(scale),
+                every=self.every,
+                ordered=here,
+            )
+        due, good = policy.scale_due(inner, finite, counts)
+        so_far = state.measured
+        if due is not None:  # the scale is updated between windows, from the measurements of one
+            measured = measured_of_both(so_far, measured)
+            so_far = {n: jnp.where(counts, v, so_far[n]) for n, v in measured.items()}
+            so_far = {n: jnp.where(due, jnp.zeros_like(v), v) for n, v in so_far.items()}
+        moved = advance(rule, state.scale, good, **measured)
+        if due is not None:
+            moved = jax.tree.map(lambda n, o: jnp.where(due, n, o), moved, state.scale)
+        return Outcome(result, new, ScalingState(moved, stats, so_far), finite, applied)
