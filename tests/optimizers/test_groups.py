@@ -205,13 +205,11 @@ def test_every_slot_starts_as_its_own_request_says(grouped):
 
         def build(self, var_list):
             super().build(var_list)
-            self.start = [
+            for v in var_list:
                 self.add_variable_from_reference(v, "start", lambda *_, v=v: v.value() + 0)
-                for v in var_list
-            ]
 
         def update_step(self, gradient, variable, learning_rate):
-            start = self.start[self._get_variable_index(variable)]
+            start = self.get_slot(variable, "start")
             self.assign(variable, variable - learning_rate * (gradient + variable - start))
 
     weights = [gs.Variable([1.0, 1.0]), gs.Variable([5.0, 5.0, 5.0])]

@@ -65,6 +65,20 @@ def test_a_users_subclass_is_compiled_without_knowing_it():
     assert [v.name for v in plain.variables] == [f"momentum/{name}" for name in names]
 
 
+def test_a_slot_is_found_by_its_name():
+    """`get_slot` returns what `build` has added, of an optimizer and through its wrapper."""
+    variables, inner = pair(), Momentum()
+    opt = gs.LossScaleOptimizer(inner)
+    assert opt.get_slot_names() == []
+    opt.build(variables)
+    assert opt.get_slot_names() == inner.get_slot_names() == ["velocity"]
+    for variable, velocity in zip(variables, inner.velocities, strict=True):
+        assert opt.get_slot(variable, "velocity") is velocity
+        assert inner.get_slot(variable, "velocity") is velocity
+    with pytest.raises(ValueError, match=r"'momentum' has no slot 'm' for 'w'; .*\['velocity'\]"):
+        opt.get_slot(variables[0], "m")
+
+
 def test_a_subclass_without_a_rule_says_what_is_missing():
     """Forgetting `update_step` is an error that names the class, and changes nothing."""
 

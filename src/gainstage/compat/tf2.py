@@ -118,24 +118,6 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         arguments = type(inner).__signature__.parameters if inner else ()
         return name in arguments and name not in vars(self) and not hasattr(type(self), name)
 
-    def get_slot_names(self) -> list[str]:
-        """The names of the inner optimizer's slots, once there are any."""
-        return sorted({name for _, name, _ in self._store.slots.of})
-
-    def get_slot(self, var: Variable, slot_name: str) -> Variable:
-        """Returns a slot of the inner optimizer, by its name in gainstage.
-
-        Raises:
-            ValueError: there is no such slot.
-        """
-        slots = self._store.slots.of
-        if (var, slot_name, 0) not in slots:
-            raise ValueError(
-                f"{self.inner_optimizer.name!r} has no slot {slot_name!r} for {var.name!r}; its "
-                f"slots are {self.get_slot_names()}."
-            )
-        return slots[var, slot_name, 0]
-
     @property
     def iterations(self) -> Variable:
         """The number of steps so far, skipped ones included."""

@@ -345,6 +345,26 @@ class Optimizer(Configurable, Arguments):
             return tuple(self.add_optimizer_variables(variables, n, initializer) for n in name)
         return [self.add_variable_from_reference(v, name, initializer) for v in variables]
 
+    def get_slot_names(self) -> list[str]:
+        """The names of the slots that `build` has added."""
+        return sorted({name for _, name, _ in self._store.slots.of})
+
+    def get_slot(self, var: Variable, slot_name: str) -> Variable:
+        """Returns the slot of a variable, by the name that `add_optimizer_variables` was given.
+
+        In a `LossScaleOptimizer`, the slots are those of the inner optimizer.
+
+        Raises:
+            ValueError: there is no such slot.
+        """
+        slots = self._store.slots.of
+        if (var, slot_name, 0) not in slots:
+            raise ValueError(
+                f"{self._store.owner!r} has no slot {slot_name!r} for {var.name!r}; its slots are "
+                f"{self.get_slot_names()}."
+            )
+        return slots[var, slot_name, 0]
+
     def assign(self, variable: Any, value: Any) -> None:
         """Sets a variable: ours, Keras's, or any other object with `assign`."""
         variable.assign(value)
