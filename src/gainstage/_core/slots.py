@@ -33,8 +33,13 @@ class Slots:
         self.of: dict[tuple[Variable, str, int], Variable] = {}  # the int counts equal ones
         self.groups: list[Group] = []  # of small variables, which share buffers
         self.group_of: dict[Variable, Group] = {}
+        self._apart = False
         self._added: dict[Any, Variable] = {}  # other variables that builds have added
         self._asked: Counter[Any] = Counter()  # the number of each kind in this build so far
+
+    def keep_apart(self) -> None:
+        """Gives every variable slots of its own, whatever `group_small` is."""
+        self._apart = True
 
     def start_build(self) -> None:
         """Starts a build, which reuses the variables of an earlier build."""
@@ -95,8 +100,8 @@ class Slots:
         return slot
 
     def group(self, variables: Sequence[Variable]) -> None:
-        """Makes small variables share buffers."""
-        self.groups = groups_of(variables, gradients.float32_or_wider)
+        """Makes small variables share buffers, unless they are kept apart."""
+        self.groups = [] if self._apart else groups_of(variables, gradients.float32_or_wider)
         for group in self.groups:
             self.group_of |= dict.fromkeys(group.members, group)
 

@@ -111,7 +111,8 @@ def _unscaled(
                 for path, p in named
             ]
             mine = copy.deepcopy(optimizer)
-            vars(mine)["group_small"] &= grouped
+            if not grouped:
+                mine._store.slots.keep_apart()
             if wrapper is not None:
                 mine._store.set_wrapper(wrapper)
             mine.build(variables)
