@@ -1,4 +1,4 @@
-"""A step as a pure function: what happens to gradients and weights around an update rule."""
+"""A step as a pure function: what happens to gradients and weights around an update."""
 
 import dataclasses
 import inspect
@@ -164,11 +164,11 @@ class OptimizerState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step after the finite check. Its order is fixed: accumulate, clip, decoupled weight decay,
-    the update rule, moving average, constraints, one cast, `iterations` + 1.
+    `update`, moving average, constraints, one cast, `iterations` + 1.
 
     Args:
         options: the active options.
-        update_rule: `(state, gradients, rate) -> state`, on weights in float32 or wider.
+        update: `(state, gradients, rate) -> state`, on weights in float32 or wider.
         rate: the learning rate.
         variables: the weights' variables, for names, dtypes, constraints and shardings.
         shardings: the sharding of each weight's state, None off a mesh.
@@ -177,7 +177,7 @@ class Step:
     """
 
     options: StepOptions
-    update_rule: Callable[[StepState, Gradients, jax.Array], StepState]
+    update: Callable[[StepState, Gradients, jax.Array], StepState]
     rate: LearningRate
     variables: Sequence[Variable]
     shardings: Sequence[Any]
@@ -257,7 +257,7 @@ class Step:
     def _update(
         self, state: StepState, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
     ) -> StepState:
-        """Clips and decays, then applies the update rule."""
+        """Clips and decays, then updates."""
         options = self.options
         grads = gradients.clip(grads, options.limits, norms)
         if options.weight_decay is not None:
@@ -269,7 +269,7 @@ class Step:
                 for w, g, decays, sharding in rows
             ]
             state = state._replace(weights=weights)
-        return self.update_rule(state, grads, rate)
+        return self.update(state, grads, rate)
 
     def _average(self, state: StepState, before: StepState) -> StepState:
         """Updates the averages, and, when due, sets the weights to them; not in a step that drops

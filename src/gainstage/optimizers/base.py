@@ -46,9 +46,9 @@ from gainstage.schedules import LearningRateSchedule
 
 
 class Optimizer(Configurable, Arguments):
-    """The base class of all optimizers. Subclass it to implement an update rule.
+    """The base class of all optimizers. Subclass it to write your own.
 
-    A subclass implements `update_step`, and `build` if the rule needs state. The code is
+    A subclass implements `update_step`, and `build` if that needs state. The code is
     imperative; each step runs it inside one compiled program. A step has a fixed order: finite
     check (with a loss scale), unscale, accumulate, clip, decoupled weight decay, `update_step`,
     moving average, constraints, `iterations` + 1. Steps compute in float32 (float64 for float64
@@ -80,14 +80,14 @@ class Optimizer(Configurable, Arguments):
         mesh: the `jax.sharding.Mesh` that replicates scalars; by default the variables' mesh.
         group_small: whether the slots of variables of at most 4096 elements share buffers, up to
             32 in each, which speeds up steps on hundreds of variables. It needs an `elementwise`
-            rule and variables on one device. `groups` lists the buffers.
+            update and variables on one device. `groups` lists the buffers.
         master_weights: whether half-precision variables have a float32 copy in the state. Updates
             go to the copy, and the variable is the rounded copy. Assigning a variable from outside
             starts a new copy.
         shard_state_over: the mesh axis or axes over which slots, averages, accumulators and master
             weights are sharded (ZeRO stage 1); the steps are the same.
 
-    A rule may set `elementwise = True` beside its `update_step` if it treats every element by
+    A class may set `elementwise = True` beside its `update_step` if it treats every element by
     itself and its only state are slots of the variable's shape. It can then be called for several
     variables at once.
 
@@ -242,7 +242,7 @@ class Optimizer(Configurable, Arguments):
     def _index(self) -> dict[Variable, int]:
         return self._store.index
 
-    # ── a rule is written with these ─────────────────────────────────────────────────────────
+    # ── an optimizer is written with these ───────────────────────────────────────────────────
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Creates the state for these variables. An override calls `super().build` first.
@@ -739,12 +739,12 @@ class Optimizer(Configurable, Arguments):
         return OptimizerState(done.state, done.inner), done.applied
 
     def _make_step(self, loss: Any = None) -> Step:
-        """The step for the current options, rule and variables."""
+        """The step for the current options and variables."""
         store, options = self._store, self._store.in_force
         decay = options.weight_decay
         return Step(
             options=options,
-            update_rule=lambda state, grads, rate: self._apply_rule(state, grads, rate, loss),
+            update=lambda state, grads, rate: self._update_weights(state, grads, rate, loss),
             rate=store.rate,
             variables=list(store.index),
             shardings=store.shardings,
@@ -752,7 +752,7 @@ class Optimizer(Configurable, Arguments):
             window=store.window,
         )
 
-    def _apply_rule(
+    def _update_weights(
         self, state: StepState, grads: Gradients, rate: jax.Array, loss: Any
     ) -> StepState:
         """`update_step` of every variable as a pure function."""

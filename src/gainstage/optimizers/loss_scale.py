@@ -280,7 +280,7 @@ class LossScaleOptimizer(Optimizer):
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
-        """Applies the inner optimizer's rule to one variable, with an unscaled gradient."""
+        """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
         self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(

@@ -1,4 +1,4 @@
-"""Our optimizers as optax transformations: the same rule, with a dictionary as its state."""
+"""Our optimizers as optax transformations: the same update, with a dictionary as its state."""
 
 import copy
 from collections.abc import Callable
@@ -87,9 +87,10 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
-    more = (opt.rule, opt.telemetry, opt.underflow_every)
     tx, sums_in = _unscaled(inner, Wrapper("loss_scaled"))
-    return loss_scaled_within(options.limits, sums_in, tx, *more)
+    return loss_scaled_within(
+        options.limits, sums_in, tx, opt.rule, opt.telemetry, opt.underflow_every
+    )
 
 
 def _unscaled(
