@@ -120,15 +120,9 @@ class Optimizer(Configurable, Arguments):
             raise TypeError(f"{type(self).__name__}: {error}.") from None
         bound.apply_defaults()
         self._set_arguments(bound.arguments)
-        has_own_rate = overrides(self, "learning_rate") is not None
-        self._store = Store(
-            self.name,
-            learning_rate,
-            has_own_rate,
-            StepOptions.checked(bound.arguments),
-            self.mesh,
-            self.shard_state_over,
-        )
+        has_own_rate, step = overrides(self, "learning_rate"), StepOptions.checked(bound.arguments)
+        over = self.shard_state_over
+        self._store = Store(self.name, learning_rate, bool(has_own_rate), step, self.mesh, over)
         self._slots = self._store.slots
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
@@ -554,10 +548,7 @@ class Optimizer(Configurable, Arguments):
         if is_inside():
             check_bound(weights if trainable_variables is None else trainable_variables, variables)
         grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
-        variables, weights = (
-            self.variables,
-            list(self._store.index),
-        )  # the check may have built them
+        variables, weights = self.variables, list(store.index)  # the check may have built them
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         args, version = (grads, loss, apply_if), store.version if self.jit_compile else None
         self._runner(self._apply, variables, weights, args, self._rate_of_step, version)
@@ -796,8 +787,7 @@ class Optimizer(Configurable, Arguments):
         Raises:
             ValueError: not built, the wrong number of arrays, or an array that does not fit.
         """
-        if not self.built:
-            raise ValueError(f"Expected {self.name!r} to be built before set_weights.")
+        self._built_variables("set_weights")
         saving.set_all(self.variables, weights, self._weight_checks)
 
     @property
@@ -834,8 +824,7 @@ class Optimizer(Configurable, Arguments):
             TypeError: `store` is not a mapping.
             ValueError: not built, a key is missing, an array does not fit, or the groups differ.
         """
-        if not self.built:
-            raise ValueError(f"Expected {self.name!r} to be built before load_own_variables.")
+        self._built_variables("load_own_variables")
         self.set_weights(saving.from_store(self.variables, self.groups, store))
 
     # ── configuration ────────────────────────────────────────────────────────────────────────
@@ -843,9 +832,8 @@ class Optimizer(Configurable, Arguments):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, JSON-serializable except for callables; the learning
         rate is the current one. `jit_compile` and `mesh` are not included."""
-        config = super().get_config()
         ours = {p.name: p.default for p in PARAMETERS if p.kind is p.KEYWORD_ONLY}
-        return {k: v for k, v in config.items() if k not in ours or v != ours[k]}
+        return {k: v for k, v in super().get_config().items() if k not in ours or v != ours[k]}
 
     def _argument(self, name: str) -> Any:
         return self._store.rate.get_config() if name == "learning_rate" else super()._argument(name)
