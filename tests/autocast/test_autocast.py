@@ -417,8 +417,9 @@ def test_an_equinox_model():
 
 
 def test_a_linen_model():
-    """A Linen model keeps its layers' names, and all products are half."""
-    model = linen.Sequential([linen.Conv(4, (3, 3)), jax.nn.gelu, linen.Conv(2, (3, 3))])
+    """Both convolutions of a Linen model are half, with a pool of maxima between them."""
+    pool = functools.partial(linen.max_pool, window_shape=(2, 2), strides=(2, 2))
+    model = linen.Sequential([linen.Conv(4, (3, 3)), jax.nn.gelu, pool, linen.Conv(2, (3, 3))])
     x = draw(9, 2, 8, 8, 3)
     params = model.init(KEY, x)
 

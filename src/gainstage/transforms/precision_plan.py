@@ -16,7 +16,7 @@ MOVES = frozenset(
     ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "rev", "copy",
      "dynamic_slice", "gather", "concatenate", "pad", "dynamic_update_slice", "split",
      "sharding_constraint", "optimization_barrier", "stop_gradient", "name", "reduce_max",
-     "reduce_min")
+     "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
 )  # fmt: skip
 VERSION = 1  # of the file
 
