@@ -296,3 +296,31 @@ def test_an_error_of_the_loss_is_not_explained_away():
     for loss, message in ((fails, "missing"), (wrong, "of the user's")):
         with pytest.raises(Exception, match=message):
             run(loss)
+
+
+class Tensor:
+    """An array of another library, which no NumPy array can be made of."""
+
+    def __array__(self):
+        raise RuntimeError("call numpy() on the tensor")
+
+
+@pytest.mark.parametrize("kind", ["key", "traced"])
+def test_the_error_of_a_loss_is_kept_with_every_batch(kind):
+    """A loss that raises a TypeError does so too if its batch has a typed key or is traced."""
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    params, key = jnp.ones(3), jax.random.key(0)
+    step = gs.train_step(lambda w, key: (w * jax.random.normal(key, (5,))).sum(), tx)
+    step = jax.jit(step) if kind == "traced" else step
+    with pytest.raises(TypeError, match=r"incompatible shapes for broadcasting: \(3,\), \(5,\)"):
+        step(params, tx.init(params), key)
+
+
+def test_an_array_of_another_library_in_the_batch_is_named():
+    """What JAX takes for no array is named, also if NumPy takes it for none."""
+    tx = gs.loss_scaled(optax.sgd(0.5))
+    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    with pytest.raises(
+        TypeError, match=r"Expected arrays or numbers .*Tensor object.* `batch\[0\]`"
+    ):
+        step(jnp.ones(3), tx.init(jnp.ones(3)), Tensor())

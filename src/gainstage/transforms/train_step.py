@@ -293,8 +293,9 @@ def _explain(error: Exception, params: Any, opt_state: Any, batch: Any) -> None:
                 f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
                 f"returned, or create the step with train_step(..., donate=False)."
             ) from error
-        valid = np.asarray(leaf).dtype.kind not in "OSU" if name.startswith("batch") else True
-        if isinstance(error, TypeError) and alive and not valid:
+        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
+        is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
+        if isinstance(error, TypeError) and name.startswith("batch") and not is_known:
             raise TypeError(
                 f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
                 f"to the loss: functools.partial(loss_fn, name=value)."
