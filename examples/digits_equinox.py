@@ -48,8 +48,7 @@ def train(dtype, seed):
     @eqx.filter_jit
     def step(model, opt_state, x, y):
         loss, grads = gs.value_and_grad(loss_fn, opt_state)(model, x, y)  # ours
-        weights = eqx.filter(model, eqx.is_inexact_array)
-        updates, opt_state = tx.update(grads, opt_state, weights)
+        updates, opt_state = tx.update(grads, opt_state, model)
         return eqx.apply_updates(model, updates), opt_state, loss
 
     losses = []

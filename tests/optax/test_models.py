@@ -154,6 +154,16 @@ def test_a_step_in_three_calls_takes_a_model(kind):
 
 
 @EACH
+def test_an_update_takes_a_model(kind):
+    """`tx.update(grads, state, model)` is that with the model's parameters, which AdamW decays."""
+    make, loss, _, parameters = KINDS[kind]
+    tx, model = transformation(), make()
+    state = tx.init(model)
+    _, grads = gs.value_and_grad(loss, state)(model, X, Y)
+    assert_same(tx.update(grads, state, model), tx.update(grads, state, parameters(model)))
+
+
+@EACH
 def test_an_x_ray_takes_a_model(kind):
     """`xray` without `using` finds what it finds with it."""
     make, loss, using, _ = KINDS[kind]

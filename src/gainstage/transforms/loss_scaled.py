@@ -64,11 +64,12 @@ def loss_scaled(
             parameters name no sharding.
 
     Returns:
-        A transformation to use instead of `tx`, also inside `optax.chain`. Its `update` takes four
-        more arguments. `value=` is the true loss, for rules and transformations that need it.
-        `apply_if=` is a bool; False skips the update, even on finite gradients. `loss_scale=` is
-        the scale of gradients that `update` has to unscale itself. `shardings=` is a
-        `NamedSharding` per gradient, for gradients traced on a mesh of Auto axes.
+        A transformation to use instead of `tx`, also inside `optax.chain`. `init` and `update` take
+        an NNX or Equinox model as `params` too. `update` takes four more arguments. `value=` is the
+        true loss, for rules and transformations that need it. `apply_if=` is a bool; False skips
+        the update, even on finite gradients. `loss_scale=` is the scale of gradients that `update`
+        has to unscale itself. `shardings=` is a `NamedSharding` per gradient, for gradients traced
+        on a mesh of Auto axes.
 
     Raises:
         TypeError: `tx` is not a transformation, `rule` not a rule, or `telemetry` not a bool.
@@ -158,6 +159,8 @@ def loss_scaled_within(
             raise _wrong_rule(rule, state.loss_scale)
         if warns and loss_scale is None and not SETTLED:
             warn()
+        if models.library(type(params)):
+            params = models.chosen(params, updates)
         params = gradients.upcast(params)
         if over:
             updates, shardings = _sharded(updates, shardings or param_shardings, over)
