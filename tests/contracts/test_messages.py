@@ -120,6 +120,11 @@ def changed_structure():
     tx.update(params, tx.init(params), params)
 
 
+def other_parameters():
+    tx = gs.loss_scaled(optax.adam(0.1))
+    tx.update({"a": jnp.ones(2)}, tx.init(large()[0]))
+
+
 def donated():
     tx = gs.loss_scaled(optax.adam(0.1))
     params, _ = large()
@@ -146,6 +151,7 @@ LONG = {
         lambda p: p, gs.loss_scaled(optax.adam(0.1)).init(large()[0])
     )(large()[0]),
     "structure": changed_structure,
+    "other parameters": other_parameters,
     "donated": donated,
     "functional": lambda: gs.functional(lambda: None, large()[1])(large()[0]),
     "build twice": lambda: built().build(large()[1]),

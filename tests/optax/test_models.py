@@ -163,6 +163,99 @@ def test_an_update_takes_a_model(kind):
     assert_same(tx.update(grads, state, model), tx.update(grads, state, parameters(model)))
 
 
+@pytest.mark.parametrize("how", ["step", "update"])
+@pytest.mark.parametrize("part", ["optimizer", "opt_state"])
+def test_what_an_nnx_optimizer_has_wrapped_is_refused(how, part):
+    """An `nnx.Optimizer`, or its `opt_state`, in the place of the state of `tx.init` is named."""
+    tx, model = transformation(), nnx_model()
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    given, kind = {
+        "optimizer": (optimizer, "Optimizer"),
+        "opt_state": (optimizer.opt_state, "a LossScaledState of OptArray"),
+    }[part]
+    message = rf"state that tx\.init returned for opt_state; got {kind}\. .* = tx\.init\(params\)"
+    step = gs.train_step(nnx_loss, tx)
+    with pytest.raises(TypeError, match=message):
+        step(model, given, X, Y) if how == "step" else tx.update(nnx_parameters(model), given)
+
+
+class Adapted(nnx.Module):
+    """A linear layer with an adapter of low rank, which alone is trained."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        base = nnx.Linear(4, 1, rngs=rngs)
+        self.layer = nnx.LoRA(4, 2, 1, base_module=base, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def of_adapters(fun, has_aux):
+    return nnx.value_and_grad(fun, argnums=nnx.DiffState(0, nnx.LoRAParam), has_aux=has_aux)
+
+
+def some_of(tx):
+    model = Adapted()
+    return gs.train_step(nnx_loss, tx, using=of_adapters)(model, tx.init(model), X, Y)
+
+
+def all_of(tx):
+    model = Adapted()
+    return gs.train_step(nnx_loss, tx, using=jax.value_and_grad)(model, tx.init(model), X, Y)
+
+
+def fewer(tx):
+    grads = {"w": jnp.ones(2)}
+    return tx.update(grads, tx.init({**grads, "b": jnp.ones(2)}), grads)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "place"),
+    [
+        pytest.param(some_of, r"mu\['layer'\]\['base_module'\]\['bias'\]", id="some variables"),
+        pytest.param(all_of, r"mu\.layer\.base_module\.bias", id="jax.value_and_grad"),
+        pytest.param(fewer, r"mu\['b'\]", id="dictionaries"),
+    ],
+)
+def test_a_state_of_other_parameters_says_what_to_pass(attempt, place):
+    """Gradients of other parameters than `tx.init` got are named, with the remedy."""
+    with pytest.raises(ValueError, match=rf"differ in .*{place}.* `using` selects .* leave"):
+        attempt(transformation())
+
+
+def test_an_error_of_the_transformation_is_its_own():
+    """What `tx` raises for the parameters that it was made for is not explained away."""
+
+    def fails(updates, state, params=None):
+        raise ValueError("an error of the user's")
+
+    tx = gs.loss_scaled(optax.GradientTransformation(optax.adam(0.1).init, fails))
+    with pytest.raises(ValueError, match="of the user's"):
+        tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+
+
+def test_adapters_of_a_model_are_trained_alone():
+    """`using` with the state of some variables trains these and leaves the others alone."""
+    tx, model = transformation(), Adapted()
+    before = jax.tree.map(np.asarray, nnx_parameters(model))
+    state = tx.init(nnx.state(model, nnx.LoRAParam))
+    step = gs.train_step(nnx_loss, tx, using=of_adapters)
+    for _ in range(3):
+        model, state, _ = step(model, state, X, Y)
+    frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    for path, value in nnx.to_flat_state(frozen):
+        np.testing.assert_array_equal(value[...], dict(nnx.to_flat_state(before))[path][...])
+    assert np.any(model.layer.lora_b[...] != 0)
+
+
+def test_init_names_a_leaf_that_is_no_array():
+    """A dictionary of models is not recognised: the error says to pass its parameters."""
+    message = r"got <.*> for `params\['a'\]\.mlp\.activation`. .*equinox\.filter\(params"
+    with pytest.raises(TypeError, match=message):
+        transformation().init({"a": Net()})
+
+
 @EACH
 def test_an_x_ray_takes_a_model(kind):
     """`xray` without `using` finds what it finds with it."""

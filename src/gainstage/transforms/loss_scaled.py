@@ -1,5 +1,6 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
+from gainstage._core.checks import brief
 from gainstage._core.scaled_state import LossScaledState, states_in
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.sharding import (
@@ -135,6 +137,7 @@ def loss_scaled_within(
 
     def init(params: Any) -> LossScaledState:
         params = models.trainable(params)
+        _check_leaves(params)
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
@@ -155,6 +158,9 @@ def loss_scaled_within(
     ) -> tuple[Any, LossScaledState]:
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         own: Any = jax.tree.structure(rule.init())
+        ours = isinstance(state, LossScaledState)
+        if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
+            raise _wrong_state(state)
         if own != jax.tree.structure(state.loss_scale) and not isinstance(rule, FixedLossScale):
             raise _wrong_rule(rule, state.loss_scale)
         if warns and loss_scale is None and not SETTLED:
@@ -184,7 +190,11 @@ def loss_scaled_within(
         ]
 
         def step(norms: Any, inner: Any, mask: Any = None) -> Any:
-            result, new = tx.update(grads, inner, params, **extra)
+            try:
+                result, new = tx.update(grads, inner, params, **extra)
+            except (TypeError, ValueError) as error:
+                _explain(error, tx, grads, inner)
+                raise
             if any(map(typed_sharding, jax.tree.leaves(inner))):
                 new = jax.tree.map(typed_like, new, inner)
             return result, new
@@ -230,6 +240,44 @@ def _sums_of_multi_steps(state: Any, named: Any, params: Any) -> Sequence[Any]:
         return jnp.copysign(found[path], gradient)
 
     return [total(path, gradient) for path, gradient in named]
+
+
+def _check_leaves(params: Any) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
+            raise TypeError(
+                f"Expected arrays in params; got {brief(leaf)} for "
+                f"`params{jax.tree_util.keystr(path)}`. Pass the parameters alone to tx.init, such "
+                f"as equinox.filter(params, equinox.is_inexact_array)."
+            )
+
+
+def _explain(error: Exception, tx: Any, grads: Any, state: Any) -> None:
+    """Raises a clearer error than optax's if the state was made for other parameters."""
+    made = state
+    with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its own parameters only
+        made = jax.eval_shape(tx.init, grads)
+    trees = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (state, made))
+    own, new = ({jax.tree_util.keystr(path) for path, _ in tree} for tree in trees)
+    if own != new:
+        raise ValueError(
+            f"opt_state was made for other parameters than the gradients: they differ in "
+            f"{brief(sorted(own ^ new))}. Start with opt_state = tx.init(params). If `using` "
+            f"selects some parameters of a model, pass these alone, such as "
+            f"nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
+        ) from error
+
+
+def _wrong_state(state: Any) -> TypeError:
+    """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
+    kind = type(state).__name__
+    if isinstance(state, LossScaledState):
+        kind = f"a {kind} of {type(state.loss_scale.scale).__name__}"
+    return TypeError(
+        f"Expected the state that tx.init returned for opt_state; got {kind}. Start with "
+        f"opt_state = tx.init(params), or tx.init(model): an nnx.Optimizer and its opt_state are "
+        f"for optimizer.update alone."
+    )
 
 
 def _wrong_rule(rule: LossScale, state: Any) -> ValueError:
