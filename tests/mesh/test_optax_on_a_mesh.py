@@ -217,6 +217,27 @@ def test_divided_state_takes_the_same_steps(name, kind):
 
 
 @KINDS
+def test_divided_state_with_a_norm_takes_the_same_steps_but_for_rounding(kind):
+    """`optax.clip_by_global_norm` adds sharded gradients up in another order: weights and losses
+    differ by no more than the rounding of these sums."""
+    replicated, sharded = on_mesh(kind)
+    runs = []
+    for over in (None, "data"):
+        clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
+        tx = gs.loss_scaled(clipped, shard_state_over=over)
+        params = params_on(replicated)
+        state, losses = tx.init(params), []
+        step = gs.train_step(loss_on(replicated), tx, has_aux=True)
+        for i in range(8):
+            factor = np.inf if i == 2 else 1.0 / (i + 1)
+            params, state, loss, _ = step(params, state, factor * batch_on(sharded))
+            losses.append(loss)
+        runs.append(jax.device_get((params, losses)))
+    for one, other in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@KINDS
 def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
     """What has a parameter's shape takes the axis beside those of the parameter; small arrays, and
     arrays of other shapes, do not."""

@@ -85,7 +85,7 @@ class Optimizer(Configurable, Arguments):
             go to the copy, and the variable is the rounded copy. Assigning a variable from outside
             starts a new copy.
         shard_state_over: the mesh axis or axes over which slots, averages, accumulators and master
-            weights are sharded (ZeRO stage 1); the steps are the same.
+            weights are sharded (ZeRO stage 1). Steps are the same up to the rounding of sums.
 
     A class may set `elementwise = True` beside its `update_step` if it treats every element by
     itself and its only state are slots of the variable's shape. It can then be called for several

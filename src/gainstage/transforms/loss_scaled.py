@@ -61,9 +61,9 @@ def loss_scaled(
             the state; None for no histograms.
         shard_state_over: the mesh axis or axes over which the state of `tx` is sharded, beside the
             sharding of its parameter (ZeRO, stage 1). The weights stay whole, and steps are the
-            same bit for bit. State stays whole if it has not the shape of a parameter, has fewer
-            than 1024 elements, or cannot be divided evenly. Do not compile `init`: traced
-            parameters name no sharding.
+            same up to the rounding of sums over devices. State stays whole if it has not the shape
+            of a parameter, has fewer than 1024 elements, or cannot be divided evenly. Do not
+            compile `init`: traced parameters name no sharding.
 
     Returns:
         A transformation to use instead of `tx`, also inside `optax.chain`. `init` and `update` take
