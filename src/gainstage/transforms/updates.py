@@ -17,7 +17,8 @@ from gainstage._core.variable import Variable
 def step_was_applied(opt_or_state: Any) -> jax.Array:
     """Returns whether the last step was applied: a bool scalar, True before the first step.
 
-    Use it in your own schedule or counter; `keep_if_applied` selects whole pytrees by it.
+    Use it in your own schedule or counter; `keep_if_applied` selects whole pytrees by it. With
+    `optax.MultiSteps` it is True for every finite microbatch: `gradient_step` counts the updates.
 
     Args:
         opt_or_state: a pytree that contains exactly one state of `loss_scaled`, as `update`
