@@ -285,6 +285,27 @@ def test_an_autopsy_takes_a_model(kind, tmp_path, monkeypatch, capsys):
     assert "NOT finite" in said.out
 
 
+def aux_loss(model, x, y):
+    return nnx_loss(model, x, y), {"mean": x.mean()}
+
+
+def test_an_autopsy_of_a_loss_with_aux_names_its_option(tmp_path, monkeypatch, capsys):
+    """Without `--has-aux` the error names the option, without a traceback; with it, it runs."""
+    capsule = Capsule(tmp_path / "bad.npz")
+    tx, model = transformation(), nnx_model()
+    state = tx.init(model)
+    model, state, *_ = gs.train_step(aux_loss, tx, has_aux=True)(model, state, BAD, Y)
+    assert capsule.write(0, gs.telemetry(state), model, BAD, Y)
+    monkeypatch.chdir(tmp_path)
+    words = ["bad.npz", "--loss", f"{__name__}:aux_loss", "--like", f"{__name__}:make_nnx"]
+    assert main(["autopsy", *words]) == 1
+    said = capsys.readouterr().err
+    assert f"{__name__}:aux_loss returns (loss, aux), pass --has-aux." in said
+    assert "Traceback" not in said
+    assert main(["autopsy", *words, "--has-aux"]) == 0
+    assert "NOT finite" in capsys.readouterr().out
+
+
 @EACH
 def test_an_explicit_function_wins(kind):
     """`using` differentiates a model, if it is given."""

@@ -50,7 +50,10 @@ def main(
     try:
         xray = importlib.import_module("gainstage.diagnostics").xray
         found = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, TypeError) and "Expected a scalar loss" in str(error):
+            print(f"{error} If {loss} returns (loss, aux), pass --has-aux.", file=sys.stderr)
+            return 1
         traceback.print_exc()
         print(
             f"{loss} could not be X-rayed with the arguments\n{_shown(bad.args)}", file=sys.stderr
