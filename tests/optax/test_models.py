@@ -249,6 +249,30 @@ def test_adapters_of_a_model_are_trained_alone():
     assert np.any(model.layer.lora_b[...] != 0)
 
 
+def test_layers_of_an_nnx_model_have_optimizers_of_their_own():
+    """The first key of a parameter's path is its label: one layer is trained, one is not."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.body = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.head = nnx.Linear(4, 1, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.head(self.body(x))
+
+    def labels(params):
+        return jax.tree_util.tree_map_with_path(lambda p, _: p[0].key, params)
+
+    parts = {"body": optax.set_to_zero(), "head": optax.sgd(0.1)}
+    tx = gs.loss_scaled(optax.multi_transform(parts, labels))
+    model = Net()
+    before = [np.asarray(layer.kernel[...]) for layer in (model.body, model.head)]
+    model, _, _ = gs.train_step(nnx_loss, tx)(model, tx.init(model), X, Y)
+    after = [np.asarray(layer.kernel[...]) for layer in (model.body, model.head)]
+    same = [np.array_equal(old, new) for old, new in zip(before, after, strict=True)]
+    assert same == [True, False]
+
+
 def test_init_names_a_leaf_that_is_no_array():
     """A dictionary of models is not recognised: the error says to pass its parameters."""
     message = r"got <.*> for `params\['a'\]\.mlp\.activation`. .*equinox\.filter\(params"
