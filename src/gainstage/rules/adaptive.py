@@ -50,7 +50,8 @@ class AdaptiveLossScale(LossScale):
       known, this happens after three. Before the first finite step it happens after three too, and
       the scale returns to the first lower value.
 
-    `minimize` knows the loss; pass it to `apply` as `loss=`, to `loss_scaled` as `value=`.
+    `minimize` and `train_step` know the loss; pass it to `apply` as `loss=`, to `update` of
+    `loss_scaled` as `value=`.
 
     Args:
         initial_loss_scale: the scale of the first step, > 0.
