@@ -19,7 +19,11 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(set(DOCS.glob("**/*.md")) - {DOCS / "migrating.md"})  # that has a test of its own
 BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
-NEEDS = {"quickstart": ["equinox", "flax", "keras"], "scaling": ["orbax.checkpoint"]}
+NEEDS = {
+    "faq": ["equinox", "flax"],
+    "quickstart": ["equinox", "flax", "keras"],
+    "scaling": ["orbax.checkpoint"],
+}
 MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
            "gainstage.runs.progress", "gainstage.runs.replay",
