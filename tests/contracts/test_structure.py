@@ -133,6 +133,25 @@ def test_one_module_runs_through_programs():
     assert found == {"_core/jaxprs.py"}
 
 
+def test_one_place_tells_why_a_step_was_skipped():
+    """Whether a recorded loss is finite is asked in one file, which decides on the cause;
+    alarms, report, replayed rules and Keras's log use it."""
+    found, asked = set(), set()
+    for path, tree in TREES.items():
+        where = path.relative_to(SRC).as_posix()
+        if not where.startswith(("runs/", "interop/keras_log")):
+            continue
+        for node in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+            name = ast.unparse(node.func).rpartition(".")[2]
+            about = " ".join(map(ast.unparse, node.args)).replace("loss_scale", "")
+            if name in ("isfinite", "isinf", "isnan") and "loss" in about:
+                found.add(where)
+            asked |= {where} if name in ("cause_of", "why_skipped") else set()
+    assert found == {"runs/causes.py"}
+    files = ("runs/alarms.py", "runs/findings.py", "runs/replay.py", "interop/keras_log.py")
+    assert asked >= set(files)
+
+
 def passed(trace):
     """The named functions of the package that are called, and their files, without `Variable`'s and
     what Python 3.14 makes of annotations."""

@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import headline
-from gainstage.runs.run import Run, why_skipped
+from gainstage.runs.run import Run
 
 
 def two_networks():

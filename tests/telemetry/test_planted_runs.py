@@ -6,9 +6,9 @@ import pytest
 from telemetry.planted_runs import GOLDENS, PLANTED
 
 from gainstage.diagnostics import Alarms, JsonLines, alarms_in, read_run
+from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import findings
 from gainstage.runs.page import page
-from gainstage.runs.run import why_skipped
 
 XRAY = "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names"
 

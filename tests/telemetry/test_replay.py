@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.diagnostics import Run
+from gainstage.runs.causes import why_skipped
 from gainstage.runs.replay import advice, default_rules, replay
-from gainstage.runs.run import why_skipped
 
 from oracles import AdaptiveAutomaton, scale_automaton
 

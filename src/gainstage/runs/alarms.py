@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +11,10 @@ import numpy as np
 from gainstage._core.boundary import largest_scale
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale, as_power
+from gainstage.runs.causes import Cause, Streak, cause_of, streaks
 from gainstage.runs.largest import LargestGradient
-from gainstage.runs.row import LONG, LOSS_MISSING, XRAY, Fate, Row
-from gainstage.runs.run import Run, streaks
+from gainstage.runs.messages import LONG, LOSS_MISSING, XRAY, Alike, message_on
+from gainstage.runs.run import Run
 from gainstage.runs.writers import Record, Writer
 
 LIMIT = 65504.0  # the largest number of float16
@@ -121,6 +122,7 @@ def alarms_in(
     """Returns the alarms for a recorded run.
 
     Later steps are used too: if a run of skipped steps ended at a lower scale, it was an overflow.
+    Of all that have one cause, only the longest rings.
 
     Args:
         run: the result of `read_run`.
@@ -128,14 +130,17 @@ def alarms_in(
         largest_number: as for `Alarms`.
     """
     watch, found = _Watch(run.rule if rule is None else rule, largest_number), []
-    fates = {
-        place: Fate(row.stop - row.start, row.low, row.ended)
-        for row in streaks(run)
-        for place in range(row.start, row.stop)
-    }
+    by_cause: dict[Cause, list[Streak]] = defaultdict(list)
+    for streak in streaks(run):
+        by_cause[cause_of(streak)].append(streak)
+    whole: dict[int, Alike] = {}
+    for rows in by_cause.values():
+        longest = max(rows, key=lambda streak: streak.length)
+        alike = Alike(longest, len(rows), sum(streak.length for streak in rows))
+        whole |= {place: alike for row in rows for place in range(row.start, row.stop)}
     for i, step in enumerate(run.steps):
         there = {n: c[i] for n, c in run.numbers.items() if n not in run.gaps or not run.gaps[n][i]}
-        found += watch.see({"step": step, **there}, fates.get(i))
+        found += watch.see({"step": step, **there}, i, whole.get(i))
     return found
 
 
@@ -150,7 +155,7 @@ class _Watch:
         self._skips: deque[str] = deque(maxlen=WINDOW)  # of each step, "" if it was not skipped
         self._seen = LargestGradient()
         self._largest: deque[float] = deque(maxlen=WINDOW)  # of each step, times the scale
-        self._row = Row(rule, math.nan, math.nan)  # the latest run of skipped steps
+        self._row = Streak()  # the latest run of skipped steps
         self._fitted = math.nan  # the scale of the last finite step
         self._has_cause = False  # whether the last step had an alarm for the run of skipped steps
         self._lost = False  # whether the last step was skipped with a non-finite loss
@@ -160,12 +165,13 @@ class _Watch:
         self._overflowed = (math.inf, 0)  # the lowest scale that overflowed recently, and when
         self._lowest = math.inf  # the lowest that ever overflowed, and was not finite since
 
-    def see(self, record: Record, fate: Fate | None = None) -> list[Alarm]:
+    def see(self, record: Record, place: int = 0, alike: Alike | None = None) -> list[Alarm]:
         """Returns the alarms of the next step.
 
         Args:
             record: the step's numbers.
-            fate: how the step's run of skipped steps ends, if that is known.
+            place: the index of the step in a recorded run.
+            alike: all runs of skipped steps with the cause of this step, in a recorded run.
         """
         step, scale = int(record["step"]), float(record.get("loss_scale", math.nan))
         if not _known(record.get("finite")):
@@ -174,14 +180,17 @@ class _Watch:
         norm = float(record.get("grad_norm", math.nan if finite else math.inf))
         loss = float(record["loss"]) if "loss" in record else None
         lowered = self._lowered_for_a_bad_loss(scale)
-        self._lost = not finite and loss is not None and not math.isfinite(loss)
+        self._lost = not finite and cause_of(loss=loss) is Cause.BAD_LOSS
         used = self._seen.of(float(record.get("max_abs", math.nan)), norm) * scale
         if finite:
             self._end_of_row(step, scale)
             self._largest.append(used)
         else:
             self._row.add(loss, norm, scale)
-        kind, cause = self._row.cause(fate)
+        kind = cause = ""
+        if self._row.length >= LONG:
+            kind, cause = message_on(alike or Alike(self._row), self._rule)
+        told = alike is None or alike.longest.start <= place < alike.longest.stop
         if cause:  # do not count these steps as skips too
             for _ in range(
                 min(self._row.length - 1, len(self._skips)) if not self._has_cause else 0
@@ -197,9 +206,9 @@ class _Watch:
         return [
             Alarm(kind, step, message)
             for kind, message in (
-                ("data", cause if kind == "data" else ""),
-                ("overflow", cause if kind == "overflow" else ""),
-                ("loss", cause if kind == "loss" else lowered),
+                ("data", cause if told and kind == "data" else ""),
+                ("overflow", cause if told and kind == "overflow" else ""),
+                ("loss", cause if told and kind == "loss" else lowered),
                 ("floor", self._at_floor(scale, finite)),
                 ("skips", self._many_skips(scale)),
                 ("headroom", self._no_headroom(scale, finite)),
@@ -226,7 +235,7 @@ class _Watch:
         if scale >= self._lowest:
             self._lowest = math.inf
         self._fitted = scale
-        self._row = Row(self._rule, self._largest[-1] if self._largest else math.nan, scale)
+        self._row = Streak(self._largest[-1] if self._largest else math.nan, scale)
 
     def _lowered_for_a_bad_loss(self, scale: float) -> str:
         if not isinstance(self._rule, AdaptiveLossScale) or not self._lost:

@@ -7,8 +7,9 @@ import numpy as np
 
 from gainstage.rules.base import as_power
 from gainstage.runs.alarms import alarms_in
+from gainstage.runs.causes import why_skipped
 from gainstage.runs.replay import Outcome, advice, replay
-from gainstage.runs.run import Run, measures, why_skipped
+from gainstage.runs.run import Run, measures
 from gainstage.runs.telemetry import underflow_summary
 
 SHOWN = 20  # tensors

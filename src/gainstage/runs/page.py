@@ -5,9 +5,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import SHOWN, Findings, Flushed
 from gainstage.runs.html import ACROSS, document, numbers, svg, table, text
-from gainstage.runs.run import Run, why_skipped
+from gainstage.runs.run import Run
 
 DOWN = 200  # the height of a drawing in its own units
 BUCKETS = 500  # stretches of a long curve; the extremes of each are drawn

@@ -18,9 +18,10 @@ from jax import lax
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, advance, start
+from gainstage.runs.causes import why_skipped
 from gainstage.runs.header import code_of
 from gainstage.runs.largest import LargestGradient
-from gainstage.runs.run import Run, why_skipped
+from gainstage.runs.run import Run
 
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 

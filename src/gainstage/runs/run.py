@@ -14,7 +14,6 @@ import numpy as np
 
 from gainstage.rules.base import LossScale
 from gainstage.runs.header import checked_header, rule_of
-from gainstage.runs.row import STAYS
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 WRONG = (ValueError, TypeError, RecursionError)  # the errors of `json` on other text
@@ -178,63 +177,11 @@ def measures(run: Run) -> dict[str, Any]:
             "raised": int((scale[1:] > scale[:-1]).sum()),
             "lowered": int((scale[1:] < scale[:-1]).sum()),
         }  # fmt: skip
-    if np.isfinite(loss).any():
+    if _has_numbers(loss):
         found |= {"loss_first": _median(loss[:tenth]), "loss_last": _median(loss[-tenth:])}
-    if np.isfinite(run.get("grad_norm")).any():
+    if _has_numbers(run.get("grad_norm")):
         found["grad_norm"] = _median(run.get("grad_norm")[~skipped])
     return found
-
-
-class Streak(NamedTuple):
-    """Skipped steps in a row, by their indices in the run, and the scale that ended them."""
-
-    start: int
-    stop: int
-    first: float  # the scale of the first of them
-    low: float  # their lowest scale
-    ended: float  # the scale of the finite step after them, NaN if there is none
-
-
-def streaks(run: Run) -> list[Streak]:
-    """Returns the runs of skipped steps, in order."""
-    scale, found = run.get("loss_scale"), []
-    for start, stop in _rows(run.skipped).tolist():
-        ended = scale[stop] if stop < len(scale) and run.get("finite")[stop] == 1 else math.nan
-        scales = scale[start:stop].tolist()
-        low = min((each for each in scales if not math.isnan(each)), default=math.nan)
-        found.append(Streak(start, stop, scales[0], low, float(ended)))
-    return found
-
-
-def why_skipped(run: Run) -> dict[str, np.ndarray]:
-    """Returns which steps were skipped, by cause: three masks; at most one is true for a step.
-
-    - "bad loss": the loss was not finite before scaling: bad data, or a forward overflow.
-    - "NaN": gradients stayed NaN while the scale fell. They were finite again at the first scale,
-      or stayed NaN to the end of the run while the scale fell by `2**6` or more.
-    - "overflow": all others. It is certain if the steps ended at a lower scale or had infinities,
-      and likely otherwise.
-    """
-    skipped, norm = run.skipped, run.get("grad_norm")
-    loss = skipped & run.has("loss") & ~np.isfinite(run.get("loss"))
-    cold = np.isnan(norm) & run.has("grad_norm")
-    nan = np.zeros_like(skipped)
-    for row in streaks(run):
-        places = slice(row.start, row.stop)
-        if (cold | loss)[places].all() and not _infinite_in_part(run, row):
-            fell = row.low < row.first <= row.ended
-            stayed = math.isnan(row.ended) and row.low <= row.first / STAYS
-            nan[places] = fell or stayed
-    nan &= ~loss
-    return {"overflow": skipped & ~loss & ~nan, "NaN": nan, "bad loss": loss}
-
-
-def _infinite_in_part(run: Run, row: Streak) -> bool:
-    """Whether some tensors were infinite and others finite: an overflow."""
-    first, last = run.steps[row.start], run.steps[row.stop - 1]
-    within = [known for known in run.tensors.values() if first <= known["last"] <= last]
-    infinite = any(known["inf"] and not known["nan"] for known in within)
-    return infinite and any(known["last"] < first for known in run.tensors.values())
 
 
 def _rows(flags: np.ndarray) -> np.ndarray:
@@ -245,6 +192,10 @@ def _rows(flags: np.ndarray) -> np.ndarray:
 def _longest(flags: np.ndarray) -> int:
     """The length of the longest stretch of True."""
     return int(np.diff(_rows(flags)).max(initial=0))
+
+
+def _has_numbers(column: np.ndarray) -> bool:
+    return bool(np.isfinite(column).any())
 
 
 def _median(numbers: np.ndarray) -> float:

@@ -1,0 +1,115 @@
+"""What an alarm says about skipped steps in a row: their probable cause, and what to do."""
+
+import math
+from typing import NamedTuple
+
+from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import FixedLossScale, LossScale, as_power
+from gainstage.runs.causes import Cause, Streak, cause_of
+
+LONG = 8  # skipped steps in a row
+XRAY = (
+    "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the "
+    "operation"
+)
+PASS_LOSS = (
+    "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
+)
+HOLDS = f"rule=gs.AdaptiveLossScale() that is given the loss ({PASS_LOSS}) would hold the scale"
+LOSS_MISSING = (
+    "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
+    f"overflow. Pass it: {PASS_LOSS}"
+)
+
+
+class Alike(NamedTuple):
+    """Runs of skipped steps with one cause: the longest, their number, and that of their steps."""
+
+    longest: Streak
+    rows: int = 1
+    steps: int = 0
+
+
+def message_on(alike: Alike, rule: LossScale | None) -> tuple[str, str]:
+    """Returns the kind of alarm and its message; both are empty if there is none.
+
+    Args:
+        alike: the skipped steps.
+        rule: the rule of the run, if it is known.
+    """
+    kind, message = _message_on(alike.longest, rule)
+    if message and alike.rows > 1:
+        message += f" This happened {alike.rows} times: {alike.steps} steps in all."
+    return kind, message
+
+
+def _message_on(streak: Streak, rule: LossScale | None) -> tuple[str, str]:
+    cause, skipped = cause_of(streak), _skipped(streak)
+    if cause is Cause.BAD_LOSS:
+        adaptive = isinstance(rule, AdaptiveLossScale)
+        hold = "" if adaptive or streak.low == streak.first else f" {HOLDS}."
+        return "data", (
+            f"{_steps(streak)} their loss was not finite before any scaling: bad data, too high a "
+            f"learning rate, or an overflow in the forward pass. No scale helps that. {XRAY}.{hold}"
+        )
+    if _lacks_loss(streak, rule):
+        record = "Record it too: write(step, info, loss=loss)"
+        return "loss", f"{skipped}. {LOSS_MISSING}. {record}. {_outcome(streak)}"
+    place = " in the backward pass, for the loss was finite" if streak.good_loss else ""
+    if cause is Cause.OVERFLOW:
+        end = as_power(streak.ended or 0.0)
+        return "overflow", f"{skipped}, and finite again at {end}: an overflow{place}. {XRAY}."
+    if cause is Cause.NAN:
+        return "data", f"{skipped}. {_outcome(streak)}"
+    if isinstance(rule, FixedLossScale):
+        return "", ""  # `Alarms` has another alarm for this case
+    if cause is Cause.NAN_BELOW:
+        look = "Look at the data and the learning rate, and record the loss."
+        if streak.good_loss:
+            look = "The loss was finite: look for 0/0 or sqrt(0) in the backward pass."
+        return "data", (
+            f"{skipped}. At the lowest hardly anything of them would be left in float16, so "
+            f"probably it is not the scale. {look} {XRAY}."
+        )
+    if not streak.fitted > 0:
+        return "", ""
+    if cause is Cause.NAN_TO_THE_END:
+        data = "" if streak.good_loss else "bad data, "
+        return "overflow", (
+            f"{skipped}, and that did not end: {data}a formula of the backward pass such as 0/0, "
+            f"or an overflow that only a still lower scale ends. {XRAY}."
+        )
+    sure = "an overflow" if streak.inf else "probably an overflow"
+    if not streak.recorded:
+        sure = "an overflow, or bad data, which a recorded loss would tell apart"
+    fell = streak.low < streak.first and streak.ended is None
+    falls = " The scale still falls, which ends an overflow." if fell else ""
+    return "overflow", f"{skipped}: {sure}{place}.{falls} {XRAY}."
+
+
+def _lacks_loss(streak: Streak, rule: LossScale | None) -> bool:
+    """Whether `AdaptiveLossScale` gave up as early as it does without a loss."""
+    adaptive = isinstance(rule, AdaptiveLossScale) and streak.fitted > 0
+    return adaptive and streak.gave_up and streak.nan and not streak.recorded
+
+
+def _steps(streak: Streak) -> str:
+    return f"{streak.length} steps in a row were skipped because"
+
+
+def _skipped(streak: Streak) -> str:
+    scales = f"scales from {as_power(streak.first)} to {as_power(streak.low)}"
+    if streak.low == streak.first:
+        scales = f"a scale of {as_power(streak.first)}"
+    kind = "NaN" if streak.nan else "not finite"
+    return f"{_steps(streak)} gradients were {kind}, at {scales}"
+
+
+def _outcome(streak: Streak) -> str:
+    """Says at which scale gradients were finite again, if they were."""
+    if streak.ended is None or math.isnan(streak.ended):
+        return f"{XRAY}."
+    again = f"Gradients were finite again at {as_power(streak.ended)}"
+    if streak.ended < streak.first:
+        return f"{again}: an overflow. {XRAY}."
+    return f"{again}, so it was not the scale: probably bad data. {XRAY}."
