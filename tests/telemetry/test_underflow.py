@@ -237,6 +237,16 @@ def test_a_scale_that_overflowed_is_not_suggested():
     assert suggested == [2.0**22, 2.0**11, *[2.0**10] * 5, 2.0**22]
 
 
+def test_bad_data_is_no_reason_for_a_scale_below_one():
+    """Where steps were skipped at a scale of 1 too, the report suggests none."""
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 1.0, telemetry=True, underflow_every=1)
+    for gradient in (2.0**-18, np.nan):
+        opt.apply(
+            [np.array([gradient], np.float32)], [gs.Variable([0.0])] if gradient > 0 else None
+        )
+    assert "(no scale suggested, as steps were skipped at 2^0 too)" in str(gs.report(opt))
+
+
 def test_a_bare_array_has_a_name():
     """Parameters that are one array are called "params" in the report."""
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)

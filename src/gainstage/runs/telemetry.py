@@ -223,8 +223,12 @@ class Report:
             return []
         u = self.underflow
         now, better, high = map(as_power, (u.scale, u.suggested_scale, u.overflowed))
-        known = f", as {high} overflowed" if u.suggested_scale * 2 == u.overflowed else ""
-        lines = [f"At step {u.step} and scale {now} ({better} suggested{known}):"]
+        known = f"{better} suggested"
+        if u.suggested_scale * 2 == u.overflowed:
+            known += f", as {high} overflowed"
+        if u.overflowed <= 1 and u.headroom.min(initial=np.inf) > 1:  # so it is not the scale
+            known = f"no scale suggested, as steps were skipped at {high} too"
+        lines = [f"At step {u.step} and scale {now} ({known}):"]
         rows = sorted(
             zip(self.names, u.error, u.zero, u.flushed, u.subnormal, u.headroom, strict=True),
             key=lambda row: (-row[1], -row[3] - row[4]),
@@ -265,6 +269,8 @@ def underflow_summary(
         first = f"Nothing underflows: float16 is {_worst(error)}."
     if not unscaled or math.isinf(_most(unscaled)):
         return [first]
+    if _most(unscaled) > OFF and _most(unscaled) <= _most(error):
+        return [first]  # the scale in force is 1 or less
     # A gradient of a weight is a sum, and so larger than the numbers it is made of.
     need = "you need it" if _most(unscaled) > OFF else "the X-ray sees smaller numbers inside"
     return [first, f"Without scaling float16 would be {_worst(unscaled)}: {need}."]
