@@ -1,4 +1,4 @@
-"""The first line of a recording: its rule, the dtypes of its parameters, and the versions."""
+"""The first line of a recording: rule, dtypes of the parameters, versions and devices."""
 
 import ast
 import dataclasses
@@ -27,7 +27,9 @@ def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
     dtypes = Counter(str(x.dtype) for x in jax.tree.leaves(params) if hasattr(x, "dtype"))
     if dtypes:
         said["dtypes"] = dict(dtypes)
-    return said | {"versions": {"gainstage": __version__, "jax": jax.__version__}}
+    kinds = Counter(device.device_kind for device in jax.devices())
+    device = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return said | {"versions": {"gainstage": __version__, "jax": jax.__version__, "device": device}}
 
 
 def checked_header(said: dict[str, Any]) -> dict[str, Any]:

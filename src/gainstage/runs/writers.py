@@ -3,6 +3,7 @@
 import abc
 import json
 import math
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -140,7 +141,8 @@ class JsonLines(Writer):
 
     JSON has no infinity and no NaN: they are written as the strings "inf", "-inf" and "nan". The
     first line, also after each restart, describes the run: its `rule`, the `dtypes` of its
-    parameters, and the `versions` of Gainstage and JAX.
+    parameters, and the `versions` of Gainstage and JAX, with the `device`. The first step, and the
+    last of each write, have `written_at`: seconds since 1970.
 
     Args:
         path: the file; created if missing, else appended to.
@@ -161,12 +163,9 @@ class JsonLines(Writer):
         >>> with JsonLines(path, rule=gs.DynamicLossScale(2.0**10)) as run:
         ...     run.write(0, loss=0.5)
         ...     run.write(1, loss=float("nan"))
-        >>> for line in path.read_text().splitlines()[1:]:
-        ...     print(line)
-        {"step": 0, "loss": 0.5}
-        {"step": 1, "loss": "nan"}
-        >>> print(read_run(path).made["rule"])
-        DynamicLossScale(2.0**10)
+        >>> back = read_run(path)
+        >>> print(back.get("loss"), back.made["rule"])
+        [0.5 nan] DynamicLossScale(2.0**10)
     """
 
     def __init__(
@@ -180,6 +179,7 @@ class JsonLines(Writer):
         super().__init__(every)
         self._path = Path(path)
         self._header: Any = header(None if rule is None else as_rule("rule", rule), params)
+        self._started = time.time()
         self._torn = False  # whether a failed write may have left part of a line
         if not jax.process_index():
             _end_last_line(self._path)
@@ -204,6 +204,11 @@ class JsonLines(Writer):
         self._put_away([{"step": step, "tensors": tensors}])
 
     def put(self, records: list[Record]) -> None:
+        steps = [record for record in records if "tensors" not in record]
+        if steps and self._header is not None:
+            steps[0].setdefault("written_at", round(self._started, 3))
+        if steps:
+            steps[-1].setdefault("written_at", round(time.time(), 3))
         lines = [json.dumps({k: _in_json(v) for k, v in r.items()}) for r in records]
         if self._header is not None:
             lines.insert(0, json.dumps({"step": records[0]["step"], "run": self._header}))
