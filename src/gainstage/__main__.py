@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
             report = importlib.import_module("gainstage.runs.report")
             page = arguments.output or arguments.run.with_suffix(".html")
-            return report.main(arguments.run, page)
+            autopsy = importlib.import_module("gainstage.xray.autopsy")
+            return report.main(arguments.run, page, autopsy.commands(arguments.run.parent))
         if arguments.command == "autopsy":
             import jax
 

@@ -129,7 +129,8 @@ print(len(jax.devices()))
 
 def test_import_needs_no_extra():
     """`import gainstage` imports none of the optional dependencies."""
-    extras = ["keras", "flax", "orbax", "matplotlib", "rich", "tensorboardX", "sklearn", "torch"]
+    extras = ["keras", "flax", "orbax", "jinja2", "matplotlib", "rich", "tensorboardX", "sklearn"]
+    extras += ["torch"]
     code = f"import sys, gainstage; print([m for m in {extras} if m in sys.modules])"
     assert fresh(code) == "[]"
 

@@ -152,6 +152,31 @@ def test_one_place_tells_why_a_step_was_skipped():
     assert asked >= set(files)
 
 
+def test_templates_alone_escape_html():
+    """Text gets into a page through templates that escape it; one drawing is marked as safe."""
+    escaping, safe = set(), set()
+    for path, tree in TREES.items():
+        where = path.relative_to(SRC).as_posix()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", ""), *(alias.name for alias in node.names)}
+                escaping |= {where} if names & {"html", "xml", "xml.sax.saxutils", "cgi"} else set()
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called.endswith("escape") and called != "re.escape":
+                escaping.add(where)
+            if called.endswith("Markup"):
+                safe.add(where)
+            if isinstance(node, ast.Constant) and "&lt;" in str(node.value):
+                escaping.add(where)
+    assert escaping == set()
+    assert safe == {"runs/picture.py"}
+    pages = sorted((SRC / "templates").iterdir())
+    assert pages
+    for page in pages:
+        text = page.read_text()
+        assert not re.search(r"\bsafe\b|autoescape|<script|<link|<img|url\(|@import|http", text)
+
+
 def passed(trace):
     """The named functions of the package that are called, and their files, without `Variable`'s and
     what Python 3.14 makes of annotations."""

@@ -8,7 +8,6 @@ from telemetry.planted_runs import GOLDENS, PLANTED
 from gainstage.diagnostics import Alarms, JsonLines, alarms_in, read_run
 from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import findings
-from gainstage.runs.page import page
 
 XRAY = "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names"
 
@@ -109,6 +108,10 @@ def test_golden_runs_say_what_they_were_made_with(name):
     first = json.loads((GOLDENS / f"run_{name}.jsonl").read_text().splitlines()[0])
     assert first == {"step": 0, "run": run.made}
     assert set(run.made) == {"rule", "dtypes", "versions"}
+    for needed in ("jinja2", "matplotlib"):
+        pytest.importorskip(needed)
+    from gainstage.runs.page import page
+
     shown = page(run, findings(run), name)
     assert run.made["rule"] in shown
     assert "float32" in shown

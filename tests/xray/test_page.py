@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 import gainstage as gs
 from gainstage.diagnostics import xray
 
+pytest.importorskip("jinja2")
 HALF = jnp.float16
 X = jnp.linspace(-1, 1, 12).reshape(3, 4)
 KERNEL = jnp.eye(4) + 0.25

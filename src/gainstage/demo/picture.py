@@ -10,9 +10,10 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
 from gainstage.demo.training import BFLOAT16, FLOAT32, SCALED, UNSCALED, Comparison, Probe, Run
+from gainstage.runs.render import LIGHT
 
-RED, YELLOW = "#d1495b", "#edae49"
-COLORS = {FLOAT32: "#7d8799", BFLOAT16: "#7b5ea7", UNSCALED: RED, SCALED: "#00798c"}
+RED, YELLOW = LIGHT["overflow"], LIGHT["loss"]
+COLORS = {FLOAT32: LIGHT["faint"], BFLOAT16: LIGHT["nan"], UNSCALED: RED, SCALED: LIGHT["curve"]}
 STYLES = {FLOAT32: ("-", 7), BFLOAT16: (":", 3), UNSCALED: ("-", 3), SCALED: ("--", 3)}
 MARKERS = {FLOAT32: ("s", 17), BFLOAT16: ("D", 10), SCALED: ("*", 10)}
 LARGE: dict[str, Any] = {"fontsize": 20, "fontweight": "bold"}

@@ -1,59 +1,91 @@
 """The findings of a report, as text for the terminal and the page."""
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gainstage._core.stats import StepInfo
 from gainstage.rules.base import as_power
 from gainstage.runs.alarms import alarms_in
 from gainstage.runs.causes import why_skipped
 from gainstage.runs.replay import Outcome, advice, replay
-from gainstage.runs.run import Run, measures
+from gainstage.runs.rows import LONGEST, Rows, printable
+from gainstage.runs.run import NOTHING, Run, measures, stretches
 from gainstage.runs.telemetry import underflow_summary
 
-SHOWN = 20  # tensors
-LONGEST = 200  # characters of a name
-
-
-class Rows(NamedTuple):
-    """A table: its title, the names of its columns, its cells, and a line below."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    note: str = ""
-
-
-class Flushed(NamedTuple):
-    """What float16 does to a tensor: shares, NaN if not known."""
-
-    name: str
-    error: float
-    unscaled_error: float
-    flushed: float
-    subnormal: float
-    zero: float
+SHOWN = 10  # rows of a table
+ENDS = 6  # rows at each end of the table of skipped steps
+DRAWN = 6  # curves of other numbers
+CURVES = {"loss_scale": "Loss scale", "loss": "Loss", "grad_norm": "Norm of all gradients"}
+KNOWN = {*CURVES, *StepInfo._fields, "written_at"}
+WHY = {
+    "overflow": "an overflow",
+    "NaN": "gradients that were NaN at lower scales too",
+    "bad loss": "a loss that was not finite before any scaling",
+    "vetoed": "apply_if, though gradients were finite",
+}
+SHARES = {
+    "error": "Off", "unscaled_error": "Unscaled", "flushed": "Flushed", "subnormal": "Subnormal",
+    "zero": "Zero",
+}  # fmt: skip
 
 
 class Findings(NamedTuple):
-    """All findings about a run, without its curves."""
+    """All findings about a run."""
 
     headline: dict[str, str]
     advice: list[str]
+    curves: dict[str, str]  # the titles of the curves, by the names of their numbers
+    causes: dict[str, np.ndarray]  # which steps were skipped, by cause
+    skips: Rows
+    numbers: Rows
     overflows: Rows
-    underflow: list[Flushed]
-    underflow_summary: list[str]  # sentences on underflow
+    underflow: Rows
     replay: Rows
 
+    @property
+    def tables(self) -> list[Rows]:
+        """The tables, in the order in which they are shown."""
+        return [self.skips, self.overflows, self.underflow, self.numbers, self.replay]
 
-def findings(run: Run) -> Findings:
-    """Returns the findings on a run: its numbers, its alarms, and what other rules would do."""
-    outcomes, sentences = _replay(run)
-    alarms = [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)]
-    lost = underflow(run)
-    summary, sentences = _underflow_summary(run), alarms + sentences
-    return Findings(headline(run), sentences, overflows(run), lost, summary, outcomes)
+    @property
+    def underflow_summary(self) -> Sequence[str]:
+        """Sentences on underflow."""
+        return self.underflow.lead
+
+
+def findings(run: Run, capsules: Mapping[str, int] = NOTHING) -> Findings:
+    """Returns the findings on a run: its numbers, its alarms, and what other rules would do.
+
+    Args:
+        run: the recorded run.
+        capsules: the steps of the capsules beside it, by the commands that look into them.
+    """
+    skipped = run.steps[run.skipped]
+    sentences = [
+        printable(f"Step {step} is kept in a capsule. Find its cause: {command}", 10 * LONGEST)
+        for command, step in capsules.items()
+        if step in skipped
+    ]
+    replayed, better = _replay(run)
+    causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
+    others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
+    drawn = {name: CURVES[name] for name in CURVES if _finite(run, name).size}
+    drawn |= {name: printable(name) for name in others[:DRAWN]}
+    return Findings(
+        headline(run),
+        [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + sentences + better,
+        drawn,
+        causes,
+        _skips(run, causes),
+        _numbers(run, others),
+        overflows(run),
+        underflow(run),
+        replayed,
+    )
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -61,6 +93,7 @@ def headline(run: Run) -> dict[str, str]:
     found = measures(run)
     forms = {
         "Steps recorded": "{steps} ({first} to {last})",
+        "Duration": "{duration}",
         "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
         "Causes": "{causes}",
         "Finite, but skipped by apply_if": "{vetoed}",
@@ -80,6 +113,9 @@ def headline(run: Run) -> dict[str, str]:
     counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
     if any(counts.values()):
         shown["causes"] = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
+    if (times := _finite(run, "written_at")).size > 1:
+        minutes, seconds = divmod(round(np.ptp(times)), 60)
+        shown["duration"] = f"{minutes // 60} h {minutes % 60} min {seconds} s"
     rows = made(run)
     for name, form in forms.items():
         try:
@@ -91,52 +127,137 @@ def headline(run: Run) -> dict[str, str]:
 
 def made(run: Run) -> dict[str, str]:
     """Formats the first line of the recording, as far as it is there."""
-    rows = {}
-    if rule := run.made.get("rule"):
-        rows["Rule"] = printable(rule)
-    if dtypes := run.made.get("dtypes"):
-        counts = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
-        rows["Parameters"] = printable(counts)
-    if versions := run.made.get("versions"):
-        rows["Versions"] = printable(", ".join(f"{name} {at}" for name, at in versions.items()))
-    return rows
+    versions = dict(run.made.get("versions", {}))
+    device = versions.pop("device", "")
+    counts = (f"{count} {dtype}" for dtype, count in run.made.get("dtypes", {}).items())
+    rows = {
+        "Rule": run.made.get("rule", ""),
+        "Parameters": ", ".join(counts),
+        "Device": device,
+        "Versions": ", ".join(f"{name} {at}" for name, at in versions.items()),
+    }
+    return {name: printable(row) for name, row in rows.items() if row}
+
+
+def _finite(run: Run, name: str) -> np.ndarray:
+    """The finite numbers of a name."""
+    return run.get(name)[np.isfinite(run.get(name))]
+
+
+def _skips(run: Run, causes: Mapping[str, np.ndarray]) -> Rows:
+    """The skipped steps, a row for those that follow each other: the first and the last."""
+    scale, rows = run.get("loss_scale"), []
+    parts = stretches(np.any([*causes.values(), np.zeros(len(scale), bool)], axis=0)).tolist()
+    for start, stop in parts if len(parts) <= 2 * ENDS else parts[:ENDS] + parts[-ENDS:]:
+        counts = {cause: mask[start:stop].sum() for cause, mask in causes.items()}
+        which = {cause: n for cause, n in counts.items() if n}
+        words = ", ".join(
+            cause if len(which) == 1 else f"{n} {cause}" for cause, n in which.items()
+        )
+        steps = _range(run.steps[start], run.steps[stop - 1], str)
+        scales = _range(float(scale[start]), float(scale[stop - 1]), as_power)
+        rows.append((steps, f"{stop - start}", scales, words))
+    if left := len(parts) - len(rows):
+        rest = sum(stop - start for start, stop in parts[ENDS:-ENDS])
+        rows.insert(ENDS, (f"and {left} more", f"{rest}", "", ""))
+    notes = [f"{cause}: {mask.sum()} by {WHY[cause]}." for cause, mask in causes.items()]
+    return Rows("Skipped steps", ("Steps", "Count", "Loss scale", "Cause"), rows, notes)
+
+
+def _range(first: Any, last: Any, form: Any) -> str:
+    return form(first) if first == last else f"{form(first)} to {form(last)}"
+
+
+def _numbers(run: Run, names: Sequence[str]) -> Rows:
+    """The other numbers that were logged."""
+    columns = ("Number", "First", "Last", "Lowest", "Highest")
+    rows = []
+    for name in names:
+        values = _finite(run, name)
+        ends = (values[0], values[-1], values.min(), values.max())
+        rows.append((printable(name), *(f"{number:.4g}" for number in ends)))
+    return Rows("Other numbers", columns, *_cut(rows))
+
+
+def _cut(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> tuple[Any, list[str]]:
+    """The first rows, and notes, one of which counts the others."""
+    more = [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
+    return rows[:SHOWN], [*more, *notes]
 
 
 def overflows(run: Run) -> Rows:
-    """The tensors with non-finite gradients, the most frequent first."""
+    """The tensors with non-finite gradients, the most frequent first; equal ones in one row."""
     columns = ["Tensor", "Inf", "NaN", "First", "Last"]
     hit = {name: known for name, known in run.tensors.items() if known["first"] >= 0}
-    names = sorted(hit, key=lambda name: -max(hit[name]["inf"], hit[name]["nan"]))
+    alike: dict[tuple[float, ...], list[str]] = defaultdict(list)
+    for name, known in hit.items():
+        alike[tuple(known[key] for key in ("inf", "nan", "first", "last"))].append(name)
     headroom = any("headroom" in known for known in hit.values())
     rows = []
-    for name in names[:SHOWN]:
-        known = hit[name]
-        row = [printable(name), *(f"{known[key]}" for key in ("inf", "nan", "first", "last"))]
-        bits = known.get("headroom", math.nan)
-        rows.append((*row, *([f"{bits:.1f}" if math.isfinite(bits) else "-"] * headroom)))
-    clean = len(run.tensors) - len(hit)
-    notes = [f"and {len(names) - SHOWN} more"] * (len(names) > SHOWN)
-    notes += [
+    for counts in sorted(alike, key=lambda counts: -max(counts[:2])):
+        names = alike[counts]
+        bits = min(hit[name].get("headroom", math.nan) for name in names)
+        last = [f"{bits:.1f}" if math.isfinite(bits) else "-"] * headroom
+        rows.append((_together(names, len(run.tensors)), *(f"{n}" for n in counts), *last))
+    notes = [
         "Inf, NaN: in how many skipped steps the tensor held one. First, last: which steps.",
-        f"Tensors that were finite in every step: {clean}.",
+        f"Tensors that were finite in every step: {len(run.tensors) - len(hit)}.",
     ]
     notes += [
         "Headroom: how often the scale could be doubled before this gradient overflows; values "
         "inside of the network may overflow earlier."
     ] * headroom
-    note = "\n".join(notes) if names else ""
     columns += ["Headroom (bits)"] * headroom
-    return Rows("Tensors that overflowed", tuple(columns), rows, note)
+    return Rows("Tensors that overflowed", columns, *_cut(rows, notes if rows else ()))
 
 
-def underflow(run: Run) -> list[Flushed]:
-    """The tensors with flushed or subnormal elements, the worst first."""
-    shares = [
-        Flushed(printable(name), *(known.get(key, math.nan) for key in Flushed._fields[1:]))
-        for name, known in run.tensors.items()
+def _layer(name: str) -> str:
+    return name.rpartition("/")[0] or name
+
+
+def _together(names: Sequence[str], of: int) -> str:
+    """A name for some tensors: their own, all, or those of their layers."""
+    if len(names) == 1:
+        return printable(names[0])
+    if len(names) == of:
+        return f"all {of} tensors"
+    layers = Counter(map(_layer, names))
+    words = [f"{printable(layer, 50)} ({n})" for layer, n in list(layers.items())[:3]]
+    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+    return f"{len(names)} tensors: {', '.join(words)}{more}"
+
+
+def underflow(run: Run) -> Rows:
+    """The tensors with flushed or subnormal elements, the worst of each layer."""
+    lead, layers = _underflow_summary(run), Counter(map(_layer, run.tensors))
+    kinds = [kind for kind in SHARES if lead or not kind.endswith("error")]  # else an older file
+    worst: dict[str, tuple[str, ...]] = {}
+
+    def badness(name: str) -> tuple[float, ...]:
+        known = run.tensors[name]
+        numbers = [known.get(kind, math.nan) for kind in ("error", "flushed", "subnormal")]
+        return tuple(-np.nan_to_num(numbers))
+
+    for name in sorted(run.tensors, key=badness):
+        known, layer = run.tensors[name], _layer(name)
+        if layer not in worst and (known.get("flushed", 0) > 0 or known.get("subnormal", 0) > 0):
+            shares = (_percent(known.get(kind, math.nan)) for kind in kinds)
+            worst[layer] = (printable(name), *shares, f"{layers[layer]}")
+    notes = [
+        "Off: the rounding error of float16 as a share of the tensor's root mean square. Unscaled: "
+        "the same without loss scaling. Only gradients of parameters are measured, none inside of "
+        "the network."
+    ] * bool(lead)
+    notes += [
+        "Flushed: the share of elements that float16 makes 0. Subnormal: those that it holds with "
+        "fewer digits. Zero: those that are 0 already. Worst of: how many tensors the layer has.",
     ]
-    worst = sorted(shares, key=lambda s: tuple(-np.nan_to_num([s.error, s.flushed, s.subnormal])))
-    return [share for share in worst if share.flushed > 0 or share.subnormal > 0]
+    columns = ("Tensor", *(SHARES[kind] for kind in kinds), "Worst of")
+    return Rows("Underflow", columns, *_cut(list(worst.values()), notes if worst else ()), lead)
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else "overflow" if math.isinf(share) else f"{share:.2%}"
 
 
 def _underflow_summary(run: Run) -> list[str]:
@@ -149,8 +270,8 @@ def _underflow_summary(run: Run) -> list[str]:
         {name: k[which] for name, k in known.items() if k.get(which, math.nan) >= 0}
         for which in ("error", "unscaled_error")
     )
-    never_scaled = (run.get("loss_scale") == 1).all()
-    return underflow_summary(error, {} if never_scaled else unscaled, underflows)
+    scale = _finite(run, "loss_scale")
+    return underflow_summary(error, {} if scale.size and scale[-1] == 1 else unscaled, underflows)
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:
@@ -160,7 +281,11 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
     try:
         replayed = replay(run)
     except ValueError as error:
-        return Rows(title, columns, [], str(error)), []
+        return Rows(title, columns, [], [str(error)]), []
+    bad, outcomes = int(replayed.recorded.bad.sum()), replayed.outcomes
+    if bad and all(of.skips.sum() == bad for of in (replayed.recorded, *outcomes.values())):
+        note = f"The same: the {bad} skipped steps are not finite at any scale that was tried."
+        return Rows(title, lead=[note]), []
 
     def row(name: str, of: Outcome) -> tuple[str, ...]:
         scales = [as_power(float(scale)) for scale in (of.scales.min(), of.scales.max())]
@@ -169,23 +294,17 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         return (name, f"{of.skips.sum()}", *scales, as_power(float(of.scales[-1])), bits, presumed)
 
     rows = [row("as recorded", replayed.recorded)]
-    rows += [row(name, outcome) for name, outcome in replayed.outcomes.items()]
+    rows += [row(name, outcome) for name, outcome in outcomes.items()]
     notes = [
         f"Skipped: {bad} of them at any scale that was tried."
-        if (bad := int(replayed.recorded.bad.sum()))
+        if bad
         else "Skipped: how many steps would have been.",
         "Lowest, highest, last: the loss scale.",
         "Bits: by how many powers of two the scale was above (+) or below (-) the highest one that "
         "is known to be finite, on average.",
         "Presumed: the share of steps of which the recording does not show what would happen.",
     ]
-    if "FixedLossScale(1.0)" in replayed.outcomes and len(lost := _underflow_summary(run)) > 1:
+    if "FixedLossScale(1.0)" in outcomes and len(lost := _underflow_summary(run)) > 1:
         notes.append(f"FixedLossScale(1.0) does not scale. {lost[1]}")
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
-    return Rows(title, columns, rows, "\n".join(notes)), advice(replayed, run.made.get("rule", ""))
-
-
-def printable(text: str, longest: int = LONGEST) -> str:
-    """Cuts and escapes a name from a file, so that it is one line and safe in a terminal."""
-    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    return cut if cut.isprintable() else cut.encode("unicode_escape").decode("ascii")
+    return Rows(title, columns, rows, notes), advice(replayed, run.made.get("rule", ""))

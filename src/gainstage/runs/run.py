@@ -184,14 +184,14 @@ def measures(run: Run) -> dict[str, Any]:
     return found
 
 
-def _rows(flags: np.ndarray) -> np.ndarray:
+def stretches(flags: np.ndarray) -> np.ndarray:
     """The starts and ends of the stretches of True: two columns."""
     return np.flatnonzero(np.diff(np.pad(flags.astype(np.int8), 1))).reshape(-1, 2)
 
 
 def _longest(flags: np.ndarray) -> int:
     """The length of the longest stretch of True."""
-    return int(np.diff(_rows(flags)).max(initial=0))
+    return int(np.diff(stretches(flags)).max(initial=0))
 
 
 def _has_numbers(column: np.ndarray) -> bool:

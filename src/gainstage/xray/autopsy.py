@@ -1,7 +1,9 @@
 """`gainstage autopsy`: the X-ray of a bad step from a capsule."""
 
+import contextlib
 import importlib
 import operator
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -69,6 +71,16 @@ def main(
         found.to_html(output)
         print(f"See {output}.")
     return 0
+
+
+def commands(folder: Path) -> dict[str, int]:
+    """Returns the steps of the capsules in a folder, by the commands that look into them."""
+    found = {}
+    for path in sorted(folder.glob("*.npz")):
+        with contextlib.suppress(OSError, ValueError):  # another file
+            step = int(capsule_file.description(path)["step"])
+            found[f"gainstage autopsy {shlex.quote(str(path))} --loss MODULE:FUNCTION"] = step
+    return found
 
 
 def _configure(about: dict[str, Any]) -> None:

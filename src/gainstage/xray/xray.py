@@ -146,7 +146,7 @@ class Xray:
         return together(self.windows(error))
 
     def to_html(self, path: str | Path) -> None:
-        """Writes a self-contained HTML page."""
+        """Writes a self-contained HTML page; needs Jinja2 (extra `report`)."""
         from gainstage.xray.page import page
 
         Path(path).write_text(page(self), encoding="utf-8")
