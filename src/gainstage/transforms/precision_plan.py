@@ -50,8 +50,10 @@ class PrecisionPlan:
     def __init__(
         self, dtype: str, operations: Sequence[Operation], predicted: float, measured: float
     ):
-        self.dtype, self.operations = dtype, tuple(operations)
-        self.predicted, self.measured = predicted, measured
+        self.dtype: str = dtype
+        self.operations: tuple[Operation, ...] = tuple(operations)
+        self.predicted: float = predicted
+        self.measured: float = measured
         self._halves = {o.path for o in self.operations if o.dtype == dtype}
 
     def is_half(self, path: tuple[int, ...]) -> bool:

@@ -82,7 +82,8 @@ def tune_precision(
     max_error = checks.real("max_error", max_error, above=0.0)
     tuner = _Tuner(fun, args, DTYPES[dtype], has_aux, using)
     with counted(tuner.groups, "tune_precision", shows=progress) as tick:
-        return tuner.plan(dtype, max_error, tick)
+        tuner.measure(tick)
+    return tuner.plan(dtype, max_error)
 
 
 class _Tuner:
@@ -119,29 +120,36 @@ class _Tuner:
         self.groups = len(numbers)
         self._largest = dict.fromkeys(self._equations, 0.0)
 
-    def plan(self, dtype: str, max_error: float, tick: Callable[[], Any]) -> PrecisionPlan:
-        """Measures the shares, chooses, and measures the choice."""
+    def measure(self, tick: Callable[[], Any]) -> None:
+        """Measures the ranges and the shares."""
         limit = float(jnp.finfo(self._dtype).max) / ROOM
         self._measure_ranges()
-        hot = {path for path, size in self._largest.items() if not size <= limit}
-        wide = hot | self._kept | {p for p, e in self._equations.items() if _is_sum(e)}
-        switched, exact = self._switched(wide)
-        scale = self._scale(switched)
-        shares = []
+        self._hot = {path for path, size in self._largest.items() if not size <= limit}
+        self._wide = self._hot | self._kept
+        self._wide |= {path for path, eqn in self._equations.items() if _is_sum(eqn)}
+        switched, self._exact = self._switched()
+        self._scale = _largest_scale(lambda s: switched(jnp.ones(self.groups, bool), s))
+        self._shares: list[float] = []
         for group in range(self.groups):
-            switches = jnp.arange(self.groups) == group
-            shares.append(_error(switched(switches, scale, self._arrays), exact))
+            found = switched(jnp.arange(self.groups) == group, self._scale)
+            self._shares.append(_error(found, self._exact))
             tick()
-        bound = max_error
-        for _ in range(3):  # the shares of a plan may add up to more than predicted
-            chosen, predicted = self._chosen(shares, bound)
-            halves = {p for p, group in self._group.items() if group in chosen} - wide
-            plan = self._table(dtype, halves, hot, shares, predicted, 0.0)
-            measured = self._measured(plan, scale, exact)
-            if measured <= max_error:
-                break
-            bound *= max_error / measured / 2 if np.isfinite(measured) else 0.1
-        return self._table(dtype, halves, hot, shares, predicted, measured)
+
+    def plan(self, dtype: str, max_error: float) -> PrecisionPlan:
+        """The first plan whose error is below the bound, as measured."""
+        # Sometimes the shares add up to more than predicted.
+        tried = (self._verified(dtype, max_error / part) for part in (1, 3, 10))
+        fits = (plan for plan in tried if plan.measured <= max_error)
+        return next(fits, None) or self._verified(dtype, 0.0)
+
+    def _verified(self, dtype: str, bound: float) -> PrecisionPlan:
+        """Chooses by the shares, and measures the choice."""
+        chosen, predicted = self._chosen(bound)
+        halves = {path for path, group in self._group.items() if group in chosen} - self._wide
+        plan = self._table(dtype, halves, predicted, 0.0)
+        program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
+        measured = _error(program(self._scale, self._arrays), self._exact)
+        return self._table(dtype, halves, predicted, measured)
 
     def _with(self, arrays: Sequence[Any]) -> Any:
         whole = list(self._leaves)
@@ -186,12 +194,12 @@ class _Tuner:
         jax.jit(ranges)(self._arrays)
         jax.effects_barrier()
 
-    def _switched(self, without: set[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    def _switched(self) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled gradients of the function with switches, and those in float32."""
 
         def compiled(switches: Any, scale: Any, arrays: Sequence[Any]) -> list[jax.Array]:
             def compute(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
-                if path not in self._group or path in without:
+                if path not in self._group or path in self._wide:
                     return as_written(eqn, values)
                 is_on = switches[self._group[path]]
 
@@ -206,8 +214,8 @@ class _Tuner:
 
             return self._gradients_of(replayed(self._fun, compute), scale, arrays)
 
-        program = jax.jit(compiled)
-        exact = jax.device_get(program(jnp.zeros(self.groups, bool), jnp.float32(1), self._arrays))
+        program = functools.partial(jax.jit(compiled), arrays=self._arrays)
+        exact = jax.device_get(program(jnp.zeros(self.groups, bool), jnp.float32(1)))
         if not all(np.isfinite(x).all() for x in exact):
             raise ValueError(
                 f"Expected a function whose loss and gradients are finite in float32; got a loss "
@@ -215,26 +223,14 @@ class _Tuner:
             )
         return program, exact
 
-    def _scale(self, switched: Callable[..., Any]) -> jax.Array:
-        """The largest loss scale, at most 2**15, at which all operations may be switched on."""
-        for exponent in range(15, -1, -3):
-            found = switched(jnp.ones(self.groups, bool), jnp.float32(2.0**exponent), self._arrays)
-            if all(bool(jnp.isfinite(x).all()) for x in found):
-                break
-        return jnp.float32(2.0**exponent)
-
-    def _measured(self, plan: PrecisionPlan, scale: jax.Array, exact: list[Any]) -> float:
-        program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
-        return _error(program(scale, self._arrays), exact)
-
-    def _chosen(self, shares: Sequence[float], bound: float) -> tuple[set[int], float]:
+    def _chosen(self, bound: float) -> tuple[set[int], float]:
         """The groups that fit together below the bound, and the error that they predict."""
         gains = [0.0] * self.groups
         for path, eqn in self._equations.items():
             weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
             size = sum(v.aval.size for v in (*eqn.invars, *eqn.outvars) if _is_float32(v))
             gains[self._group[path]] += weight * size
-        costs = [share**2 if np.isfinite(share) else np.inf for share in shares]
+        costs = [share**2 if np.isfinite(share) else np.inf for share in self._shares]
         chosen, total = set(), 0.0
         for group in sorted(range(self.groups), key=lambda n: costs[n] / max(gains[n], 1)):
             if total + costs[group] <= bound**2:
@@ -243,14 +239,13 @@ class _Tuner:
         return chosen, total**0.5
 
     def _table(
-        self, dtype: str, halves: set[Any], hot: set[Any], shares: Sequence[float],
-        predicted: float, measured: float,
-    ) -> PrecisionPlan:  # fmt: skip
+        self, dtype: str, halves: set[Any], predicted: float, measured: float
+    ) -> PrecisionPlan:
         rows = []
         for path, eqn in self._equations.items():
-            largest, share = self._largest[path], shares[self._group[path]]
+            largest, share = self._largest[path], self._shares[self._group[path]]
             reason = "" if path in halves else "its share"
-            reason = f"it reaches {largest:.3g}" if path in hot else reason
+            reason = f"it reaches {largest:.3g}" if path in self._hot else reason
             reason = "a sum" if _is_sum(eqn) else reason
             reason = "keep_float32, or unused" if path in self._kept else reason
             own = dtype if path in halves else "float32"
@@ -259,6 +254,13 @@ class _Tuner:
                 Operation(path, eqn.primitive.name, own, *place, float(share), largest, reason)
             )
         return PrecisionPlan(dtype, rows, predicted, measured)
+
+
+def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:
+    """The largest loss scale, at most `2**15`, at which a function's results are finite, or 1."""
+    scales = (jnp.float32(2.0**exponent) for exponent in range(15, 0, -3))
+    fits = (s for s in scales if all(bool(jnp.isfinite(x).all()) for x in gradients(s)))
+    return next(fits, jnp.float32(1))
 
 
 def _error(found: Sequence[Any], exact: Sequence[Any]) -> float:
