@@ -6,6 +6,7 @@ read bytes, and value by value where another library has made dictionaries of th
 
 import ast
 import copy
+import functools
 import gc
 import inspect
 import json
@@ -214,7 +215,13 @@ def built(**options):
     return variables, opt
 
 
-BUILT = [built(), built(use_ema=True, gradient_accumulation_steps=2), built(group_small=True)]
+@functools.cache
+def optimizers():
+    """What states are loaded into, built when the first test needs it."""
+    several = {}, {"use_ema": True, "gradient_accumulation_steps": 2}, {"group_small": True}
+    return [built(**options)[1] for options in several]
+
+
 ARRAYS = [
     *WRONG, np.zeros((2, 3)), np.full((2, 3), np.nan, np.float32), np.full((2, 3), 1e300),
     np.full((2, 3), 2**40), np.zeros((3, 2)), np.zeros((2, 3), np.complex64), np.zeros((1,)),
@@ -250,7 +257,7 @@ def check_saved(data, opt, stored, load):
 
 
 def check_state(data):
-    _, opt = data.draw(st.sampled_from(BUILT))
+    opt = data.draw(st.sampled_from(optimizers()))
     stored = {name: np.asarray(value) for name, value in opt.state().items()}
     loaded = check_saved(data, opt, stored, opt.load_state)
     for name in loaded or ():
@@ -277,7 +284,7 @@ def test_many_states(data):
 @given(st.data())
 def test_stores(data):
     """`load_own_variables` of a store from anywhere."""
-    _, opt = data.draw(st.sampled_from(BUILT))
+    opt = data.draw(st.sampled_from(optimizers()))
     stored = {}
     opt.save_own_variables(stored)
     loaded = check_saved(data, opt, stored, opt.load_own_variables)
@@ -360,14 +367,14 @@ def test_what_is_no_state_of_a_peer(what):
     """Something else in the place of the whole state."""
     for read in (importers.from_torch, importers.from_flax, importers.from_jmp):
         assert outcome(lambda read=read: read(what)) is None
-    assert outcome(lambda: importers.load_keras(BUILT[0][1], what)) is None
+    assert outcome(lambda: importers.load_keras(optimizers()[0], what)) is None
 
 
 @QUICK
 @given(st.data())
 def test_stores_of_keras(data):
     """`load_keras` of a store from anywhere."""
-    _, opt = BUILT[0]
+    opt = optimizers()[0]
     stored = {str(i + 2): v.numpy() for i, v in enumerate(opt.variables)}
     stored |= {"0": np.int32(0), "1": np.float32(0)}
     loaded = check_saved(data, opt, stored, lambda broken: importers.load_keras(opt, broken))
@@ -380,7 +387,7 @@ def test_stores_of_keras(data):
 @given(scale=st.sampled_from(ARRAYS), count=st.sampled_from(ARRAYS))
 def test_a_scale_from_anywhere(scale, count):
     """`resume` with numbers of one's own changes both or neither."""
-    _, opt = BUILT[0]
+    opt = optimizers()[0]
     before = state_of(opt)
     state = gs.ScaleState(scale, count)
     if outcome(lambda: importers.resume(opt, state) or "resumed") is None:
@@ -398,7 +405,7 @@ def test_what_is_nested_too_deep(deep):
             broken = {**description, "config": {**description["config"], name: deep}}
             assert outcome(lambda b=base, d=broken: configurable.deserialize(d, b)) is None
         assert outcome(lambda base=base: configurable.deserialize(deep, base)) is None
-    _, opt = BUILT[2]
+    opt = optimizers()[2]
     before, state, store = state_of(opt), opt.state(), {}
     opt.save_own_variables(store)
     for name in state:
