@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import gc
 import importlib.util
 import os
 import shutil
@@ -29,11 +30,27 @@ def pytest_configure():
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # No test reads in a program where in the source an operation comes from.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+
+
+def pytest_collection_finish():
+    """What was imported stays, so it need not be searched for garbage again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_collection_modifyitems(items):
-    """What waits for processes comes first: at the end one worker would wait for it alone."""
-    items.sort(key=lambda item: ("processes" not in item.path.parts, not as_users(item)))
+    """What waits for processes comes first, then the largest file: at the end one worker would wait
+    for it alone. In a file, what is compiled as users do comes before the rest."""
+    sizes = {path: path.stat().st_size for path in {item.path for item in items}}
+
+    def place(item):
+        path = item.path
+        return "processes" not in path.parts, -sizes[path], path, not as_users(item)
+
+    items.sort(key=place)
     for item in filter(is_documentation, items):
         item.add_marker(pytest.mark.filterwarnings("error:No loss was multiplied"))
 
@@ -55,12 +72,13 @@ def as_users(node):
     return node.get_closest_marker("as_users") is not None
 
 
-# On a CPU these halve the time to compile, and round otherwise. For the first there is no option
-# of JAX's, only `XLA_FLAGS`, which hold for a whole process.
+# On a CPU these make a twelfth of the time to compile, and round otherwise. For the first there is
+# no option of JAX's, only `XLA_FLAGS`, which hold for a whole process.
 QUICK = {
     "xla_cpu_use_fusion_emitters": False,  # jax 0.12 has no other emitters
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_parallel_codegen_split_count": 1,  # one module for LLVM, not one for each thread
 }
 usual_options = compiler.get_compile_options
 
@@ -86,10 +104,10 @@ def quick_options():
     return options
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_quickly(request):
-    """Modules marked `as_users` are compiled with all optimizations, the others quickly."""
-    wanted = usual_options if as_users(request.node) else quick_options()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Tests marked `as_users` are compiled with all optimizations, the others quickly."""
+    wanted = usual_options if as_users(item) else quick_options()
     if compiler.get_compile_options is not wanted:
         compiler.get_compile_options = wanted
         jax.clear_caches()

@@ -17,8 +17,6 @@ import gainstage as gs
 
 from peers import fails, live
 
-pytestmark = pytest.mark.as_users
-
 
 def model(**options):
     variables = [gs.Variable(np.ones((256, 128)), name="w"), gs.Variable(np.ones(128), name="b")]
@@ -153,6 +151,7 @@ def test_every_attempt_to_change_a_hyperparameter_is_honoured():
 
 
 # Asked for in accelerate#1714 (transfers).
+@pytest.mark.as_users
 def test_nothing_is_transferred_after_the_first_step():
     """A step on device arrays runs while transfers between host and device are forbidden."""
     variables, optimizer = model(use_ema=True, gradient_accumulation_steps=2, clipnorm=1.0)
@@ -179,6 +178,7 @@ def test_the_whole_eager_step_traces(rate):
 
 
 # Asked for in pytorch#120814 (breaks).
+@pytest.mark.as_users
 @pytest.mark.parametrize("rate", [0.1, lambda: 0.1])
 def test_compiled_step_has_no_host_callback(rate):
     """The program of a step contains no custom call to the host, no infeed and no outfeed."""
@@ -207,6 +207,7 @@ def copies(compiled):
     return re.findall(r"= \S+\[\d[^\]]*\]\S* copy\(.*", compiled.as_text())
 
 
+@pytest.mark.as_users
 def test_a_donating_loop_updates_in_place():
     """`jit(..., donate=True)` aliases every byte of the state, each value in its own place."""
     variables, optimizer = model()
@@ -226,6 +227,7 @@ def test_a_donating_loop_updates_in_place():
     assert pointers == {v.name: v._value.unsafe_buffer_pointer() for v in optimizer.variables}
 
 
+@pytest.mark.as_users
 def test_slots_are_updated_in_place_by_the_eager_step():
     """`apply` donates what nobody else holds: every slot stays where it is in memory."""
     variables, optimizer = model(use_ema=True)
@@ -237,6 +239,7 @@ def test_slots_are_updated_in_place_by_the_eager_step():
     assert pointers == [v._value.unsafe_buffer_pointer() for v in slots]
 
 
+@pytest.mark.as_users
 def test_handed_out_arrays_survive_donation():
     """An array that `value()` handed out stays readable after a donating step."""
     var = gs.Variable(np.ones(1000))
@@ -250,6 +253,7 @@ def test_handed_out_arrays_survive_donation():
     assert (var.numpy() == 10).all()
 
 
+@pytest.mark.as_users
 def test_numbers_that_are_read_cost_the_next_step_no_copy():
     """A checkpoint in numpy holds copies already: the step after it updates all in place."""
     variables, optimizer = model()
@@ -268,6 +272,7 @@ def test_numbers_that_are_read_cost_the_next_step_no_copy():
     jax.tree.map(np.testing.assert_array_equal, (saved, weights), before)
 
 
+@pytest.mark.as_users
 def test_stateless_apply_recipe_aliases_weights_and_slots():
     """The documented recipe for donating through `stateless_apply` updates all in place."""
     variables, optimizer = model()
@@ -317,6 +322,7 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
     assert float(w) == -0.75
 
 
+@pytest.mark.as_users
 def test_a_pure_function_does_not_eat_its_arguments():
     """`functional` of a step that donates leaves the arrays that it was given."""
     w = gs.Variable(jnp.zeros(1000))
@@ -363,6 +369,7 @@ def test_one_variable_or_a_dictionary_is_a_list_of_variables():
     assert w.numpy().tolist() == [0.0, 0.0]
 
 
+@pytest.mark.as_users
 def test_jit_of_jit_keeps_its_own_state():
     """Compiling a compiled function again donates what the outer one was told to donate."""
     w, _ = scaled_sgd()

@@ -12,8 +12,6 @@ from gainstage._core import gradients, readings
 
 from peers import fails, live
 
-pytestmark = pytest.mark.as_users
-
 SIZES = (1, 1024, 4096, 210_000)
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 BAD = (np.nan, np.inf, -np.inf)
@@ -31,6 +29,7 @@ def planted(size, dtype):
     return jax.jit(check)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bad_element_anywhere_is_found(size, dtype, rng):
@@ -42,6 +41,7 @@ def test_one_bad_element_anywhere_is_found(size, dtype, rng):
     assert all(check(0, jnp.float32(1)))
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bad_element_skips_the_step(size, dtype, rng):
@@ -57,6 +57,7 @@ def test_one_bad_element_skips_the_step(size, dtype, rng):
     assert (int(opt.iterations), float(opt.loss_scale)) == (0, 2.0**17)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_finite_values_are_finite(dtype):
     """Tensors full of the largest value are finite: their sum and norm are not asked."""
@@ -76,6 +77,7 @@ def test_a_float64_gradient_beside_float16_ones():
 
 
 # Asked for in pytorch#74739 (float16 gradients).
+@pytest.mark.as_users
 def test_unscaling_is_never_done_in_half():
     """A float16 gradient divided by 2**15 is not flushed; float64 stays float64."""
     tiny = jnp.float16(2.0**-14)
@@ -86,6 +88,7 @@ def test_unscaling_is_never_done_in_half():
 
 
 # Asked for in pytorch#96755 (overflow in unscaling).
+@pytest.mark.as_users
 def test_an_overflow_in_unscaling_skips_the_step():
     """With a scale below 1 a finite gradient can overflow when unscaled: then nothing is taken."""
     var = gs.Variable([1.0, 1.0])
@@ -114,6 +117,7 @@ def test_clipping_is_that_of_numpy(name, limit, rng):
         np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
 def test_an_infinite_norm_is_not_finite(name):
     """Finite gradients with an infinite norm skip a scaled step, and never silently vanish."""
@@ -148,6 +152,7 @@ def test_clipping_knows_norms_of_all_sizes(name, element, limit, size):
     np.testing.assert_allclose(gs.telemetry(opt).grad_norm, np.linalg.norm(exact), rtol=1e-5)
 
 
+@pytest.mark.as_users
 def test_a_plain_factor_divides_in_float32():
     """Keras divides a float16 gradient by 2**15 in float16 and gets 0; ours keeps it."""
     var = gs.Variable(jnp.zeros((), jnp.float16))
@@ -200,6 +205,7 @@ def test_float64_gradients_keep_their_digits():
             fails(flax, float(grads) != float(2 * params))
 
 
+@pytest.mark.as_users
 def test_large_gradients_are_not_taken_for_inf():
     """They look at the sum or norm of the gradients, which overflows; ours at the gradients."""
     var = gs.Variable(np.zeros(4, np.float32))
@@ -227,6 +233,7 @@ def test_a_nan_changes_no_other_norm(dtype):
     np.testing.assert_allclose(norms, [2.0, np.nan, 0.5, np.inf, 1.0], rtol=1e-6)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("options", [{}, {"global_clipnorm": 1.0}, {"clipnorm": 1.0}], ids=str)
 def test_only_a_cpu_takes_a_conditional(options):
     """A scaled step has one conditional lowered for a CPU, and none for a GPU or TPU."""

@@ -21,8 +21,6 @@ import programs
 from peers import fails, live
 from table import ELEMENTWISE
 
-pytestmark = pytest.mark.as_users
-
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
 SPECS = [("data", "model"), (), (None, "model"), (), (), (("data", "model"), None)]
@@ -64,6 +62,7 @@ def collectives(compiled):
     return re.findall(COLLECTIVE, compiled.as_text())
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 @pytest.mark.parametrize(
     ("options", "floats"),
@@ -148,6 +147,7 @@ def test_one_bad_element_anywhere_is_found_everywhere(kind, dtype):
 
 
 # Asked for in verl#6150 (sharded).
+@pytest.mark.as_users
 @pytest.mark.parametrize("size", [1, 1024, 4096, 210_000])
 def test_a_bad_replica_skips_everywhere(size):
     """A NaN in one replica only of a replicated gradient is found, on each of the devices."""
@@ -182,6 +182,7 @@ def trained(layouts, rule, **options):
     return variables, opt
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize(
     "shapes",
     [[(2, 4)], pytest.param([(4, 2), (2, 1), (2, 2), (8, 1)], marks=pytest.mark.slow)],
@@ -244,6 +245,7 @@ momentum = functools.partial(gs.SGD, momentum=0.9)
 WIDE = [(64, 48), (48, 128), (128,), (2048, 8), (37, 5), ()]
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [
@@ -303,6 +305,7 @@ def test_divided_state_adds_to_the_layout_of_the_variable():
     assert spec((64, 32), "data") == ("data",)
 
 
+@pytest.mark.as_users
 def test_a_clipped_divided_step_makes_the_one_sum():
     """The check and the norm of divided gradients are the same 8 bytes; weights are gathered."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
@@ -395,6 +398,7 @@ def test_a_step_is_compiled_once(kind, inside):
     assert opt._runner.program._compiled._cache_size() == 1
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_an_optax_loop_keeps_its_layouts(kind):
     """State of `loss_scaled` lies with its parameters from `init` on, scalars on all devices; the
@@ -487,6 +491,7 @@ def test_slots_are_made_in_place():
 
 
 # Asked for in optax#1444 (small updates).
+@pytest.mark.as_users
 def test_master_weights_keep_small_updates():
     """A float16 weight of 1 moves after many updates of 2**-14, which alone each round away."""
     weights = []
@@ -499,6 +504,7 @@ def test_master_weights_keep_small_updates():
     assert weights == [1.0, 1.0 - 2.0**-8]
 
 
+@pytest.mark.as_users
 def test_master_weights_are_a_float32_run_rounded():
     """With master weights a float16 run is the float32 run, each weight rounded once."""
     rng = np.random.default_rng(0)
@@ -520,6 +526,7 @@ def test_master_weights_are_a_float32_run_rounded():
     assert gs.Adam.from_config(opt.get_config()).master_weights is True
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_master_weights_can_be_divided(kind):
     """With `shard_state_over` a master lies on more devices than its variable, and a step is that
@@ -590,6 +597,7 @@ def test_devices_in_shard_map_have_one_scale():
 
 
 # Asked for in DeepSpeed#90.
+@pytest.mark.as_users
 def test_a_fixed_scale_with_divided_state():
     """A static scale and state that is divided over a mesh take the steps of one device."""
     mesh = jax.make_mesh((8,), ("data",))
@@ -607,6 +615,7 @@ def test_a_fixed_scale_with_divided_state():
     assert weights[0].tolist() == (start - 0.125 - 0.0625 - 0.25).tolist()
 
 
+@pytest.mark.as_users
 def test_a_train_step_decides_in_one_collective():
     """On sharded parameters a sum of 4 bytes decides, besides that of the loss; a skipped step
     changes no parameter."""

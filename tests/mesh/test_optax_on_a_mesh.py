@@ -12,8 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 
-pytestmark = pytest.mark.as_users
-
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 COLLECTIVE = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
 OPTIMIZERS = {
@@ -125,6 +123,7 @@ def test_params_on_no_device_in_particular_follow_the_batch():
     assert programs(step) == 1
 
 
+@pytest.mark.as_users
 @KINDS
 def test_a_step_in_a_program_takes_the_same_steps(kind):
     """Inside `jax.jit`, where arrays name no sharding, the numbers are the same."""
@@ -137,6 +136,7 @@ def test_a_step_in_a_program_takes_the_same_steps(kind):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.as_users
 @KINDS
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 @pytest.mark.parametrize("slots", ["alike", "sharded"])
@@ -181,6 +181,7 @@ def test_a_step_adds_no_collective(weights, slots, kind):
     assert more["all-reduce"] <= (3 if by_xla else 1)
 
 
+@pytest.mark.as_users
 @KINDS
 @pytest.mark.parametrize("name", ["adam", "accumulating", "inside"])
 def test_divided_state_takes_the_same_steps(name, kind):
@@ -256,6 +257,7 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
     assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
 
 
+@pytest.mark.as_users
 @KINDS
 def test_divided_state_in_a_loop_written_out(kind):
     """The same weights in your own step, which names its shardings on Auto axes."""

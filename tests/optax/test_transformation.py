@@ -14,8 +14,6 @@ import gainstage as gs
 
 from peers import fails
 
-pytestmark = pytest.mark.as_users
-
 
 def loss_fn(params, x):
     return jnp.sum((params["w"].astype(jnp.float32) * x) ** 2)
@@ -42,6 +40,7 @@ def test_loss_and_gradients_are_true_and_float32(dtype):
 
 
 # Asked for in levanter#122 (scaling for float16).
+@pytest.mark.as_users
 def test_small_gradients_survive_and_large_ones_are_seen():
     """A float16 gradient of 1e-9 is not lost, and one that overflowed comes back non-finite."""
     params, _, state = make(optax.sgd(0.1), jnp.float16)
@@ -119,6 +118,7 @@ def test_complex_gradients_are_read_in_both_parts():
     assert float(gs.telemetry(state).grad_norm) == 5.0
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -140,6 +140,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(dtype, bad, compiled):
     assert (float(new.loss_scale.scale), int(new.loss_scale.good_steps)) == (2.0**14, 0)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("compiled", [False, True])
 def test_apply_updates_leaves_the_weights_of_a_skipped_step_alone(compiled):
     """Bit for bit, subnormal ones and those that a transformation behind would move included."""
@@ -340,6 +341,7 @@ def test_errors_name_the_remedy():
         gs.jit(lambda: opt.minimize(lambda: w.value().sum(), [w]), [w])()
 
 
+@pytest.mark.as_users
 def test_a_skipped_step_costs_one_temporary_at_most():
     """The compiled update needs no more temporary memory than one copy of the parameters."""
     params, tx, state = make(optax.adam(1e-3), size=1 << 18)
@@ -349,6 +351,7 @@ def test_a_skipped_step_costs_one_temporary_at_most():
     assert compiled.memory_analysis().temp_size_in_bytes <= 1.01 * size + 4096
 
 
+@pytest.mark.as_users
 def test_it_runs_under_vmap_and_scan():
     """States with different scales side by side, and a whole run in one `scan`, decide alone."""
     params, tx, state = make(optax.sgd(0.5))
@@ -366,6 +369,7 @@ def test_it_runs_under_vmap_and_scan():
     assert float(losses[0, 1]) == float(losses[1, 2])
 
 
+@pytest.mark.as_users
 def test_state_that_moves_about_is_kept_leaf_by_leaf():
     """States may swap leaves, hand them on, repeat a value or change its dtype: a step is that of
     the transformation itself, and a skipped one changes no bit."""
@@ -514,6 +518,7 @@ def test_none_and_integers_in_the_tree():
         gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)({"w": jnp.ones(2, jnp.int32)})
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("size", [4, 40_000])
@@ -584,6 +589,7 @@ def test_a_norm_of_unknown_parts_is_refused(clip, wrapped):
         move(grads, check_vma=False)
 
 
+@pytest.mark.as_users
 def test_the_state_is_stored_by_orbax_and_msgpack(tmp_path):
     """What Orbax and flax's msgpack give back goes on bit for bit."""
     ocp = pytest.importorskip("orbax.checkpoint")
