@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -81,13 +80,18 @@ def killed_after(seconds):
     timer.start()
 
 
+def leave(path, text, process):
+    """Writes a file that is there as a whole, or is not there if this process is killed."""
+    written = path.with_suffix(f".{process}")
+    written.write_text(text)
+    written.replace(path)
+
+
 def work(job):
     """Does the job, and returns what to leave."""
     mine = job["process"] == job.get("culprit")
     options = job["different"] if mine and "different" in job else {}
     jax.config.update("jax_num_cpu_devices", job["devices"])
-    if mine and job.get("never"):
-        time.sleep(600)
     watchdog = distributed.initialize(
         job["coordinator"], job["processes"], job["process"], **job.get("initialize", {})
     )
@@ -117,7 +121,7 @@ def work(job):
             if mine and i + 1 == job.get("kill_in_save"):
                 killed_after(job["delay"])
             checkpoints.save(i + 1, training.weights, training.optimizer)
-            Path(job["checkpoints"], f"digest-{i + 1}").write_text(training.digest())
+            leave(Path(job["checkpoints"], f"digest-{i + 1}"), training.digest(), job["process"])
     same = bool(distributed.check_replicas([training.weights, training.optimizer.variables]))
     return {
         "start": start,
