@@ -1,6 +1,7 @@
 import functools
 import subprocess
 import sys
+import warnings
 from functools import partial
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage._core.unscaled import SETTLED
 
 from peers import fails
 
@@ -752,20 +754,6 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(mean, sign, nested):
     assert float(updates["w"][0]) == pytest.approx(-1e8 if mean else -3e8, rel=0.01)
 
 
-UNSCALED = """
-import warnings
-import jax, jax.numpy as jnp, optax
-import gainstage as gs
-
-found = []
-warnings.simplefilter("always")
-warnings.showwarning = lambda message, *_: found.append(str(message))
-w = jnp.ones(3)
-def loss_fn(w):
-    return (w * w).sum()
-{code}
-print(len(found), *[message[:23] for message in found])
-"""
 LOOPS = {
     "forgotten": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -820,15 +808,35 @@ tx.update(jax.grad(loss_fn)(w), state, w)
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_that_scales_no_loss_is_told_once(name):
-    """One warning per process, at the first update, and none if the loss was scaled somehow."""
-    updates = ["tx.update", "jax.jit(tx.update)"] if name == "forgotten" else [""]
-    for update in updates:
-        code = UNSCALED.replace("{code}", LOOPS[name].replace("{update}", update))
-        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        expected = "1 No loss was multiplied" if name == "forgotten" else "0"
-        assert printed.stdout.strip() == expected, printed.stderr
+def told(loop, update=""):
+    """The beginnings of the warnings of a loop, where nothing was scaled or told before."""
+    SETTLED.clear()
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "gs": gs, "warnings": warnings}
+    names |= {"w": jnp.ones(3), "loss_fn": lambda w: (w * w).sum()}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        exec(LOOPS[loop].replace("{update}", update), names)
+    return [str(warning.message)[:23] for warning in found]
+
+
+@pytest.mark.parametrize("update", ["tx.update", "jax.jit(tx.update)"])
+def test_a_loop_that_scales_no_loss_is_told_once(update):
+    """One warning, at the first update."""
+    assert told("forgotten", update) == ["No loss was multiplied "]
+
+
+def test_a_new_process_is_told():
+    """Nothing is settled before the first update of a process."""
+    code = f"import gainstage as gs, jax, optax; w = jax.numpy.ones(3)\n{LOOPS['forgotten']}"
+    code = code.replace("{update}", "tx.update").replace("loss_fn", "lambda w: w.sum()")
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert printed.stderr.count("No loss was multiplied by") == 1
+
+
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "forgotten"])
+def test_a_loop_that_scales_its_loss_is_not_told(loop):
+    """Somehow, or by a scale of 1."""
+    assert told(loop) == []
 
 
 @pytest.mark.parametrize("how", ["update", "train_step"])
