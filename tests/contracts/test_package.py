@@ -231,11 +231,15 @@ def checked(*words):
     )  # fmt: skip
 
 
-def test_types():
-    """Pyright finds no error in the sources, infers the types that `typed.py` says, and finds the
-    mistakes in it."""
-    words = ["--pythonpath", sys.executable, "src", "tests/typed.py"]
-    result = checked("basedpyright", *words)
+@pytest.mark.parametrize(
+    "paths",
+    [["tests/typed.py"], pytest.param(["src", "tests/typed.py"], marks=pytest.mark.thorough)],
+    ids=["public", "all"],
+)
+def test_types(paths):
+    """Pyright infers the types that `typed.py` says, finds the mistakes in it, and finds no error
+    in what it uses, or in all sources."""
+    result = checked("basedpyright", "--pythonpath", sys.executable, *paths)
     assert result.returncode == 0, result.stdout
 
 

@@ -61,10 +61,11 @@ def large_copies(compiled, size=4096):
 
 
 def gates():
+    """Both dtypes of all kinds through `jit`, and all ways of two kinds; others are thorough."""
     ways, dtypes = [through_jit, through_apply, through_stateless_apply], ["float32", "float16"]
     for kind, dtype, way in itertools.product(KINDS, dtypes, ways):
-        seldom = dtype == "float16" and way is not through_jit and kind not in ("sgd", "adam")
-        yield pytest.param(kind, dtype, way, marks=[pytest.mark.slow] if seldom else [])
+        often = way is through_jit or (dtype == "float32" and kind in ("sgd", "adam"))
+        yield pytest.param(kind, dtype, way, marks=[] if often else [pytest.mark.thorough])
 
 
 @pytest.mark.parametrize(("kind", "dtype", "through"), list(gates()))
@@ -78,11 +79,12 @@ def test_a_step_stores_nothing_on_the_way(kind, dtype, through):
     assert not large_copies(compiled)
 
 
+@pytest.mark.parametrize("few", [30, pytest.param(60, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("group_small", [False, True])
-def test_programs_grow_linearly(group_small):
+def test_programs_grow_linearly(group_small, few):
     """Four times the tensors are about four times the program, and no sixteenfold compilation."""
     sizes, seconds = [], []
-    for count in (60, 240):
+    for count in (few, 4 * few):
         _, opt, grads = make("adam", [(64,)] * count, jnp.float32, group_small=group_small)
         step = gs.jit(opt.apply, (list(opt._index), opt.variables), donate=True)
         lowered = step.lower(grads)

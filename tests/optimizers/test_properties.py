@@ -24,10 +24,10 @@ SCALES = {
 }
 CASES = [  # each is compiled, so not every pair
     ("dynamic", np.float32),
-    ("dynamic", np.float16),
-    ("not dynamic", np.float32),
     ("fixed rule", np.float16),
     ("factor", np.float32),
+    ("dynamic", np.float16),
+    ("not dynamic", np.float32),
 ]
 
 
@@ -45,13 +45,14 @@ def everything(kind, dtype):
     return variables, opt, jax.jit(opt.stateless_apply), values(variables, opt.variables)
 
 
-SKIPS = given(
-    case=st.sampled_from(CASES),
-    seed=st.integers(0, 2**16),
-    leaf=st.integers(0, 2),
-    bad=st.sampled_from([np.nan, np.inf, -np.inf]),
-    steps_before=st.integers(0, 3),
-)
+def skips(cases):
+    return given(
+        case=st.sampled_from(cases),
+        seed=st.integers(0, 2**16),
+        leaf=st.integers(0, 2),
+        bad=st.sampled_from([np.nan, np.inf, -np.inf]),
+        steps_before=st.integers(0, 3),
+    )
 
 
 def check_skip(case, seed, leaf, bad, steps_before):
@@ -77,15 +78,23 @@ def check_skip(case, seed, leaf, bad, steps_before):
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
-@SKIPS
+@skips(CASES[:3])
 def test_a_skipped_step_changes_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
     """Pure or not, with a dynamic or a fixed scale, all else stays bit for bit as it was."""
     check_skip(case, seed, leaf, bad, steps_before)
 
 
+@pytest.mark.thorough
+@settings(deadline=None, max_examples=60, derandomize=True)
+@skips(CASES[3:])
+def test_other_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
+    """The same with a dynamic scale and float16, and with none that is dynamic and float32."""
+    check_skip(case, seed, leaf, bad, steps_before)
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=2000)
-@SKIPS
+@skips(CASES)
 def test_many_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
     """The same 2,000 times, with other numbers in each run."""
     check_skip(case, seed, leaf, bad, steps_before)
@@ -93,8 +102,9 @@ def test_many_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, 
 
 def some():
     for optimizer, option in GRID:
-        seldom = optimizer != "adam" and option not in ("plain", "all")
-        yield pytest.param(optimizer, option, marks=[pytest.mark.slow] if seldom else [])
+        seldom = [pytest.mark.slow] if option != "plain" else [pytest.mark.thorough]
+        often = optimizer == "adam" or option == "all"
+        yield pytest.param(optimizer, option, marks=[] if often else seldom)
 
 
 # Asked for in Lightning#9330 (clipping).
