@@ -1,19 +1,15 @@
 """The example of reinforcement learning learns, and says how far sampler and trainer disagree."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
+import quick
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Compiles faster; a later XLA may not know the second flag.
-FAST = "--xla_backend_optimization_level=0" + (
-    " --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
-)
 # The quick form, and then the same weights in three dtypes.
 CODE = """
 import jax, numpy as np
@@ -30,11 +26,9 @@ for dtype in ("float32", "float16", "bfloat16"):
 @pytest.fixture(scope="module")
 def printed():
     """What the quick form printed, and a mean |dlogp| for each dtype."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FAST}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", CODE],
-        cwd=EXAMPLES, env=environment, capture_output=True, text=True, check=False,
+        cwd=EXAMPLES, env=quick.environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

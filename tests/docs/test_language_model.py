@@ -1,6 +1,5 @@
 """The language models of the examples learn, leave a record, and survive a kill."""
 
-import os
 import re
 import subprocess
 import sys
@@ -12,18 +11,15 @@ import pytest
 
 from gainstage.diagnostics import read_run
 
+import quick
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Compiles faster; a later XLA may not know the second flag.
-FAST = "--xla_backend_optimization_level=0" + (
-    " --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
-)
 
 
 def run(script, folder, devices=1, kill_at=None, words=()):
     """What a quick run printed; it gets SIGKILL once it has printed `kill_at`."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    environment |= {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "PYTHONUNBUFFERED": "1"}
-    environment["XLA_FLAGS"] = f"{FAST} --xla_force_host_platform_device_count={devices}"
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = quick.environment(flags, KERAS_BACKEND="jax", PYTHONUNBUFFERED="1")
     command = [sys.executable, EXAMPLES / script, "--quick", "--folder", folder, *words]
     errors, printed = Path(f"{folder}.txt"), ""
     pipes = {"stdout": subprocess.PIPE, "text": True, "env": environment}

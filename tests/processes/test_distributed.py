@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import gainstage as gs
 from gainstage import distributed
 from gainstage.distributed import agreement, processes
 
+import quick
 import worker
 
 ROOT = Path(__file__).parents[2]
@@ -37,10 +37,11 @@ class Run:
         self.folder.mkdir(exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
         # What the processes of one run have compiled those of the next do not compile again.
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(jax.config.jax_compilation_cache_dir)
-        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        environment = quick.environment(
+            JAX_COMPILATION_CACHE_DIR=str(jax.config.jax_compilation_cache_dir),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        )
         self.started, self.processes = time.monotonic(), []
         self.numbers = [i for i in range(processes) if i != absent]
         for i in self.numbers:
