@@ -21,8 +21,10 @@ SLICE = [
     ("SGD", "bfloat16", "EMA", "AdaptiveLossScale()"),
     ("Adam", "float32", "clipping", "DynamicLossScale(min_scale=1)"),
 ]
+MARKS = [[], [], [pytest.mark.thorough], [pytest.mark.slow], [pytest.mark.slow]]
 QUICK = [
-    pytest.param(n, id="-".join(n), marks=[pytest.mark.slow] * (n in SLICE[3:])) for n in SLICE
+    pytest.param(names, id="-".join(names), marks=marks)
+    for names, marks in zip(SLICE, MARKS, strict=True)
 ]
 REPEATED = {"inf for 10 steps", "NaN data for 45 steps", "NaN data every 10 steps"}
 

@@ -243,6 +243,7 @@ def test_types(paths):
     assert result.returncode == 0, result.stdout
 
 
+@pytest.mark.thorough
 def test_mypy_sees_the_same_types():
     """With `--strict`, mypy infers the types that `typed.py` says, and finds the mistakes in it."""
     result = checked("mypy", "--follow-imports", "silent", "tests/typed.py")

@@ -63,6 +63,7 @@ def test_the_language_model_learns_and_leaves_a_record(tmp_path):
     assert (tmp_path / "run" / "bad.npz").exists()
 
 
+@pytest.mark.thorough
 def test_the_language_model_of_keras_learns(tmp_path):
     """In Keras's `fit` the loss falls, and a backup is left."""
     pytest.importorskip("keras")

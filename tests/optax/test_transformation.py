@@ -523,7 +523,7 @@ def test_none_and_integers_in_the_tree():
 @pytest.mark.as_users
 @pytest.mark.parametrize("checked", [True, False], ids=["check_vma", "no check"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("size", [4, 40_000])
+@pytest.mark.parametrize("size", [pytest.param(4, marks=pytest.mark.thorough), 40_000])
 def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     """A NaN in the part of one device skips the step on all, by one all-reduce, with telemetry too;
     the norm is that of all parts, where JAX knows what differs. (flax: each device ends up with

@@ -9,8 +9,6 @@ import gainstage as gs
 
 from table import OPTIMIZERS
 
-pytestmark = pytest.mark.as_users
-
 SHAPES = [(4, 3), (5,), ()]
 every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
@@ -37,6 +35,7 @@ def arrays(*groups):
     return [[v.value() for v in group] for group in groups]
 
 
+@pytest.mark.as_users
 @every_optimizer
 def test_pure_compiled_and_uncompiled_steps_agree(name):
     """A jitted `stateless_apply` that donates is `apply` bit for bit; the uncompiled step agrees
@@ -57,6 +56,7 @@ def test_pure_compiled_and_uncompiled_steps_agree(name):
         np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.as_users
 @every_optimizer
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_skipped_step_changes_the_scale_alone(name, bad):
@@ -74,6 +74,7 @@ def test_a_skipped_step_changes_the_scale_alone(name, bad):
     assert bits(*arrays(variables)) != before[: len(variables)]
 
 
+@pytest.mark.as_users
 @every_optimizer
 def test_a_run_goes_on_from_its_state(name):
     """One made alike that loads `state`, or `save_own_variables`, takes the same steps."""
@@ -99,6 +100,7 @@ def test_a_configuration_makes_it_again(name):
     assert gs.serialize(gs.deserialize(gs.serialize(opt))) == gs.serialize(opt)
 
 
+@pytest.mark.as_users
 @every_optimizer
 @pytest.mark.filterwarnings("ignore:No gradient for")
 def test_a_variable_without_gradient_is_left_alone(name):

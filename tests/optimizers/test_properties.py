@@ -101,10 +101,12 @@ def test_many_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, 
 
 
 def some():
+    """Every optimizer with all options at once, and Adam without them and with both other clips."""
     for optimizer, option in GRID:
-        seldom = [pytest.mark.slow] if option != "plain" else [pytest.mark.thorough]
-        often = optimizer == "adam" or option == "all"
-        yield pytest.param(optimizer, option, marks=[] if often else seldom)
+        is_adam = optimizer == "adam"
+        often = option == "all" or (is_adam and option in ("plain", "clipnorm", "clipvalue"))
+        seldom = pytest.mark.thorough if is_adam or option == "plain" else pytest.mark.slow
+        yield pytest.param(optimizer, option, marks=[] if often else [seldom])
 
 
 # Asked for in Lightning#9330 (clipping).
@@ -132,7 +134,13 @@ def test_powers_of_two_change_nothing(optimizer, option):
 
 
 # Asked for in pytorch#97415 (fused and not).
-@pytest.mark.parametrize(("optimizer", "option"), [("adam", "all"), ("nesterov", "overwrite")])
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [
+        ("adam", "all"),
+        pytest.param("nesterov", "overwrite", marks=pytest.mark.thorough),
+    ],
+)
 def test_pure_compiled_and_uncompiled_steps_agree(optimizer, option):
     """`apply` is `stateless_apply` bit for bit, and the uncompiled step within rounding."""
     rng = np.random.default_rng(4)

@@ -131,6 +131,7 @@ def test_a_checkpoint_moves_to_another_mesh(uninterrupted, devices):
             assert got[name] == value, name
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_moves_to_fewer_devices_of_two_processes(uninterrupted, tmp_path):
     """Two processes with one device each hold the bits that two with four had saved."""
     _, folder, _ = uninterrupted
