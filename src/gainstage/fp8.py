@@ -8,7 +8,8 @@ keeping a maximum. Counts may be added or averaged, by autodiff (if a state is u
 
 import functools
 import math
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.sharding import typed_sharding, varying_like
+from gainstage._core.types import PyTree
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
@@ -178,19 +180,27 @@ def dot(
     return _dot(dtypes, *varying_like(arguments, jax.tree.leaves(arguments)))
 
 
+# What the backward pass needs: the operands in float8, the counts of their casts, the scalings.
+Kept = tuple[jax.Array, jax.Array, Seen, Seen, DotScaling]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(dtypes: tuple[np.dtype, ...], x: jax.Array, w: jax.Array, state: DotScaling) -> jax.Array:
     return _forward(dtypes, x, w, state)[0]
 
 
-def _forward(dtypes: Any, x: jax.Array, w: jax.Array, state: DotScaling) -> tuple[jax.Array, Any]:
+def _forward(
+    dtypes: tuple[np.dtype, ...], x: jax.Array, w: jax.Array, state: DotScaling
+) -> tuple[jax.Array, Kept]:
     x8, seen_x = cast(x, state.x.factor, dtypes[0])
     w8, seen_w = cast(w, state.w.factor, dtypes[0])
     out = _product(x8, w8, ([x.ndim - 1], [0]), (state.x, state.w))
     return out.astype(dtypes[4]), (x8, w8, seen_x, seen_w, state)
 
 
-def _backward(dtypes: Any, kept: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+def _backward(
+    dtypes: tuple[np.dtype, ...], kept: Kept, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, DotScaling]:
     x8, w8, seen_x, seen_w, state = kept
     g8, seen_g = cast(cotangent, state.cotangent.factor, dtypes[1])
     rows, columns = range(x8.ndim - 1), range(x8.ndim - 1, g8.ndim)
@@ -205,7 +215,12 @@ _dot.defvjp(_forward, _backward)
 
 
 def update(
-    states: Scalings, seen: Any, applied: ArrayLike = True, *, history: int = 1024, margin: int = 0
+    states: Scalings,
+    seen: PyTree,
+    applied: ArrayLike = True,
+    *,
+    history: int = 1024,
+    margin: int = 0,
 ) -> Scalings:
     """Returns the scalings for the next step: the largest recent element fits, `margin` bits below.
 
@@ -229,7 +244,7 @@ def update(
     margin = checks.integer("margin", margin, low=0, high=BITS)
     applied = jnp.asarray(applied)
 
-    def one(state: Scaling, new: Any) -> Scaling:
+    def one(state: Scaling, new: object) -> Scaling:
         new = new.seen if isinstance(new, Scaling) else new
         if not isinstance(new, Seen):
             raise TypeError(
@@ -251,7 +266,7 @@ def update(
     return jax.tree.map(one, states, seen, is_leaf=lambda node: isinstance(node, Scaling))
 
 
-def _range(dtype: Any) -> tuple[np.dtype, float, float]:
+def _range(dtype: DTypeLike) -> tuple[np.dtype, float, float]:
     """Returns a small dtype with its lowest and highest number."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits > 8:
@@ -262,7 +277,13 @@ def _range(dtype: Any) -> tuple[np.dtype, float, float]:
     return dtype, max(low, 2.0**-BITS) if low > 0 else low, float(info.max)
 
 
-def _product(a: Any, b: Any, over: Any, scalings: Any, like: Any = None) -> jax.Array:
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+    over: tuple[Sequence[int], Sequence[int]],
+    scalings: Sequence[Scaling],
+    like: jax.Array | None = None,
+) -> jax.Array:
     """The product over pairs of axes in float32, divided by the factors, with the sharding of
     `like`."""
     pairs, dtype, sharding = (over, ((), ())), jnp.float32, typed_sharding(like)

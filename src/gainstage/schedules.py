@@ -338,7 +338,7 @@ def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
     object.__setattr__(schedule, name, _number(name, getattr(schedule, name), **bounds))
 
 
-def _number(name: str, value: Any, **bounds: float) -> Any:
+def _number(name: str, value: Any, **bounds: float) -> int | float:
     """Returns `value` as a Python number, checked against the bounds: an int if it is an integer of
     32 bits, which JAX takes."""
     if hasattr(value, "assign"):  # a variable: of ours, or of Keras, which this does not import

@@ -7,7 +7,9 @@ from typing import Any
 
 # The user's source line of an equation, and a context that hands it on: no public API has them.
 from jax._src import source_info_util
-from jax.core import Tracer  # whether a value belongs to a traced program
+
+# `ShapedArray`: the type of an array in a program. `Tracer`: whether a value belongs to one.
+from jax.core import AbstractValue, ShapedArray, Tracer
 
 # For several processes: compares configurations, broadcasts an address.
 from jax.experimental import multihost_utils
@@ -16,14 +18,27 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 
 # `Literal`: an operand of an equation that is a number. `get_opaque_trace_state`: the trace in
-# which a variable is bound.
-from jax.extend.core import Literal, get_opaque_trace_state
+# which a variable is bound. The others are the types of a program and its parts.
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    get_opaque_trace_state,
+)
 from jax.interpreters.partial_eval import dce_jaxpr
 
 __all__ = [
+    "AbstractValue",
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
     "Layout",
     "Literal",
+    "ShapedArray",
     "Tracer",
+    "Var",
     "dce_jaxpr",
     "get_opaque_trace_state",
     "holds_arrays",

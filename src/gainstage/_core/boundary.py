@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs
+from gainstage._core._jax import JaxprEqn
 from gainstage._core.checks import LARGEST
+from gainstage._core.types import PyTree
 
 
-def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
+def largest_scale(fun: Callable[..., Any], *args: PyTree) -> float:
     """Returns the largest loss scale that does not overflow by itself, whatever the gradients are.
 
     The backward pass starts with the scale and multiplies it by derivatives of the loss. The first
@@ -41,26 +44,28 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
         inf
     """
 
-    def scalar(*args: Any) -> jax.Array:
+    def scalar(*args: PyTree) -> jax.Array:
         loss = jax.tree.leaves(fun(*args))[0]
         if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(f"Expected a floating scalar from fun; got {loss!r}.")
         return loss.astype(jnp.float32)
 
-    def backward(scale: jax.Array, *args: Any) -> list[jax.Array]:
+    def backward(scale: jax.Array, *args: PyTree) -> list[jax.Array]:
         grads = jax.tree.leaves(jax.vjp(scalar, *args)[1](scale))
         return [gradient for gradient in grads if gradient.dtype != jax.dtypes.float0]
 
     program = jax.make_jaxpr(backward)(jnp.float32(1), *args)
     limits: list[float] = []
 
-    def follow(eqn: Any, operands: list[_Number | None], path: Any) -> list[_Number | None]:
+    def follow(
+        eqn: JaxprEqn, operands: list[_Number | None], path: tuple[int, ...]
+    ) -> list[_Number | None]:
         program = jaxprs.called(eqn)
         if program is not None:
             return jaxprs.run(program, operands, follow, _constant, _constant)
         result = _computed(eqn, operands)
         if result is not None and result.scaled and result.value:
-            most = float(jnp.finfo(eqn.outvars[0].aval.dtype).max)
+            most = float(jnp.finfo(jaxprs.array(eqn.outvars[0]).dtype).max)
             limits.extend([most / abs(result.value)] if most < LARGEST else [])
         return [result, *[None] * (len(eqn.outvars) - 1)]
 
@@ -81,12 +86,12 @@ _MOVES = frozenset(
 )
 
 
-def _constant(value: Any) -> _Number | None:
+def _constant(value: ArrayLike) -> _Number | None:
     number = np.size(value) == 1 and jnp.issubdtype(jnp.result_type(value), jnp.number)
     return _Number(float(np.real(value)), False) if number else None
 
 
-def _computed(equation: Any, operands: Sequence[_Number | None]) -> _Number | None:
+def _computed(equation: JaxprEqn, operands: Sequence[_Number | None]) -> _Number | None:
     """The known value of an operation's result."""
     name = equation.primitive.name
     if not operands or any(number is None for number in operands):
@@ -97,7 +102,8 @@ def _computed(equation: Any, operands: Sequence[_Number | None]) -> _Number | No
     if name == "neg":
         return first._replace(value=-first.value)
     if name == "reduce_sum":
-        count = equation.invars[0].aval.size / max(equation.outvars[0].aval.size, 1)
+        before, after = (jaxprs.array(vs[0]) for vs in (equation.invars, equation.outvars))
+        count = before.size / max(after.size, 1)
         return first._replace(value=first.value * count)
     if name == "mul" and not (first.scaled and rest[0].scaled):
         return _Number(first.value * rest[0].value, first.scaled or rest[0].scaled)

@@ -15,16 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 
 from gainstage._core import jaxprs
-from gainstage._core._jax import Literal, Tracer, get_opaque_trace_state
+from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
 from gainstage._core.checks import brief
 from gainstage._core.signals import deferred_signals
-from gainstage._core.types import P, R, State
+from gainstage._core.types import P, PyTree, R, State, Structure
 from gainstage._core.variable import Variable, is_inside, recording
 
 
-def variables_in(state: Any) -> list[Variable]:
+def variables_in(state: State) -> list[Variable]:
     """The variables of a state, in order. A state is a variable, a pytree or an iterable of them.
 
     Raises:
@@ -42,7 +43,7 @@ def variables_in(state: Any) -> list[Variable]:
     return variables
 
 
-def read(state: Any) -> Any:
+def read(state: State) -> PyTree:
     """Reads the values of a state, in the same structure."""
     return jax.tree.map(lambda variable: variable._value, state)
 
@@ -79,7 +80,7 @@ def assign(variables: Sequence[Variable], values: Sequence[Any]) -> None:
 def bound(
     variables: Sequence[Variable],
     values: Sequence[jax.Array],
-    shardings: Sequence[Any] | None = None,
+    shardings: Sequence[Sharding | None] | None = None,
 ) -> Iterator[None]:
     """Binds `values` to the variables, and restores their own values on exit.
 
@@ -118,7 +119,9 @@ def recorded(runs_now: bool = False) -> Iterator[list[Variable]]:
         Variable._unbind(variables, own)
 
 
-def functional(fn: Callable[P, R], state: State) -> Callable[Concatenate[Any, P], tuple[R, Any]]:
+def functional(
+    fn: Callable[P, R], state: State
+) -> Callable[Concatenate[PyTree, P], tuple[R, PyTree]]:
     """Returns a pure function of an `fn` that reads and assigns the variables of `state`.
 
     Args:
@@ -143,10 +146,10 @@ def functional(fn: Callable[P, R], state: State) -> Callable[Concatenate[Any, P]
         15 0
     """
     variables = variables_in(state)
-    structure: Any = jax.tree.structure(state)
+    structure: Structure = jax.tree.structure(state)
 
     @functools.wraps(fn)
-    def pure(values: Any, *args: P.args, **kwargs: P.kwargs) -> tuple[R, Any]:
+    def pure(values: PyTree, *args: P.args, **kwargs: P.kwargs) -> tuple[R, PyTree]:
         try:
             values = structure.flatten_up_to(values)
         except ValueError as error:
@@ -204,7 +207,9 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         self._state, self._donate = variables_in(state), donate
         pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
 
-        def program(values: Any, args: Any, kwargs: Any) -> Any:
+        def program(
+            values: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[PyTree, R]:
             # XLA gives a donated buffer to the first result of its shape. With the state first, in
             # the order of the arguments, each new value takes the buffer of its old one.
             result, values = pure(values, *args, **kwargs)
@@ -219,32 +224,30 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         self._calls_back: bool | None = None  # whether it has callbacks; None before the first call
         functools.update_wrapper(self, fn, updated=())
 
-    def _arguments(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
-        return [variable._value for variable in self._state], args, kwargs
-
-    def _donated(self, values: list[Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def _unshare(self, values: list[jax.Array]) -> None:
+        """Copies the values that others hold, so that all may be donated."""
         held = [i for i, variable in enumerate(self._state) if variable._shared]
         if held:
             for i, copy in zip(held, _copies([values[i] for i in held]), strict=True):
                 values[i] = copy
-        return values, args, kwargs
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, and writes the new values into the variables."""
-        arguments = self._arguments(args, kwargs)
+        values = [variable._value for variable in self._state]
         if is_inside():  # for example of `jax.grad`, where nothing may be stored in the end
-            values, result = self._keeping(*arguments)
+            values, result = self._keeping(values, args, kwargs)
             write(self._state, values)
             return result
         if self._calls_back is None:
-            self._calls_back = jaxprs.calls_back(self._compiled.trace(*arguments).jaxpr)
+            self._calls_back = jaxprs.calls_back(self._compiled.trace(values, args, kwargs).jaxpr)
         if self._calls_back or reruns():
-            values, result = jax.block_until_ready(self._keeping(*arguments))
+            values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)
             return result
-        arguments = self._donated(*arguments) if self._donate else arguments
+        if self._donate:
+            self._unshare(values)
         with deferred_signals():
-            values, result = self._compiled(*arguments)
+            values, result = self._compiled(values, args, kwargs)
             write(self._state, values)
         return result
 
@@ -254,7 +257,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the lowered program for these arguments, as `jax.jit(f).lower`."""
-        return self._compiled.lower(*self._arguments(args, kwargs))
+        return self._compiled.lower(read(self._state), args, kwargs)
 
 
 def reruns() -> bool:
@@ -268,9 +271,9 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
 
-def run(fn: Callable[..., Any], state: Any, *args: Any) -> Any:
+def run(fn: Callable[P, R], state: State, *args: P.args, **kwargs: P.kwargs) -> R:
     """Runs `fn` uncompiled; its assignments to `state` are made at its end, or not at all."""
-    result, values = functional(fn, state)(read(state), *args)
+    result, values = functional(fn, state)(read(state), *args, **kwargs)
     assign(variables_in(state), jax.tree.leaves(values))
     return result
 
@@ -281,10 +284,10 @@ def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
     Otherwise each eager `lax.cond` or loop over a new closure is compiled, and JAX keeps all of
     these programs. Leaves that are not arrays are constants of the program.
     """
-    untyped: Any = fn
+    untyped: Callable[..., R] = fn
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
-    def program(structure: Any, constants: tuple[Any, ...], arrays: list[Any]) -> R:
+    def program(structure: Structure, constants: tuple[Any, ...], arrays: list[Any]) -> R:
         rest = iter(arrays)
         leaves = [next(rest) if leaf is _ARRAY else leaf for leaf in constants]
         args, kwargs = jax.tree.unflatten(structure, leaves)
@@ -305,7 +308,9 @@ def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
 _ARRAY, _ARRAYS = object(), (jax.Array, np.ndarray, np.generic)
 
 
-def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -> tuple[Any, Any]:
+def select(
+    applies: jax.Array, fn: Callable[[PyTree], tuple[R, PyTree]], old: PyTree
+) -> tuple[R, PyTree]:
     """Returns `(result, new)` of `fn(old)`, with `old` instead of `new` if `applies` is False.
 
     The result is valid only if `applies` is True. It is computed from the selected state, so that
@@ -318,7 +323,7 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     before = [jnp.asarray(leaf) for leaf in jax.tree.leaves(old)]
     old = jax.tree.unflatten(jax.tree.structure(old), before)
     jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(old) if inside else (None, fn(old))
-    structure: Any = jax.tree.structure(old)
+    structure: Structure = jax.tree.structure(old)
     if structure != jax.tree.structure(shapes[1]):
         raise TypeError(
             f"Expected the update to return its state in the structure that it got, "
@@ -333,7 +338,7 @@ def select(applies: jax.Array, fn: Callable[[Any], tuple[Any, Any]], old: Any) -
     wanted = {v: b for v, b in zip(outputs, before, strict=True) if not isinstance(v, Literal)}
     kept = {}
 
-    def compute(eqn: Any, operands: list[Any], path: Any) -> list[Any]:
+    def compute(eqn: JaxprEqn, operands: list[jax.Array], path: tuple[int, ...]) -> list[jax.Array]:
         values = jaxprs.bind(eqn, operands)
         for i, v in enumerate(eqn.outvars):
             if v in wanted and values[i].dtype == wanted[v].dtype:

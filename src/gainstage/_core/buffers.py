@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 
-def buffers(array: Any) -> list[int]:
+def buffers(array: object) -> list[int]:
     """The memory addresses of an array's shards in this process."""
     if not isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return []

@@ -3,11 +3,12 @@
 import math
 import numbers
 import reprlib
-from typing import Any
+from typing import SupportsFloat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero. Beyond these
 # bounds a loss scale or its reciprocal would be 0 in float32.
@@ -19,7 +20,7 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 5
 _SHORT.maxother, _SHORT.maxstring, _SHORT.maxlevel = 160, 60, 3
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """The `repr` of a value for an error: of a long list, dictionary or pytree only a part."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= 160 else _SHORT.repr(value)
@@ -27,7 +28,7 @@ def brief(value: Any) -> str:
 
 def real(
     name: str,
-    value: Any,
+    value: object,
     *,
     above: float = -math.inf,
     low: float = -math.inf,
@@ -60,7 +61,7 @@ def real(
     return number
 
 
-def shortest(value: Any) -> float:
+def shortest(value: SupportsFloat) -> float:
     """Returns the shortest decimal of a float32: 0.1, not 0.10000000149011612."""
     exact = float(value)
     return exact if exact.is_integer() else float(str(np.float32(value)))
@@ -72,12 +73,12 @@ def in_float32(limit: float) -> float:
     return min(max(limit, float(known.tiny)), float(known.max))
 
 
-def loss_scale(name: str, value: Any, high: float = LARGEST) -> float:
+def loss_scale(name: str, value: object, high: float = LARGEST) -> float:
     """Returns `value` as a float, if it is a valid loss scale."""
     return real(name, value, low=SMALLEST, high=high)
 
 
-def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:
+def integer(name: str, value: object, *, low: int, high: int = 2**31 - 1) -> int:
     """Returns `value` as an int, if it is an integer in [low, high] and not a bool.
 
     Raises:
@@ -91,7 +92,7 @@ def integer(name: str, value: Any, *, low: int, high: int = 2**31 - 1) -> int:
     return int(number)
 
 
-def flag(name: str, value: Any) -> bool:
+def flag(name: str, value: object) -> bool:
     """Returns `value`, if it is a bool.
 
     Raises:
@@ -102,7 +103,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def condition(name: str, value: Any) -> jax.Array:
+def condition(name: str, value: npt.ArrayLike) -> jax.Array:
     """Returns `value` as a bool array, if it is a bool scalar of Python, numpy or JAX.
 
     Raises:

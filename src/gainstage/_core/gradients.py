@@ -10,19 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.dtypes import float0
+from jax.sharding import Sharding
 
 from gainstage._core._jax import Layout, Tracer, with_layout_constraint
+from gainstage._core.types import PyTree, Scalar
 from gainstage._core.unscaled import SETTLED
 from gainstage._core.variable import placed
 from gainstage.fp8 import Seen
 
 
-def float32_or_wider(dtype: Any) -> np.dtype:
+def float32_or_wider(dtype: np.dtype) -> np.dtype:
     """The dtype to compute in: float32, or float64 for float64."""
     return np.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def upcast(tree: Any) -> Any:
+def upcast(tree: PyTree) -> PyTree:
     """Upcasts the floating leaves of a pytree to float32 or wider."""
     leaves, structure = jax.tree.flatten(tree)
     arrays = map(jnp.asarray, leaves)
@@ -33,7 +35,7 @@ def upcast(tree: Any) -> Any:
     return jax.tree.unflatten(structure, upcasted)
 
 
-def scaled(loss: Any, scale: Any) -> jax.Array:
+def scaled(loss: Scalar, scale: Scalar) -> jax.Array:
     """Returns a loss times the scale, in float32 or wider; float16 could overflow.
 
     Raises:
@@ -41,9 +43,9 @@ def scaled(loss: Any, scale: Any) -> jax.Array:
     """
     if not jax.tree_util.all_leaves([loss]) or loss is None:
         raise TypeError(f"Expected one loss, an array; got {loss!r}. Sum several losses into one.")
-    loss = upcast(loss)
+    value = upcast(loss)
     SETTLED.add("scaled")
-    return loss * jnp.asarray(scale, loss.dtype)
+    return value * jnp.asarray(scale, value.dtype)
 
 
 def with_square(gradient: jax.Array) -> jax.Array:
@@ -58,7 +60,7 @@ def real_parts(arrays: Iterable[Any]) -> list[Any]:
     return [part for both in parts for part in both]
 
 
-def row_major(gradient: Any) -> Any:
+def row_major(gradient: jax.Array | None) -> jax.Array | None:
     """Stores a gradient on one device in its variable's element order; None stays None.
 
     XLA:CPU may compute the gradient of a half-precision product transposed. It would then store it
@@ -87,7 +89,7 @@ class Gradient(NamedTuple):
             value = value * factor.astype(value.dtype)
         return value
 
-    def on(self, sharding: Any) -> "Gradient":
+    def on(self, sharding: Sharding | None) -> "Gradient":
         """The gradient with this sharding, if it is one on a mesh."""
         return self._replace(array=placed(self.array, sharding))
 
@@ -99,7 +101,7 @@ class Gradient(NamedTuple):
 Gradients = list[Gradient | None]
 
 
-def unscale(grads: Any, scale: jax.Array) -> Any:
+def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
     """Returns the true gradients of a loss that was multiplied by `scale`, in float32 or wider.
 
     The counts of float8 casts among the gradients are not unscaled. Nor are gradients of integers,

@@ -8,11 +8,31 @@ A program is what `jax.make_jaxpr` returns, or an inner program of an equation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar, cast
 
 import jax
+from jax.typing import ArrayLike
 
-from gainstage._core._jax import Literal, dce_jaxpr, source_info_util
+from gainstage._core._jax import (
+    AbstractValue,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    ShapedArray,
+    Var,
+    dce_jaxpr,
+    source_info_util,
+)
+
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+V = TypeVar("V")  # what a program is run on, such as an array or its description
+Path = tuple[int, ...]  # the indices of an equation and of those around it
+
+# A program and the types of its first results, and its number if an equation has several.
+FunctionOf = Callable[[AnyJaxpr, Sequence[AbstractValue], int | None], Callable[..., list[V]]]
+Cast = Callable[[V, AbstractValue], V]
 
 # Operations that only call one inner program.
 CALLS = frozenset(
@@ -29,13 +49,13 @@ OPAQUE = frozenset(
 
 
 def run(
-    program: Any,
-    values: Sequence[Any],
-    compute: Callable[[Any, list[Any], tuple[int, ...]], Sequence[Any]],
-    constant: Callable[[Any], Any] = lambda array: array,
-    number: Callable[[Any], Any] = lambda number: number,
-    path: tuple[int, ...] = (),
-) -> list[Any]:
+    program: AnyJaxpr,
+    values: Sequence[V],
+    compute: Callable[[JaxprEqn, list[V], Path], Sequence[V]],
+    constant: Callable[[Any], V] = lambda array: array,
+    number: Callable[[Any], V] = lambda number: number,
+    path: Path = (),
+) -> list[V]:
     """Runs through a program; returns its results.
 
     Equations whose results nobody uses are left out. A value is dropped after its last use.
@@ -64,7 +84,9 @@ def run(
     return [number(v.val) if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
 
 
-def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> list[Any]:
+def bind(
+    eqn: JaxprEqn, values: Sequence[ArrayLike], params: Mapping[str, Any] | None = None
+) -> list[jax.Array]:
     """Evaluates an equation, with the user's source line and the names of its layers.
 
     Args:
@@ -78,14 +100,14 @@ def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any] | None = Non
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
-def inside(eqn: Any) -> Any:
+def inside(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """A context in which new equations get the source line and the scopes of `eqn`."""
     source = eqn.source_info
     names = source_info_util.current_name_stack() + source.name_stack
     return source_info_util.user_context(source.traceback, name_stack=names)
 
 
-def scopes(eqn: Any) -> str:
+def scopes(eqn: JaxprEqn) -> str:
     """The names of the scopes around an equation, as `jax.named_scope` sets them."""
     return str(source_info_util.current_name_stack() + eqn.source_info.name_stack)
 
@@ -115,11 +137,11 @@ def operations(program: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple
 
 
 def rebuilt(
-    eqn: Any,
-    values: Sequence[Any],
-    function_of: Callable[..., Callable[..., list[Any]]],
-    typed: Callable[[Any, Any], Any],
-) -> list[Any] | None:
+    eqn: JaxprEqn,
+    values: Sequence[V],
+    function_of: FunctionOf[V],
+    typed: Cast[V],
+) -> list[V] | None:
     """Evaluates an equation with programs inside, after a change to these programs.
 
     Calls are inlined. Loops, branches, `jax.checkpoint` and `jax.shard_map` are built again, so
@@ -166,8 +188,11 @@ def rebuilt(
 
 
 def _scan(
-    params: Mapping[str, Any], values: Sequence[Any], function_of: Any, typed: Any
-) -> list[Any]:
+    params: Mapping[str, Any],
+    values: Sequence[V],
+    function_of: FunctionOf[V],
+    typed: Cast[V],
+) -> list[V]:
     consts, carries = scan_counts(params, len(values))
     first = values[consts : consts + carries]
     types = [variable.aval for variable in open_jaxpr(params["jaxpr"]).outvars[:carries]]
@@ -189,8 +214,11 @@ def _scan(
 
 
 def _while(
-    params: Mapping[str, Any], values: Sequence[Any], function_of: Any, typed: Any
-) -> list[Any]:
+    params: Mapping[str, Any],
+    values: Sequence[V],
+    function_of: FunctionOf[V],
+    typed: Cast[V],
+) -> list[V]:
     tests, bodies = params["cond_nconsts"], params["body_nconsts"]
     fixed, first = values[: tests + bodies], values[tests + bodies :]
     types = [variable.aval for variable in open_jaxpr(params["body_jaxpr"]).outvars]
@@ -203,20 +231,25 @@ def _while(
     )
 
 
-def open_jaxpr(program: Any) -> Any:
+def open_jaxpr(program: AnyJaxpr) -> Jaxpr:
     """A program without its constants."""
     # In jax 0.10, `make_jaxpr` returns a wrapper of this jaxpr. Since 0.11 a jaxpr is its own
     # `jaxpr`, which JAX calls a legacy name.
-    return getattr(program, "jaxpr", program)
+    return cast(Jaxpr, getattr(program, "jaxpr", program))
 
 
-def inner(eqn: Any) -> list[Any]:
+def array(variable: Var | Literal) -> ShapedArray:
+    """The shape and dtype of an operand or a result."""
+    return cast(ShapedArray, variable.aval)
+
+
+def inner(eqn: JaxprEqn) -> list[AnyJaxpr]:
     """The programs that an equation contains."""
     each = [p if isinstance(p, (tuple, list)) else (p,) for p in eqn.params.values()]
     return [p for ps in each for p in ps if hasattr(p, "eqns")]
 
 
-def called(eqn: Any) -> Any:
+def called(eqn: JaxprEqn) -> AnyJaxpr | None:
     """The inner program of an equation that is only a call, or None."""
     found = inner(eqn) if eqn.primitive.name in CALLS else []
     fits = found and len(open_jaxpr(found[0]).invars) == len(eqn.invars)
@@ -231,7 +264,7 @@ def scan_counts(params: Mapping[str, Any], operands: int) -> tuple[int, int]:
     return len(list(parts[0])), len(list(parts[1]))
 
 
-def count(program: Any) -> int:
+def count(program: AnyJaxpr) -> int:
     """The number of equations that are run; a `while` loop counts as one iteration."""
     total = 0
     for eqn in open_jaxpr(program).eqns:
@@ -247,7 +280,7 @@ def count(program: Any) -> int:
     return total
 
 
-def equations(program: Any) -> Iterator[Any]:
+def equations(program: AnyJaxpr) -> Iterator[JaxprEqn]:
     """All equations of a program and of those inside it."""
     for eqn in open_jaxpr(program).eqns:
         yield eqn
@@ -255,13 +288,13 @@ def equations(program: Any) -> Iterator[Any]:
             yield from equations(part)
 
 
-def calls_back(program: Any) -> bool:
+def calls_back(program: AnyJaxpr) -> bool:
     """Whether a program calls Python code, which may raise."""
     # `jax.debug.print` has an effect; `jax.pure_callback` has a name and no effect.
     names = (eqn.primitive.name for eqn in equations(program))
     return bool(program.effects) or any("callback" in name for name in names)
 
 
-def used_arguments(program: Any) -> list[bool]:
+def used_arguments(program: AnyJaxpr) -> list[bool]:
     """Whether the only result of a program depends on each argument."""
     return dce_jaxpr(open_jaxpr(program), [True])[1]

@@ -6,10 +6,13 @@ Neither library is imported here: whoever has a model has imported it.
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
+from gainstage._core.types import PyTree
+
+Model = TypeVar("Model")
 NNX, EQUINOX = "flax.nnx", "equinox"
 
 
@@ -34,7 +37,7 @@ def _of_equinox(
         return filtered(fun)
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
 
-    def differentiate(*args: Any, **kwargs: Any) -> Any:
+    def differentiate(*args: PyTree, **kwargs: Any) -> tuple[Any, PyTree]:
         def of(chosen: Sequence[Any]) -> Any:
             whole = list(args)
             for n, arg in zip(numbers, chosen, strict=True):
@@ -51,7 +54,7 @@ def _of_equinox(
 VALUE_AND_GRAD = {None: jax.value_and_grad, EQUINOX: _of_equinox, NNX: _of_nnx}
 
 
-def trainable(params: Any) -> Any:
+def trainable(params: PyTree) -> PyTree:
     """What is trained: the parameters of a model, as a pytree; other pytrees as they are."""
     found = library(type(params))
     if found == NNX:
@@ -63,13 +66,13 @@ def trainable(params: Any) -> Any:
     return params
 
 
-def is_nnx(params: Any, grads: Any) -> bool:
+def is_nnx(params: PyTree, grads: PyTree) -> bool:
     """Whether `params` is an NNX model whose gradients `grads` are an `nnx.State`."""
     state = getattr(sys.modules.get(NNX), "State", ())
     return library(type(params)) == NNX and isinstance(grads, state)
 
 
-def chosen(params: Any, grads: Any) -> Any:
+def chosen(params: PyTree, grads: PyTree) -> PyTree:
     """The parameters that have gradients, in the structure of `grads`."""
     if not is_nnx(params, grads):
         return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=_is_none)
@@ -79,27 +82,27 @@ def chosen(params: Any, grads: Any) -> Any:
     return nnx.from_flat_state(pairs)
 
 
-def states(tree: Any) -> list[Any]:
+def states(tree: PyTree) -> list[Any]:
     """The states of all NNX models in a pytree, which a call may change."""
     return [sys.modules[NNX].state(model) for model in _nnx_in(tree)]
 
 
-def restore(tree: Any, states: Sequence[Any]) -> None:
+def restore(tree: PyTree, states: Sequence[Any]) -> None:
     """Gives all NNX models in a pytree these states."""
     for model, state in zip(_nnx_in(tree), states, strict=True):
         sys.modules[NNX].update(model, state)
 
 
-def _nnx_in(tree: Any) -> list[Any]:
+def _nnx_in(tree: PyTree) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: library(type(x)) == NNX)
     return [leaf for leaf in leaves if library(type(leaf)) == NNX]
 
 
-def updated(model: Any, new: Any) -> Any:
+def updated(model: Model, new: PyTree) -> Model:
     """Updates an NNX model with these parameters and returns it."""
     sys.modules[NNX].update(model, new)
     return model
 
 
-def _is_none(x: Any) -> bool:
+def _is_none(x: object) -> bool:
     return x is None

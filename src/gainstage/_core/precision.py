@@ -1,19 +1,22 @@
 """An equation of a program, computed in another dtype."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
+from gainstage._core._jax import JaxprEqn, Literal, Var
 from gainstage._core.jaxprs import OPAQUE, bind, open_jaxpr
 
 HALF = frozenset(
     map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
                     "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"))
 )  # fmt: skip
+Atom = Var | Literal  # an operand of an equation
 SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "scatter": lambda a, b: b, "scatter-add": jax.lax.add, "scatter_add": jax.lax.add,
@@ -24,25 +27,29 @@ SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )  # fmt: skip
 
 
-def is_half(x: Any) -> bool:
+def is_half(x: object) -> bool:
     """Whether an array, or its description, has numbers of less than 32 bits."""
     return getattr(x, "dtype", None) in HALF
 
 
-def up(x: Any, var: Any, dtype: Any = np.float32) -> Any:
+def up(x: ArrayLike, var: Atom | None, dtype: DTypeLike = np.float32) -> ArrayLike:
     """Casts a half-precision operand to a wider dtype."""
     half = is_half(x) if hasattr(x, "dtype") else var is not None and is_half(var.aval)
     return jnp.asarray(x, dtype) if half else x
 
 
-def down(x: Any, var: Any) -> Any:
+def down(x: ArrayLike, var: Atom) -> ArrayLike:
     """Casts an operand to its dtype in the program."""
-    half = is_half(var.aval) and getattr(x, "dtype", None) != var.aval.dtype
-    return jnp.asarray(x, var.aval.dtype) if half else x
+    dtype = getattr(var.aval, "dtype", None)
+    half = dtype in HALF and getattr(x, "dtype", None) != dtype
+    return jnp.asarray(x, dtype) if half else x
 
 
 def in_dtype(
-    eqn: Any, values: Sequence[Any], dtype: Any = np.float32, instead_of: Any = HALF
+    eqn: JaxprEqn,
+    values: Sequence[ArrayLike],
+    dtype: DTypeLike = np.float32,
+    instead_of: Container[object] = HALF,
 ) -> list[Any]:
     """The results of an equation in another dtype, from operands of that dtype.
 
@@ -74,5 +81,5 @@ def in_dtype(
     return [up(x, None, dtype) for x in bind(eqn, lowered)]
 
 
-def _is_algorithm(precision: Any) -> bool:
+def _is_algorithm(precision: object) -> bool:
     return "Algorithm" in type(precision).__name__

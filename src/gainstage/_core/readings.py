@@ -24,10 +24,12 @@ from gainstage._core.sharding import (
     varying_axes,
     varying_like,
 )
+from gainstage._core.types import PyTree, Tree
 from gainstage._core.variable import placed
 
 Key = TypeVar("Key", bound=Hashable)
 BUNDLE = 64  # arrays: XLA:GPU fuses the computation of so many into one `concatenate`
+Found = tuple[jax.Array, list[jax.Array]]  # whether all are finite, and sums of squares
 CHUNK = 2**15  # elements: this many float32 numbers fit into a core's cache
 
 
@@ -127,7 +129,7 @@ def inspect(
     return Inspection(finite, list(norms) if clips else [], whole if norm else None)
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     """Returns whether every element of a pytree is finite: a bool scalar, True if it is empty."""
     return inspect([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]).finite
 
@@ -150,9 +152,9 @@ class Reader(NamedTuple):
 
     def per_platform(
         self,
-        exactly: Callable[[int], Any],
-        on_cpu: Callable[[Callable[[], Any]], Any] = lambda exactly: exactly(),
-    ) -> Any:
+        exactly: Callable[[int], Tree],
+        on_cpu: Callable[[Callable[[], Tree]], Tree] = lambda exactly: exactly(),
+    ) -> Tree:
         """Returns a reduction over the arrays as each platform computes it fastest.
 
         Args:
@@ -171,7 +173,7 @@ class Reader(NamedTuple):
         """Reads sharded arrays: each device its shards, then one sum over all devices."""
         specs = [sharding.spec for sharding in shardings]
         axes = [axes_of(spec) for spec in specs]
-        everywhere: Any = jax.shard_map(
+        everywhere: Callable[..., tuple[jax.Array, Any]] = jax.shard_map(
             lambda columns, scale: self.read(columns, scale, axes),
             mesh=shardings[0].mesh,
             in_specs=([specs] * len(columns), PartitionSpec()),
@@ -240,13 +242,15 @@ class Reader(NamedTuple):
         longest = min(max(sum(x.size for x in arrays) // 200, CHUNK), 8 * CHUNK)
         term = jnp.square if squares else lambda x: x
 
+        def add(so_far: jax.Array, x: jax.Array) -> jax.Array:
+            return so_far + term(x.astype(jnp.float32))
+
         @jax.jit  # traced once for each shape
         def in_chunks(before: jax.Array, x: jax.Array) -> jax.Array:
             # A CPU adds chunks to each other on all cores, but sums one chunk on a single core. The
             # start is 0, but XLA must not know: the loops then run in turn and share their memory.
             start = jnp.full(chunk_of(x.size, longest), jnp.isnan(before)).astype(jnp.float32)
-            more: Any = lambda so_far, x: so_far + term(x.astype(jnp.float32))  # noqa: E731
-            return jnp.sum(fold(more, start, x.reshape(-1), longest=longest))
+            return jnp.sum(fold(add, start, x.reshape(-1), longest=longest))
 
         before, each = jnp.zeros(()), []
         before = varying_like(before, arrays) if self.everywhere else before
@@ -286,7 +290,7 @@ class Reader(NamedTuple):
             sums: on a CPU, the sums that prove nothing.
         """
         request, everywhere, on_cpu = self.request, self.everywhere, sums is not None
-        factors: Any = jnp.asarray(FACTORS, scale.dtype)
+        factors = jnp.asarray(FACTORS, scale.dtype)
         if sums is not None and request.norms:  # one for each row
             factors = jnp.where(sums < FLUSHED, factors[0], factors[1])
             factors = jnp.where(jnp.isfinite(sums), factors, FACTORS[2])[:, None]
@@ -294,8 +298,8 @@ class Reader(NamedTuple):
         bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)
 
         def look(
-            scalars: Sequence[jax.Array], so_far: Any, gradient: jax.Array, *onto: jax.Array
-        ) -> Any:
+            scalars: Sequence[jax.Array], so_far: Found, gradient: jax.Array, *onto: jax.Array
+        ) -> Found:
             x = gradient.astype(float32_or_wider(gradient.dtype))
             inverse, bound, *factors = (scalar.astype(x.dtype) for scalar in scalars)
             new = sum(onto, x * inverse)
@@ -305,7 +309,7 @@ class Reader(NamedTuple):
             finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
             return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
 
-        def read(scalars: Any, so_far: Any, *row: jax.Array) -> Any:
+        def read(scalars: Sequence[jax.Array], so_far: Found, *row: jax.Array) -> Found:
             stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
             longest = CHUNK if on_cpu and self.ordered and stored else 0
             return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
@@ -370,7 +374,7 @@ def bundle(
     return large + joined
 
 
-def fold(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array, longest: int = CHUNK) -> Any:
+def fold(fn: Callable[..., Tree], so_far: Tree, *arrays: jax.Array, longest: int = CHUNK) -> Tree:
     """Computes `fn(so_far, *arrays)`, a reduction, as a loop over chunks of large arrays.
 
     XLA:CPU (jaxlib 0.10.2) stores the operand of a reduction, unless it is the input itself or one
@@ -387,7 +391,7 @@ def fold(fn: Callable[..., Any], so_far: Any, *arrays: jax.Array, longest: int =
         return fn(so_far, *arrays)
     tables = [x.reshape(-1, chunk) for x in arrays]
 
-    def more(i: Any, so_far: Any) -> Any:
+    def more(i: jax.Array, so_far: Tree) -> Tree:
         return fn(so_far, *(lax.dynamic_index_in_dim(t, i, keepdims=False) for t in tables))
 
     return lax.fori_loop(0, arrays[0].size // chunk, more, so_far)

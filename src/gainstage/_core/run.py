@@ -21,6 +21,8 @@ from gainstage._core.gradients import upcast
 from gainstage._core.saving import wrong_count
 from gainstage._core.variable import Variable, is_inside
 
+# The variables, then types and shardings of the gradients: see `_signature`.
+Signature = tuple[list[Variable] | None, list[Any], list[Any]]
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 
 
@@ -37,7 +39,7 @@ class WithLoss(list[Any]):
     def __init__(
         self,
         elements: Iterable[Any],
-        loss: Any,
+        loss: jax.Array | None,
         aux: Any = None,
         assigned: Mapping[Variable, jax.Array] | None = None,
     ):
@@ -49,7 +51,7 @@ class WithLoss(list[Any]):
         return WithLoss(elements, self.loss, self.aux, self.assigned)
 
 
-def loss_of(elements: Any) -> Any:
+def loss_of(elements: object) -> jax.Array | None:
     """The loss of a `WithLoss`, else None."""
     return elements.loss if isinstance(elements, WithLoss) else None
 
@@ -59,8 +61,10 @@ class Runner:
 
     def __init__(self) -> None:
         self.program: jit[..., Any] | None = None
-        self._version: Any = None  # the version of the program's constants
-        self._kind: Any = None  # the kind of the last gradients, if they needed no change
+        self._version: tuple[int, int] | None = None  # the version of the program's constants
+        self._kind: Signature | None = (
+            None  # the kind of the last gradients, if they needed no change
+        )
         self._decisions: list[Any] | None = None  # whether steps were applied, if requested
 
     @contextlib.contextmanager
@@ -76,7 +80,7 @@ class Runner:
     def checked(
         self,
         grads: list[Any],
-        variables: Any,
+        variables: Iterable[Variable] | None,
         check: Callable[..., list[Any]],
         order: list[Variable],
     ) -> list[Any]:
@@ -142,7 +146,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _signature(grads: list[Any], variables: Any) -> Any:
+def _signature(grads: list[Any], variables: Iterable[Variable] | None) -> Signature | None:
     """A cheap key of all that is checked about a step's arguments; None if they are not arrays."""
     classes = set(map(type, grads))
     if any(issubclass(cls, Tracer) or not issubclass(cls, jax.Array) for cls in classes):
@@ -217,7 +221,7 @@ def differentiate(
     )
 
 
-def _with_aux(result: Any) -> tuple[Any, Any]:
+def _with_aux(result: object) -> tuple[Any, Any]:
     if not isinstance(result, tuple) or len(result) != 2:
         raise TypeError(
             f"Expected (loss, aux) from loss() with has_aux=True; got "
@@ -302,13 +306,13 @@ def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variab
 VERBS = ("minimize", "compute_gradients", "apply_gradients", "apply", "stateless_apply")
 
 
-def overrides(optimizer: Any, name: str) -> type | None:
+def overrides(optimizer: object, name: str) -> type | None:
     """The class of a user that overrides an attribute of our classes; None if there is none."""
     owner = next(cls for cls in type(optimizer).__mro__ if name in vars(cls))
     return None if owner.__module__.partition(".")[0] == "gainstage" else owner
 
 
-def check_verbs(optimizer: Any, caller: str, verbs: Sequence[str] = VERBS) -> None:
+def check_verbs(optimizer: object, caller: str, verbs: Sequence[str] = VERBS) -> None:
     """Raises a TypeError if the user's class overrides one of `verbs`, which `caller` bypasses."""
     for verb in verbs:
         if owner := overrides(optimizer, verb):

@@ -7,18 +7,20 @@ import jax
 
 from gainstage._core.checks import brief
 from gainstage._core.stats import Observed
+from gainstage._core.types import OptState, PyTree, RuleState
+from gainstage._core.variable import Variable
 
 
 class LossScaledState(NamedTuple):
     """The state of `loss_scaled`."""
 
-    loss_scale: Any  # the rule's state, with at least `scale`
-    inner: Any  # the state of the wrapped transformation
+    loss_scale: RuleState
+    inner: OptState  # the state of the wrapped transformation
     applied: Any = True  # bool scalar: whether the last step was applied, True before the first
     observed: Any = None  # the telemetry, if enabled
 
 
-def loss_scaled_state(opt_state: Any) -> LossScaledState:
+def loss_scaled_state(opt_state: OptState) -> LossScaledState:
     """The only state of `loss_scaled` inside an optax state; raises a ValueError otherwise."""
 
     found = states_in(opt_state)
@@ -36,13 +38,13 @@ def loss_scaled_state(opt_state: Any) -> LossScaledState:
 
 
 @functools.singledispatch
-def applied_in(opt_state: Any) -> Any:
+def applied_in(opt_state: OptState) -> jax.Array | Variable:
     """Whether the last step was applied, by an optax state; optimizers are registered by theirs."""
     return loss_scaled_state(opt_state).applied
 
 
 @functools.singledispatch
-def observed_in(opt_state: Any) -> Observed:
+def observed_in(opt_state: OptState) -> Observed:
     """The telemetry in an optax state; optimizers are registered by their own module."""
     observed: Observed | None = loss_scaled_state(opt_state).observed
     if observed is None:
@@ -50,18 +52,18 @@ def observed_in(opt_state: Any) -> Observed:
     return observed
 
 
-def states_in(tree: Any) -> list[LossScaledState]:
+def states_in(tree: PyTree) -> list[LossScaledState]:
     """All states of `loss_scaled` inside an optax state."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
     return [node for node in nodes if isinstance(node, LossScaledState)]
 
 
-def without_scalars(opt_state: Any) -> tuple[Any, list[Any]]:
+def without_scalars(opt_state: OptState) -> tuple[OptState, list[Any]]:
     """Splits an optax state into the arrays of a step, and the scalars that describe it: scale and
     telemetry. A program that donates the first leaves the second readable."""
     scalars = []
 
-    def split(node: Any) -> Any:
+    def split(node: OptState) -> OptState:
         if not isinstance(node, LossScaledState):
             return node
         stats = node.observed
@@ -73,11 +75,11 @@ def without_scalars(opt_state: Any) -> tuple[Any, list[Any]]:
     return jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState)), scalars
 
 
-def with_scalars(opt_state: Any, scalars: list[Any]) -> Any:
+def with_scalars(opt_state: OptState, scalars: list[Any]) -> OptState:
     """The optax state that `without_scalars` has split."""
     each = iter(scalars)
 
-    def join(node: Any) -> Any:
+    def join(node: OptState) -> OptState:
         if not isinstance(node, LossScaledState):
             return node
         scale, applied, info = next(each)

@@ -8,42 +8,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
+
+from gainstage._core.types import Tree
+from gainstage._core.variable import Variable
 
 UNDIVIDED = 1024  # elements: smaller state is not sharded further
 
 
-def mesh_of(variables: Sequence[Any]) -> Mesh | None:
+def mesh_of(variables: Sequence[Variable]) -> Mesh | None:
     """The mesh of the variables, None if all are on one device.
 
     Raises:
         ValueError: variables are on two meshes, on two devices, or only some on a mesh; a sharding
             over several devices names no mesh, or does not divide its variable.
     """
-    sharded = [v for v in variables if v._sharding is not None]
-    for variable in variables if sharded else ():
-        if variable._sharding is None:
-            raise ValueError(
-                f"Expected {variable.name!r} on the mesh of {sharded[0].name!r}; got it on one "
-                f"device. Make it from jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
-            )
-        if not isinstance(variable._sharding, NamedSharding):
-            raise ValueError(
-                f"Expected a jax.sharding.NamedSharding for {variable.name!r}; "
-                f"got {variable._sharding}."
-            )
-        if variable._sharding.mesh != sharded[0]._sharding.mesh:
-            raise ValueError(
-                f"Expected all variables on one mesh; got {sharded[0].name!r} on "
-                f"{sharded[0]._sharding.mesh} and {variable.name!r} on {variable._sharding.mesh}."
-            )
-        _check_divides(variable)
-    if not sharded:
+    first = next((v for v in variables if v._sharding is not None), None)
+    if first is None:
         _check_one_device(variables)
-    return sharded[0]._sharding.mesh if sharded else None
+        return None
+    mesh = getattr(first._sharding, "mesh", None)
+    for variable in variables:
+        sharding = variable._sharding
+        if sharding is None:
+            raise ValueError(
+                f"Expected {variable.name!r} on the mesh of {first.name!r}; got it on one device. "
+                f"Make it from jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
+            )
+        if not isinstance(sharding, NamedSharding):
+            raise ValueError(
+                f"Expected a jax.sharding.NamedSharding for {variable.name!r}; got {sharding}."
+            )
+        if sharding.mesh != mesh:
+            raise ValueError(
+                f"Expected all variables on one mesh; got {first.name!r} on {mesh} and "
+                f"{variable.name!r} on {sharding.mesh}."
+            )
+        _check_divides(variable, sharding)
+    return mesh
 
 
-def _check_one_device(variables: Sequence[Any]) -> None:
+def _check_one_device(variables: Sequence[Variable]) -> None:
     """Raises if the user has put variables on several devices; a step runs on one."""
     chosen = [v for v in variables if getattr(v._value, "committed", False)]
     for variable in chosen[1:]:
@@ -55,10 +61,10 @@ def _check_one_device(variables: Sequence[Any]) -> None:
             )
 
 
-def _check_divides(variable: Any) -> None:
+def _check_divides(variable: Variable, sharding: NamedSharding) -> None:
     """Checks a sharding as JAX does for arrays, but not for planned ones."""
-    sizes = dict(variable._sharding.mesh.shape)
-    for i, (size, entry) in enumerate(zip(variable.shape, variable._sharding.spec, strict=False)):
+    sizes = dict(sharding.mesh.shape)
+    for i, (size, entry) in enumerate(zip(variable.shape, sharding.spec, strict=False)):
         parts = {axis: sizes[axis] for axis in _axes(entry)}
         if size % math.prod(parts.values()):
             raise ValueError(
@@ -79,7 +85,7 @@ def is_first(axes: Iterable[str]) -> jax.Array:
     return functools.reduce(jnp.logical_and, firsts, jnp.array(True))
 
 
-def varying_axes(x: Any) -> frozenset[str]:
+def varying_axes(x: ArrayLike) -> frozenset[str]:
     """Inside `jax.shard_map`: the mesh axes along which an array varies; none with
     `check_vma=False`, where JAX does not know."""
     kind = jax.typeof(x)
@@ -87,19 +93,19 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(axes)
 
 
-def knows_what_varies(mesh: Any) -> bool:
+def knows_what_varies(mesh: AbstractMesh) -> bool:
     """Whether `varying_axes` is right inside `jax.shard_map`: it is not with `check_vma=False`,
     unless there is only one device."""
     axes = [axis for axis in mesh.manual_axes if lax.axis_size(axis) > 1]
     return all(varying_axes(lax.axis_index(axis)) for axis in axes)
 
 
-def varying_like(tree: Any, arrays: Iterable[Any]) -> Any:
+def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:
     """A pytree of arrays, cast to a type that varies wherever one of `arrays` does. Initial values
     of loops and branches that read `arrays` need it."""
     axes = frozenset().union(*map(varying_axes, arrays))
 
-    def one(x: Any) -> Any:
+    def one(x: ArrayLike) -> ArrayLike:
         alike = tuple(axes - varying_axes(x))
         return lax.pcast(x, alike, to="varying") if alike else x
 
@@ -113,14 +119,14 @@ def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
 
 
-def typed_sharding(x: Any) -> NamedSharding | None:
+def typed_sharding(x: ArrayLike | None) -> NamedSharding | None:
     """The sharding in an array's type, on a mesh of Explicit axes."""
     sharding = None if x is None else jax.typeof(x).sharding
     kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
     return sharding if kinds and set(kinds) == {AxisType.Explicit} else None
 
 
-def typed_like(new: Any, old: Any) -> Any:
+def typed_like(new: jax.Array, old: ArrayLike) -> jax.Array:
     """`new`, on a mesh of Explicit axes with the sharding of `old`, so that a select takes both."""
     sharding = typed_sharding(old)
     if sharding is None or sharding == typed_sharding(new):
@@ -138,7 +144,7 @@ def on_one_device(known: bool, arrays: Iterable[Any] = ()) -> bool:
 
 
 def replicate(
-    owner: str, mesh: Mesh | None, scalars: Iterable[Any], variables: Sequence[Any]
+    owner: str, mesh: Mesh | None, scalars: Iterable[Variable], variables: Sequence[Variable]
 ) -> None:
     """Replicates an optimizer's scalars on its mesh, or else on the mesh of its variables."""
     theirs = mesh_of(variables)
@@ -155,7 +161,7 @@ def replicate(
             scalar._move_to(variables[0])
 
 
-def sharding_of_state(variable: Any, over: tuple[str, ...]) -> Any:
+def sharding_of_state(variable: Variable, over: tuple[str, ...]) -> Sharding | None:
     """The sharding of a variable's state: that of the variable, or over more axes of its mesh; None
     off a mesh."""
     sharding = variable._sharding
@@ -189,7 +195,7 @@ def divided_over(
     return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
 
 
-def _axes(entry: Any) -> tuple[str, ...]:
+def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 

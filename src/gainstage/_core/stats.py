@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.bridge import compiled_if_eager
 from gainstage._core.gradients import divided, upcast
 from gainstage._core.readings import Reader, bundle, fold
 from gainstage._core.sharding import on_one_device, varying, varying_like
+from gainstage._core.types import PyTree
 
 # Exponents of float16: numbers below 2**-25 become 0, numbers below 2**-14 lose digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
@@ -61,9 +63,9 @@ class Observed(NamedTuple):
 
 def measure(
     names: Sequence[str],
-    grads: Any,
+    grads: PyTree,
     finite: jax.Array | bool,
-    loss: Any = None,
+    loss: ArrayLike | None = None,
     scale: jax.Array | None = None,
     ordered: bool = False,
 ) -> dict[str, jax.Array]:
@@ -108,7 +110,9 @@ def measure(
     }
 
 
-def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]) -> Any:
+def measured_of_both(
+    before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
     """Combines the measurements of earlier microbatches with those of one more. Of the losses it
     keeps the last, or the first non-finite one."""
     combined = {name: known.combine for name, known in _MEASURES.items()}
@@ -117,7 +121,7 @@ def measured_of_both(before: Mapping[str, jax.Array], more: Mapping[str, jax.Arr
 
 
 class _Measure(NamedTuple):
-    nothing: Any  # the value for no gradients
+    nothing: np.generic  # the value for no gradients
     of: Callable[[jax.Array], jax.Array]  # the value for an array, which may be non-finite
     combine: Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -136,7 +140,11 @@ _MEASURES = {
 
 @compiled_if_eager
 def _of_gradients(
-    names: Sequence[str], grads: Any, finite: jax.Array | bool, scale: Any, ordered: bool
+    names: Sequence[str],
+    grads: PyTree,
+    finite: jax.Array | bool,
+    scale: jax.Array | None,
+    ordered: bool,
 ) -> dict[str, jax.Array]:
     if not names:
         return {}
@@ -146,7 +154,7 @@ def _of_gradients(
     if reader.ordered:
         arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
 
-    def more(so_far: Any, array: jax.Array) -> Any:
+    def more(so_far: dict[str, jax.Array], array: jax.Array) -> dict[str, jax.Array]:
         (gradient,) = divided([array], scale)
         assert gradient is not None
         true = gradient.value()
@@ -185,7 +193,7 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
         every: the number of steps between counts of exponents; None for never.
     """
 
-    def zero(dtype: Any = jnp.float32) -> jax.Array:
+    def zero(dtype: DTypeLike = jnp.float32) -> jax.Array:
         return jnp.zeros((), dtype)  # a new array each time, because all may be donated
 
     info = StepInfo(
@@ -304,7 +312,7 @@ def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool,
     return telemetry, checks.integer("underflow_every", underflow_every, low=1)
 
 
-def leaves_and_none(tree: Any) -> list[Any]:
+def leaves_and_none(tree: PyTree) -> list[Any]:
     """The leaves of a tree, with None as a leaf."""
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
@@ -317,7 +325,7 @@ def _more_causes(
     def kinds(so_far: jax.Array, part: jax.Array) -> jax.Array:
         return so_far | jnp.stack([jnp.isinf(part).any(), jnp.isnan(part).any()])
 
-    def kinds_of(gradient: Any) -> jax.Array:
+    def kinds_of(gradient: jax.Array | None) -> jax.Array:
         return none if gradient is None else fold(kinds, none, gradient, longest=longest)
 
     found = jnp.array([kinds_of(gradient) for gradient in grads], bool).reshape(-1, 2)

@@ -1,7 +1,7 @@
 """Names for the types of arguments and results of public functions."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -10,6 +10,10 @@ from jax.typing import ArrayLike
 
 from gainstage._core.variable import Variable
 
+# Type checkers cannot describe these.
+PyTree: TypeAlias = Any  # a pytree of arrays, such as parameters, gradients or a batch
+OptState: TypeAlias = Any  # the state of an optax transformation, a pytree of any classes
+RuleState: TypeAlias = Any  # the state of a loss-scale rule, a NamedTuple with at least `scale`
 P = ParamSpec("P")  # the arguments of a user's function
 R = TypeVar("R")  # its result
 Aux = TypeVar("Aux")  # the auxiliary output of a loss
@@ -25,6 +29,14 @@ Rate = Scalar | Callable[[], Scalar] | Callable[[jax.Array], Scalar]  # a learni
 State = Variable | Iterable[Any]  # a pytree of variables
 
 
+class Structure(Protocol):
+    """The structure of a pytree, `jax.tree_util.PyTreeDef`, whose methods jaxlib does not type."""
+
+    def unflatten(self, leaves: Iterable[Any], /) -> PyTree: ...
+
+    def flatten_up_to(self, tree: PyTree, /) -> list[Any]: ...
+
+
 class Using(Protocol):
     """A function that differentiates, such as `jax.value_and_grad`."""
 
@@ -37,7 +49,7 @@ class Transformation(Protocol):
     """What `optax.GradientTransformation` and `optax.MultiSteps` have in common."""
 
     @property
-    def init(self) -> Callable[[Any], Any]: ...
+    def init(self) -> Callable[[PyTree], OptState]: ...
 
     @property
-    def update(self) -> Callable[..., tuple[Any, Any]]: ...
+    def update(self) -> Callable[..., tuple[PyTree, OptState]]: ...

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core._jax import Tracer, get_opaque_trace_state, holds_arrays
@@ -76,7 +76,9 @@ class Variable(Operators):
         else:
             self._set(strong(jnp.array(value, dtype=dtype)))
         sharding = getattr(self._value, "sharding", None)
-        self._sharding = sharding if len(getattr(sharding, "device_set", ())) > 1 else None
+        self._sharding: Sharding | None = (
+            sharding if len(getattr(sharding, "device_set", ())) > 1 else None
+        )
 
     def value(self) -> jax.Array:
         """Returns the array. It stays readable: a later step that would donate it copies it
@@ -108,7 +110,7 @@ class Variable(Operators):
                 raise ValueError(f"Expected {self.name!r} to have a value; it is only planned.")
         return value
 
-    def _value_here(self, value: Any) -> Any:
+    def _value_here(self, value: jax.Array) -> jax.Array:
         """The value to read while the variable is bound; another thread gets the unbound value."""
         outermost = self._traces[:1]
         if not outermost:
@@ -159,15 +161,15 @@ class Variable(Operators):
         return self._value.size
 
     @property
-    def sharding(self) -> jax.sharding.Sharding:
+    def sharding(self) -> Sharding:
         """The sharding, which never changes."""
         return self._sharding or self._value.sharding
 
-    def _assignable(self, value: Any) -> jax.Array:
+    def _assignable(self, value: "npt.ArrayLike | Variable") -> jax.Array:
         """`value`, checked, cast to the variable's dtype and moved to its sharding."""
         return self._here(placed(self._fitted(value), self._sharding))
 
-    def _fitted(self, value: Any) -> jax.Array:
+    def _fitted(self, value: "npt.ArrayLike | Variable") -> jax.Array:
         value = _unboxed(value)
         kind = getattr(value, "dtype", np.dtype(complex if isinstance(value, complex) else bool))
         if jnp.issubdtype(kind, jnp.complexfloating) and not jnp.issubdtype(
@@ -217,7 +219,7 @@ class Variable(Operators):
             variables.append(self)
             Variable._bind([self], [self._value], [self._sharding])
 
-    def _place(self, sharding: jax.sharding.Sharding) -> None:
+    def _place(self, sharding: Sharding) -> None:
         """Moves the value to this sharding permanently. On devices that can only be compiled for,
         the variable becomes planned."""
         value, self._sharding = self._value, sharding
@@ -248,7 +250,11 @@ class Variable(Operators):
                 variable._value, variable._shared = value, shared
 
     @staticmethod
-    def _bind(variables: "Sequence[Variable]", values: Sequence[Any], shardings: Any) -> None:
+    def _bind(
+        variables: "Sequence[Variable]",
+        values: Sequence[jax.Array],
+        shardings: Sequence[Sharding | None],
+    ) -> None:
         """Binds values to the variables until `_unbind`, in the current trace."""
         trace, thread = get_opaque_trace_state(), threading.get_ident()
         for variable, value, sharding in zip(variables, values, shardings, strict=True):
@@ -282,10 +288,10 @@ class Variable(Operators):
     def __jax_array__(self) -> jax.Array:
         return self.value()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._read(), dtype=dtype)
 
-    def _number(self) -> Any:
+    def _number(self) -> jax.Array | np.ndarray:
         """The value, for a conversion to a Python number."""
         value = self._read()
         # jax 0.11 converts a scalar through a view that it keeps, so it could not be donated.
@@ -354,11 +360,11 @@ _EAGER = get_opaque_trace_state()
 _NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
 
 
-def _unboxed(value: Any) -> Any:
+def _unboxed(value: "npt.ArrayLike | Variable") -> npt.ArrayLike:
     return value.value() if isinstance(value, Variable) else value
 
 
-def placed(value: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+def placed(value: jax.Array, sharding: Sharding | None) -> jax.Array:
     """`value` with its variable's sharding."""
     if sharding is None or not isinstance(value, Tracer):
         return value if sharding is None else jax.device_put(value, sharding)

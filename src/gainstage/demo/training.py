@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
+from gainstage._core.types import OptState, PyTree
 from gainstage.demo.task import Outcome, Task, Weights, jit
 from gainstage.rules import DynamicLossScale, FixedLossScale
 from gainstage.transforms.loss_scaled import loss_scaled
@@ -80,11 +82,15 @@ class Trainer:
         self._take = train_step(self._loss, self.tx, has_aux=True, donate=False)
         self._step = jit(self._taken, donate_argnums=(0, 1))
 
-    def _loss(self, weights: Weights, batch: Any, ranks: Any) -> tuple[jax.Array, jax.Array]:
+    def _loss(
+        self, weights: Weights, batch: PyTree, ranks: ArrayLike
+    ) -> tuple[jax.Array, jax.Array]:
         value, error = self.task.loss(weights, batch, self.mode.dtype)
         return value / ranks, error
 
-    def _taken(self, weights: Weights, state: Any, batch: Any, ranks: Any) -> Any:
+    def _taken(
+        self, weights: Weights, state: OptState, batch: PyTree, ranks: ArrayLike
+    ) -> tuple[Weights, OptState, tuple[jax.Array, ...]]:
         """One step, and what to record of it."""
         scale = loss_scale(state)
         weights, state, _, error = self._take(weights, state, batch, ranks)
@@ -110,7 +116,7 @@ class Trainer:
         outcome = self.task.evaluate(weights, self.mode.dtype)
         return Run(self.mode, ranks, errors, scales, skipped, seconds, probe, outcome)
 
-    def _probe(self, weights: Weights, batch: Any, ranks: Any, scale: float) -> Probe:
+    def _probe(self, weights: Weights, batch: PyTree, ranks: np.float32, scale: float) -> Probe:
         """Compares the gradient of a batch with that of float32 at the same weights."""
         loss = self.task.loss
         exact = np.asarray(gradient(weights, batch, 1 / ranks, loss, "float32"))
@@ -124,7 +130,13 @@ class Trainer:
 
 
 @functools.partial(jit, static_argnames=("loss", "dtype"))
-def gradient(weights: Weights, batch: Any, factor: Any, loss: Any, dtype: str) -> jax.Array:
+def gradient(
+    weights: Weights,
+    batch: PyTree,
+    factor: ArrayLike,
+    loss: Callable[..., tuple[jax.Array, jax.Array]],
+    dtype: str,
+) -> jax.Array:
     """All elements of the gradient of a loss times a factor, as they come out of the network."""
     grads = jax.grad(lambda weights: loss(weights, batch, dtype)[0] * factor)(weights)
     return jnp.concatenate([jnp.ravel(g) for g in grads])

@@ -17,6 +17,7 @@ from gainstage._core._jax import multihost_utils
 from gainstage._core.configurable import readable
 from gainstage._core.saving import unique_names
 from gainstage._core.sharding import axes_of, is_first
+from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -73,7 +74,7 @@ def _facts(optimizer: Optimizer) -> dict[str, Any]:
     return facts
 
 
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(config: object, prefix: str = "") -> dict[str, Any]:
     """Flattens a nested configuration to dotted names."""
     if not isinstance(config, dict):
         return {prefix.removesuffix("."): config}
@@ -91,7 +92,7 @@ def _gather(text: str) -> list[str]:
     return [row[:n].tobytes().decode() for row, n in zip(texts, lengths, strict=True)]
 
 
-def check_replicas(tree: Any) -> jax.Array:
+def check_replicas(tree: PyTree) -> jax.Array:
     """Returns whether all replicas have the same bits: a bool scalar, replicated.
 
     JAX assumes that replicas are equal, and reads one of them. They drift apart if a process
@@ -138,7 +139,7 @@ def _same(shardings: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
             total += hashes(array, i) * (times if replicas > 1 else jnp.uint32(0))
         return lax.psum(total, mesh.axis_names)
 
-    sums: Any = jax.shard_map(
+    sums: Callable[[list[jax.Array]], jax.Array] = jax.shard_map(
         part, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
     )
     return jax.jit(lambda arrays: (sums(arrays) == 0).all())

@@ -1,7 +1,6 @@
 """The memory of an optimizer's variables and state on each device."""
 
 import math
-from typing import Any
 
 from jax.sharding import NamedSharding
 
@@ -69,7 +68,7 @@ def _bytes(variables: list[Variable], whole: bool = False) -> str:
     """The memory of some variables on one device, or in total."""
     total = 0
     for variable in variables:
-        shape: Any = variable.shape
+        shape: tuple[int, ...] = variable.shape
         if variable.sharding is not None and not whole:
             shape = variable.sharding.shard_shape(shape)
         total += math.prod(shape) * variable.dtype.itemsize

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.typing import DTypeLike
 from gainstage._core.gradients import upcast
 from gainstage._core.sharding import typed_sharding
 from gainstage._core.stats import measure
-from gainstage._core.types import Tree
+from gainstage._core.types import PyTree, Tree
 
 
 def sum_in_float32(params: Tree, axis_name: str | Sequence[str]) -> Tree:
@@ -50,7 +49,7 @@ def sum_in_float32(params: Tree, axis_name: str | Sequence[str]) -> Tree:
     """
     axes = frozenset((axis_name,) if isinstance(axis_name, str) else axis_name)
 
-    def mark(x: Any) -> jax.Array:
+    def mark(x: jax.Array) -> jax.Array:
         sharding = typed_sharding(x)
         if sharding is None:
             raise ValueError(
@@ -91,7 +90,7 @@ def mean_gradients(grads: Tree, axis_name: str | Sequence[str]) -> Tree:
     return jax.tree.map(lambda g: lax.pmean(g, axis_name), upcast(grads))
 
 
-def headroom(grads: Any, dtype: DTypeLike = jnp.float16, summed_over: int = 1) -> jax.Array:
+def headroom(grads: PyTree, dtype: DTypeLike = jnp.float16, summed_over: int = 1) -> jax.Array:
     """Returns by how many bits the loss scale can grow before a gradient overflows.
 
     Args:

@@ -130,13 +130,13 @@ def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
 
 
 def _imported(
-    scale: Any,
-    count: Any,
+    scale: object,
+    count: object,
     *,
     period: int,
-    multiplier: Any,
-    backoff: Any = None,
-    floor: Any = DynamicLossScale.min_scale,
+    multiplier: float,
+    backoff: float | None = None,
+    floor: object = DynamicLossScale.min_scale,
 ) -> Imported:
     count = checks.integer("the count of finite steps", count, low=0)
     rule = DynamicLossScale(
@@ -149,7 +149,7 @@ def _imported(
     return rule, ScaleState(jnp.float32(rule.initial_loss_scale), jnp.int32(count))
 
 
-def _check_has(what: str, source: Any, names: Sequence[str]) -> None:
+def _check_has(what: str, source: object, names: Sequence[str]) -> None:
     missing = [name for name in names if not hasattr(source, name)]
     if missing:
         raise TypeError(f"Expected {what}; got {reprlib.repr(source)}, without {missing}.")

@@ -7,16 +7,17 @@ import contextlib
 import functools
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import read, write
 from gainstage._core.configurable import readable
 from gainstage._core.saving import check_names, unique_names
+from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
 from gainstage.distributed.agreement import hashes
 from gainstage.optimizers.base import Optimizer
@@ -172,18 +173,18 @@ def _whole(step: int) -> Iterator[None]:
         ) from error
 
 
-def _checksums(values: Any) -> Sums:
+def _checksums(values: PyTree) -> Sums:
     """Two sums over each array, the same for every sharding."""
     sums = jax.tree.map(lambda x: _sum_on(_mesh_of(x))(x), values)
     return jax.tree.map(lambda x: x.tolist(), jax.device_get(sums))
 
 
-def _mesh_of(array: jax.Array) -> Any:
+def _mesh_of(array: jax.Array) -> Mesh | AbstractMesh | None:
     return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
 
 
 @functools.cache
-def _sum_on(mesh: Any) -> Any:
+def _sum_on(mesh: Mesh | AbstractMesh | None) -> Callable[[jax.Array], jax.Array]:
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return jax.jit(hashes, out_shardings=everywhere)
 
@@ -224,7 +225,7 @@ def _manifest(named: Named, optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def _without_rate(config: Any) -> Any:
+def _without_rate(config: object) -> object:
     """A configuration without numeric learning rates, which may have changed since."""
     if not isinstance(config, dict):
         return config
@@ -233,7 +234,7 @@ def _without_rate(config: Any) -> Any:
     return {key: _without_rate(value) for key, value in left.items()}
 
 
-def _different_fields(saved: Any, ours: Any) -> tuple[Any, Any, str]:
+def _different_fields(saved: object, ours: object) -> tuple[object, object, str]:
     """The fields in which two descriptions differ, by their paths, and how many are left out."""
     known, found = _fields(saved), _fields(ours)
     paths = [p for p in known | found if p not in known or p not in found or known[p] != found[p]]
@@ -244,7 +245,7 @@ def _different_fields(saved: Any, ours: Any) -> tuple[Any, Any, str]:
     return before.get("", before), here.get("", here), f" and {left} more" if left > 0 else ""
 
 
-def _fields(tree: Any, path: str = "") -> dict[str, Any]:
+def _fields(tree: object, path: str = "") -> dict[str, Any]:
     """The values inside of dictionaries and of lists of lists, by their paths."""
     if isinstance(tree, list) and tree and all(isinstance(x, list) for x in tree):
         tree = dict(enumerate(tree))

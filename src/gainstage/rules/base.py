@@ -14,12 +14,13 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gainstage._core import checks
 from gainstage._core.arrays import strong
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import Fields
-from gainstage._core.types import Flag
+from gainstage._core.types import Flag, RuleState
 
 
 class ScaleState(NamedTuple):
@@ -80,11 +81,11 @@ class LossScale(Fields, abc.ABC):
             cls.update = _explained(cls.update)  # type: ignore[method-assign]
 
     @abc.abstractmethod
-    def init(self) -> Any:
+    def init(self) -> RuleState:
         """Returns the first state: a NamedTuple of device scalars with at least `scale`."""
 
     @abc.abstractmethod
-    def update(self, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
+    def update(self, state: RuleState, finite: jax.Array, **measured: jax.Array) -> RuleState:
         """Returns the state after a step.
 
         Args:
@@ -230,12 +231,12 @@ class DynamicLossScale(LossScale):
         return jnp.minimum(scale * factor, self.max_scale)
 
 
-def one_more(count: Any, limit: int) -> jax.Array:
+def one_more(count: ArrayLike | None, limit: int) -> jax.Array:
     """The count plus one, at most `limit`: a loaded count may be any int32."""
     return jnp.clip(jnp.asarray(count), 0, limit - 1) + 1
 
 
-def start(rule: LossScale) -> Any:
+def start(rule: LossScale) -> RuleState:
     """Returns the first state of a rule as arrays, with a float32 scale.
 
     Raises:
@@ -248,7 +249,9 @@ def start(rule: LossScale) -> Any:
     return jax.tree.map(lambda x: jnp.copy(strong(x)), state)  # each may be donated
 
 
-def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Array) -> Any:
+def advance(
+    rule: LossScale, state: RuleState, finite: jax.Array, **measured: jax.Array
+) -> RuleState:
     """Returns the state after a step, with a finite and positive scale whatever the rule returns"""
     new = rule.update(state, finite, **measured)
     # Replace NaN, 0 and negative scales, which a loaded state may contain too.
@@ -258,7 +261,7 @@ def advance(rule: LossScale, state: Any, finite: jax.Array, **measured: jax.Arra
     return jax.tree.map(lambda x, old: jnp.asarray(x, jnp.result_type(old)), new, state)
 
 
-def as_rule(name: str, value: Any) -> LossScale:
+def as_rule(name: str, value: object) -> LossScale:
     """Returns `value` as a rule: itself, or the rule of a live object of `gainstage.compat`.
 
     Raises:
@@ -287,6 +290,6 @@ def set_scales(rule: Any) -> None:
     set_field(rule, "initial_loss_scale", checks.loss_scale, high=rule.max_scale)
 
 
-def set_field(rule: LossScale, name: str, check: Any, **bounds: float) -> None:
+def set_field(rule: LossScale, name: str, check: Callable[..., object], **bounds: float) -> None:
     """Checks a field of a rule under construction, and stores what the check returns."""
     object.__setattr__(rule, name, check(name, getattr(rule, name), **bounds))

@@ -1,14 +1,14 @@
 """A separate loss scale for one part of a network."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gainstage._core import checks
 from gainstage._core.gradients import float32_or_wider
-from gainstage._core.types import P, R, Scalar
+from gainstage._core.types import P, PyTree, R, Scalar, Tree
 from gainstage._core.unscaled import SETTLED
 
 
@@ -46,18 +46,18 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
 
     Source: Zhao et al., 2019, arXiv:1910.12385 (adaptive loss scaling, a scale for each layer).
     """
-    untyped: Any = fun
+    untyped: Callable[..., R] = fun
     if not isinstance(scale, jax.Array):
         scale = checks.loss_scale("scale", scale)
 
-    def scaled(*args: Any) -> Any:
+    def scaled(*args: PyTree) -> R:
         SETTLED.add("local")
         factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
         leaves, structure = jax.tree.flatten(args)
         arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
-        def of_arrays(*values: Any) -> Any:
+        def of_arrays(*values: ArrayLike) -> R:
             chosen = dict(zip(arrays, values, strict=True))
             whole = [chosen.get(i, leaf) for i, leaf in enumerate(leaves)]
             return untyped(*jax.tree.unflatten(structure, whole))
@@ -66,14 +66,14 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         values = _times([*(leaves[i] for i in arrays), *closed_over], 1 / factor)
         return _times(converted(*values), factor)
 
-    result: Any = scaled  # it takes no keywords, which a `ParamSpec` cannot say
+    result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say
     return result
 
 
-def _times(tree: Any, factor: jax.Array) -> Any:
+def _times(tree: Tree, factor: jax.Array) -> Tree:
     """The same arrays; their cotangents are multiplied by a factor."""
 
-    def one(x: Any) -> Any:
+    def one(x: ArrayLike) -> ArrayLike:
         inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
         return _passed(jnp.asarray(x), factor) if inexact else x
 

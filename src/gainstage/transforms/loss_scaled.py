@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.dtypes import float0
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
@@ -24,11 +24,13 @@ from gainstage._core.sharding import (
     typed_sharding,
 )
 from gainstage._core.stats import check_telemetry, leaves_and_none
-from gainstage._core.types import Transformation
+from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
 from gainstage._core.unscaled import SETTLED, warn
 from gainstage._core.variable import placed
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
+
+KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
 
 def loss_scaled(
@@ -108,8 +110,8 @@ def loss_scaled(
 
 def loss_scaled_within(
     limits: Mapping[str, float],
-    sums_in: Callable[[Any, Any, Any], Sequence[Any]],
-    tx: Any,
+    sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
+    tx: Transformation,
     rule: Rule | None = None,
     telemetry: bool = False,
     underflow_every: int | None = None,
@@ -130,12 +132,12 @@ def loss_scaled_within(
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         advice = " Use gainstage.to_optax(optimizer)." if hasattr(tx, "stateless_apply") else ""
         raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.{advice}")
-    tx = optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, limits=limits)
     warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
 
-    def init(params: Any) -> LossScaledState:
+    def init(params: PyTree) -> LossScaledState:
         params = models.trainable(params)
         _check_leaves(params)
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
@@ -146,18 +148,18 @@ def loss_scaled_within(
         return _on_mesh_of(params, state)
 
     def update(
-        updates: Any,
-        state: Any,
-        params: Any = None,
+        updates: PyTree,
+        state: OptState,
+        params: PyTree = None,
         *,
-        loss_scale: Any = None,
+        loss_scale: Scalar | None = None,
         shardings: Sequence[Any] = (),
         param_shardings: Sequence[Any] = (),  # from `train_step`, also if all are replicated
-        apply_if: Any = None,
+        apply_if: Flag | None = None,
         **extra: Any,
-    ) -> tuple[Any, LossScaledState]:
+    ) -> tuple[PyTree, LossScaledState]:
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
-        own: Any = jax.tree.structure(rule.init())
+        own: Structure = jax.tree.structure(rule.init())
         ours = isinstance(state, LossScaledState)
         if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
             raise _wrong_state(state)
@@ -189,7 +191,7 @@ def loss_scaled_within(
             for g in arrays
         ]
 
-        def step(norms: Any, inner: Any, mask: Any = None) -> Any:
+        def step(norms: object, inner: OptState, mask: object = None) -> tuple[PyTree, OptState]:
             try:
                 result, new = tx.update(grads, inner, params, **extra)
             except (TypeError, ValueError) as error:
@@ -220,21 +222,23 @@ def loss_scaled_within(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _sums_of_multi_steps(state: Any, named: Any, params: Any) -> Sequence[Any]:
+def _sums_of_multi_steps(
+    state: OptState, named: Sequence[tuple[KeyPath, jax.Array | None]], params: PyTree
+) -> Sequence[jax.Array | None]:
     """The accumulators of `optax.MultiSteps`, one per gradient, with the gradients' signs.
 
     optax adds gradients up, or moves a mean by their difference from it. Neither can overflow
     unless the sum of the magnitudes does.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, optax.MultiStepsState))
-    found: dict[Any, Any] = {}
+    found: dict[KeyPath, jax.Array] = {}
     for node in nodes:
         if isinstance(node, optax.MultiStepsState):
             found |= jax.tree_util.tree_flatten_with_path(node.acc_grads)[0]
     if not found:
         return ()
 
-    def total(path: Any, gradient: Any) -> Any:
+    def total(path: KeyPath, gradient: jax.Array | None) -> jax.Array | None:
         if gradient is None or path not in found:
             return None if gradient is None else jnp.zeros_like(gradient)
         return jnp.copysign(found[path], gradient)
@@ -242,7 +246,7 @@ def _sums_of_multi_steps(state: Any, named: Any, params: Any) -> Sequence[Any]:
     return [total(path, gradient) for path, gradient in named]
 
 
-def _check_leaves(params: Any) -> None:
+def _check_leaves(params: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
             raise TypeError(
@@ -252,7 +256,7 @@ def _check_leaves(params: Any) -> None:
             )
 
 
-def _explain(error: Exception, tx: Any, grads: Any, state: Any) -> None:
+def _explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:
     """Raises a clearer error than optax's if the state was made for other parameters."""
     made = state
     with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its own parameters only
@@ -268,7 +272,7 @@ def _explain(error: Exception, tx: Any, grads: Any, state: Any) -> None:
         ) from error
 
 
-def _wrong_state(state: Any) -> TypeError:
+def _wrong_state(state: object) -> TypeError:
     """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
     kind = type(state).__name__
     if isinstance(state, LossScaledState):
@@ -280,13 +284,13 @@ def _wrong_state(state: Any) -> TypeError:
     )
 
 
-def _wrong_rule(rule: LossScale, state: Any) -> ValueError:
+def _wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     """The error for the state of another rule; a fixed scale keeps any state."""
     of = type(state).__name__
     others = {"DynamicLossScale": DynamicLossScale(), "AdaptiveLossScale": AdaptiveLossScale()}
     others["DynamicLossScale(hysteresis=...)"] = DynamicLossScale(hysteresis=2)
     others["FixedLossScale"] = FixedLossScale(1.0)
-    structure: Any = jax.tree.structure(state)
+    structure: Structure = jax.tree.structure(state)
     for name, other in others.items():
         if structure == jax.tree.structure(other.init()):
             of = name
@@ -296,13 +300,15 @@ def _wrong_rule(rule: LossScale, state: Any) -> ValueError:
     )
 
 
-def _sharded_init(init: Callable[[Any], Any], params: Any, over: tuple[str, ...]) -> Any:
+def _sharded_init(
+    init: Callable[[PyTree], OptState], params: PyTree, over: tuple[str, ...]
+) -> OptState:
     """The state for `params`, with what has a parameter's shape sharded over more mesh axes.
 
     Each device creates its own shards: the whole may not fit on one.
     """
 
-    def create(params: Any) -> Any:
+    def create(params: PyTree) -> OptState:
         return init(gradients.upcast(params))
 
     known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
@@ -312,7 +318,7 @@ def _sharded_init(init: Callable[[Any], Any], params: Any, over: tuple[str, ...]
     check_axes(over, list(shardings.values()))
     mesh = next(s.mesh for s in shardings.values() if isinstance(s, NamedSharding))
 
-    def sharding_of(path: Any, leaf: Any) -> NamedSharding:
+    def sharding_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         for i in range(len(path) + 1):  # `path` ends with the path of its parameter
             sharding = shardings.get(path[i:])
             if isinstance(sharding, NamedSharding) and known[path[i:]].shape == leaf.shape:
@@ -325,8 +331,8 @@ def _sharded_init(init: Callable[[Any], Any], params: Any, over: tuple[str, ...]
 
 
 def _sharded(
-    grads: Any, shardings: Sequence[Any], over: tuple[str, ...]
-) -> tuple[Any, Sequence[Any]]:
+    grads: PyTree, shardings: Sequence[Sharding | None], over: tuple[str, ...]
+) -> tuple[PyTree, Sequence[Sharding | None]]:
     """The gradients with the shardings of their slots, where those of the parameters are known."""
     leaves, structure = jax.tree.flatten(grads, is_leaf=lambda x: x is None)
     shardings = [
@@ -338,7 +344,7 @@ def _sharded(
     return jax.tree.unflatten(structure, placed_leaves), shardings
 
 
-def _on_mesh_of(params: Any, state: Any) -> Any:
+def _on_mesh_of(params: PyTree, state: LossScaledState) -> LossScaledState:
     """The state, with arrays that are not on a mesh replicated over the parameters' mesh.
 
     Slots already have their parameter's sharding, if `params` are arrays that are not traced."""

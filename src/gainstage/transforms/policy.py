@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core.configurable import Fields
+from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
 
 _MIXED = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
@@ -61,15 +62,15 @@ class Policy(Fields):
         """The dtype to keep variables in."""
         return "float32" if self.name in _MIXED else self.name
 
-    def cast_to_compute(self, tree: Any) -> Any:
+    def cast_to_compute(self, tree: PyTree) -> PyTree:
         """Casts the floating arrays (and variables' values) of a pytree to `compute_dtype`."""
         return self._cast(tree, self.compute_dtype)
 
-    def cast_to_variable(self, tree: Any) -> Any:
+    def cast_to_variable(self, tree: PyTree) -> PyTree:
         """Casts the floating arrays (and variables' values) of a pytree to `variable_dtype`."""
         return self._cast(tree, self.variable_dtype)
 
-    def _cast(self, tree: Any, dtype: str) -> Any:
+    def _cast(self, tree: PyTree, dtype: str) -> PyTree:
         def one(x: Any) -> Any:
             x = x.value() if isinstance(x, Variable) else x
             floating = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
@@ -31,7 +32,18 @@ from gainstage._core.scaled_state import (
     without_scalars,
 )
 from gainstage._core.stats import leaves_and_none
-from gainstage._core.types import Aux, P, Params, Scalar, Transformation, Tree, Using
+from gainstage._core.types import (
+    Aux,
+    OptState,
+    P,
+    Params,
+    PyTree,
+    Scalar,
+    Structure,
+    Transformation,
+    Tree,
+    Using,
+)
 from gainstage._core.variable import is_inside
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
@@ -133,7 +145,14 @@ def train_step(
 class TrainStep(Generic[Params, P, *More]):
     """The compiled step that `train_step` returns."""
 
-    def __init__(self, loss_fn: Any, tx: Any, has_aux: bool, using: Using | None, donates: bool):
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformationExtraArgs,
+        has_aux: bool,
+        using: Using | None,
+        donates: bool,
+    ):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates = donates
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
@@ -148,7 +167,7 @@ class TrainStep(Generic[Params, P, *More]):
             ...
     else:
 
-        def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, ...]:
+        def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
             arrays, model = self._checked(params)
             donates = self._donates and not reruns() and not is_inside()
@@ -167,7 +186,7 @@ class TrainStep(Generic[Params, P, *More]):
                 self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             return model.with_arrays(arrays), *results
 
-    def lower(self, params: Any, opt_state: Any, *batch: Any) -> jax.stages.Lowered:
+    def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
         arrays, opt_state, shardings = _on_mesh(arrays, opt_state, batch)
@@ -175,7 +194,7 @@ class TrainStep(Generic[Params, P, *More]):
         program = self._program_for(self._donates, shardings)
         return program.lower(model, arrays, rest, scalars, *batch)
 
-    def _program_for(self, donates: bool, shardings: "_Shardings | None") -> Any:
+    def _program_for(self, donates: bool, shardings: "_Shardings | None") -> Wrapped:
         """The program that returns the parameters and the state with these shardings."""
         if (donates, shardings) not in self._programs:
             options: dict[str, Any] = {"donate_argnums": (1, 2)} if donates else {}
@@ -189,8 +208,8 @@ class TrainStep(Generic[Params, P, *More]):
         return self._programs[donates, shardings]
 
     def _unshared(
-        self, arrays: list[Any], opt_state: Any, scalars: Any, batch: Any
-    ) -> tuple[list[Any], Any]:
+        self, arrays: list[Any], opt_state: OptState, scalars: PyTree, batch: PyTree
+    ) -> tuple[list[Any], OptState]:
         """The arrays and state to donate, without a buffer that is there twice."""
         others = jax.tree.leaves(batch)
         # What the last step returned shares no buffers, but it may be in the batch too.
@@ -202,7 +221,7 @@ class TrainStep(Generic[Params, P, *More]):
         free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
         return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
 
-    def _checked(self, params: Any) -> tuple[list[Any], "_Model"]:
+    def _checked(self, params: PyTree) -> tuple[list[Any], "_Model"]:
         arrays, model = _split(params)
         using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
         if using is jax.value_and_grad and (others := model.others):
@@ -217,10 +236,10 @@ class TrainStep(Generic[Params, P, *More]):
         shardings: Sequence[Any],
         model: "_Model",
         arrays: list[Any],
-        opt_state: Any,
+        opt_state: OptState,
         scalars: list[Any],
-        *batch: Any,
-    ) -> Any:
+        *batch: PyTree,
+    ) -> tuple[Any, ...]:
         params, opt_state = model.with_arrays(arrays), with_scalars(opt_state, scalars)
         scale = loss_scaled_state(opt_state).loss_scale.scale
         using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
@@ -253,7 +272,7 @@ class TrainStep(Generic[Params, P, *More]):
 class _Model:
     """A pytree without its arrays: its structure, and its other leaves, such as functions."""
 
-    def __init__(self, structure: Any, others: tuple[Any, ...]):
+    def __init__(self, structure: Structure, others: tuple[Any, ...]):
         self._key = structure, others
 
     def __eq__(self, other: object) -> bool:
@@ -267,7 +286,7 @@ class _Model:
         """The leaves that are not arrays."""
         return [x for x in self._key[1] if x is not _ARRAY]
 
-    def with_arrays(self, arrays: list[Any]) -> Any:
+    def with_arrays(self, arrays: list[Any]) -> PyTree:
         """The pytree with these arrays."""
         structure, others = self._key
         each = iter(arrays)
@@ -278,7 +297,7 @@ _ARRAY = object()  # marks the place of an array
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
-def _explain(error: Exception, params: Any, opt_state: Any, batch: Any) -> None:
+def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
     """Raises a clearer error than JAX's if a batch has no arrays, or an argument is deleted."""
     trees = {"params": params, "opt_state": opt_state, "batch": batch}
     leaves = {
@@ -302,12 +321,12 @@ def _explain(error: Exception, params: Any, opt_state: Any, batch: Any) -> None:
             ) from error
 
 
-def _firsts(*trees: Any) -> list[Any]:
+def _firsts(*trees: PyTree) -> list[Any]:
     """The first array of each tree."""
     return [leaves[0] for leaves in map(jax.tree.leaves, trees) if leaves]
 
 
-def _split(params: Any) -> tuple[list[Any], _Model]:
+def _split(params: PyTree) -> tuple[list[Any], _Model]:
     """Splits a pytree into its arrays and the rest."""
     leaves, structure = jax.tree.flatten(params)
     kinds = (*_ARRAYS, jax.ShapeDtypeStruct)
@@ -319,7 +338,7 @@ class _Shardings(NamedTuple):
     """The shardings of the arrays of a model and of an optimizer's state."""
 
     leaves: tuple[Any, ...]
-    structure: Any  # of (arrays, state)
+    structure: Structure  # of (arrays, state)
 
     def of_arrays(self) -> tuple[Any, ...]:
         """The shardings of the arrays, if all are on a mesh."""
@@ -328,14 +347,14 @@ class _Shardings(NamedTuple):
 
 
 def _on_mesh(
-    arrays: list[Any], opt_state: Any, batch: Any
-) -> tuple[list[Any], Any, _Shardings | None]:
+    arrays: list[Any], opt_state: OptState, batch: PyTree
+) -> tuple[list[Any], OptState, _Shardings | None]:
     """The arrays and the state on the mesh of any argument, with their shardings.
 
     An array on no chosen device is replicated. JAX would do so too, but compile the next step
     again, which gets it back from the mesh.
     """
-    structure: Any
+    structure: Structure
     leaves, structure = jax.tree.flatten((arrays, opt_state))
     found = [getattr(x, "sharding", None) for x in [*leaves, *jax.tree.leaves(batch)]]
     mesh = next((s.mesh for s in found if isinstance(s, NamedSharding)), None)

@@ -1,7 +1,5 @@
 """The use of an update: parameters, and other state, stay as they are if the step was skipped."""
 
-from typing import Any, cast
-
 import jax
 import jax.numpy as jnp
 from jax.dtypes import float0
@@ -10,11 +8,11 @@ from gainstage._core import gradients, models
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import applied_in
 from gainstage._core.sharding import typed_like
-from gainstage._core.types import Tree
+from gainstage._core.types import OptState, PyTree, Scalar, Structure, Tree
 from gainstage._core.variable import Variable
 
 
-def step_was_applied(opt_or_state: Any) -> jax.Array:
+def step_was_applied(opt_or_state: OptState) -> jax.Array:
     """Returns whether the last step was applied: a bool scalar, True before the first step.
 
     Use it in your own schedule or counter; `keep_if_applied` selects whole pytrees by it. With
@@ -32,7 +30,7 @@ def step_was_applied(opt_or_state: Any) -> jax.Array:
     return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
 
 
-def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
+def keep_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
     """Returns `new` if the last step was applied, and `old`, bit for bit, if it was skipped.
 
     Use it for what a step changes besides parameters and optimizer state: running means of batch
@@ -69,7 +67,7 @@ def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
     """
     applied = step_was_applied(opt_or_state)
     boxes = [jax.tree.leaves(tree, is_leaf=_is_box) for tree in (new, old)]
-    structure: Any = jax.tree.structure(new)
+    structure: Structure = jax.tree.structure(new)
     if structure != jax.tree.structure(old):
         raise ValueError(
             f"Expected old in the structure of new; got {brief(jax.tree.structure(old))} for old "
@@ -81,7 +79,7 @@ def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
             "In NNX: old = jax.tree.map(jnp.copy, nnx.state(model, ...))."
         )
 
-    def select(n: Any, o: Any) -> jax.Array:
+    def select(n: Scalar, o: Scalar) -> jax.Array:
         n, o = (x.value() if isinstance(x, Variable) else jnp.asarray(x) for x in (n, o))
         n = typed_like(n if n.dtype == o.dtype else n.astype(o.dtype), o)
         return jnp.where(applied, n, o)
@@ -89,12 +87,12 @@ def keep_if_applied(new: Tree, old: Any, opt_or_state: Any) -> Tree:
     return jax.tree.map(select, new, old)
 
 
-def _is_box(x: Any) -> bool:
+def _is_box(x: object) -> bool:
     """Whether a node is a variable (ours or of Flax NNX), which a step changes in place."""
     return isinstance(x, Variable) or hasattr(x, "get_value")
 
 
-def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
+def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
     """`optax.apply_updates`, but a skipped step returns the parameters bit for bit.
 
     Subnormal weights survive, although a CPU flushes them to 0 when it adds -0.0. Updates that a
@@ -122,7 +120,7 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
     """
     applied = step_was_applied(opt_state)
 
-    def one(param: Any, update: Any) -> Any:
+    def one(param: jax.Array | None, update: jax.Array | None) -> jax.Array | None:
         if param is None or update is None or getattr(update, "dtype", None) == float0:
             return param
         param, update = jnp.asarray(param), jnp.asarray(update)
@@ -137,5 +135,5 @@ def apply_updates(params: Tree, updates: Any, opt_state: Any) -> Tree:
 
     if models.is_nnx(params, updates):
         weights = models.chosen(params, updates)
-        return cast(Tree, models.updated(params, jax.tree.map(one, weights, updates)))
+        return models.updated(params, jax.tree.map(one, weights, updates))
     return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)

@@ -10,36 +10,36 @@ import jax.numpy as jnp
 from gainstage._core import gradients, models
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state
-from gainstage._core.types import Aux, P, Scalar, Using
+from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._core.unscaled import SETTLED
 
 
 @overload
 def value_and_grad(
     fun: Callable[P, Scalar],
-    opt_state: Any,
+    opt_state: OptState,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
     using: Using | None = ...,
-) -> Callable[P, tuple[jax.Array, Any]]: ...
+) -> Callable[P, tuple[jax.Array, PyTree]]: ...
 
 
 @overload
 def value_and_grad(
     fun: Callable[P, tuple[Scalar, Aux]],
-    opt_state: Any,
+    opt_state: OptState,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[True],
     using: Using | None = ...,
-) -> Callable[P, tuple[tuple[jax.Array, Aux], Any]]: ...
+) -> Callable[P, tuple[tuple[jax.Array, Aux], PyTree]]: ...
 
 
 @overload
 def value_and_grad(
     fun: Callable[..., Any],
-    opt_state: Any,
+    opt_state: OptState,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool,
@@ -49,7 +49,7 @@ def value_and_grad(
 
 def value_and_grad(
     fun: Callable[..., Any],
-    opt_state: Any,
+    opt_state: OptState,
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
@@ -117,11 +117,11 @@ def scaled_value_and_grad(
     return using(scaled, has_aux=True)
 
 
-def _shape(loss: Any) -> Any:
+def _shape(loss: Any) -> object:
     return f"shape {jnp.shape(loss)}" if hasattr(loss, "shape") else loss
 
 
-def loss_scale(opt_state: Any) -> jax.Array:
+def loss_scale(opt_state: OptState) -> jax.Array:
     """Returns the current scale, found anywhere inside an optax state: a float32 scalar.
 
     Args:
@@ -141,7 +141,7 @@ def loss_scale(opt_state: Any) -> jax.Array:
     return loss_scaled_state(opt_state).loss_scale.scale
 
 
-def scale_loss(loss: Scalar, opt_state: Any) -> jax.Array:
+def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
     """Returns the loss times the scale, in float32 or wider, for your own backward pass.
 
     Divide the gradients by `loss_scale(opt_state)` in float32 before `update`, which takes true

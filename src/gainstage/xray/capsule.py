@@ -5,7 +5,7 @@ import itertools
 import math
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import gainstage
 from gainstage._core import checks
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
+from gainstage._core.types import PyTree
 from gainstage.xray import capsule_file
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
@@ -124,7 +125,7 @@ class Capsule:
             self._part.touch()
             self._part.unlink()
 
-    def write(self, step: int, info: StepInfo, *args: Any) -> bool:
+    def write(self, step: int, info: StepInfo, *args: PyTree) -> bool:
         """Records a step, and saves it if it is bad and due.
 
         Args:
@@ -213,7 +214,7 @@ class Capsule:
             warnings.warn(f"{message.rstrip('.')}. The run goes on.", stacklevel=4)
 
 
-def read_capsule(path: str | Path, like: Any = None) -> BadStep:
+def read_capsule(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> BadStep:
     """Reads a capsule of a run.
 
     All checksums are verified. Nothing is unpickled, and no code of the run is imported.
@@ -241,7 +242,7 @@ def read_capsule(path: str | Path, like: Any = None) -> BadStep:
 
 
 def bad_step(
-    about: dict[str, Any], args: Sequence[capsule_file.Argument], like: Any, option: str
+    about: dict[str, Any], args: Sequence[capsule_file.Argument], like: PyTree, option: str
 ) -> BadStep:
     """The step in a capsule that was read; `option` is the name of `like` for the user."""
     like = () if like is None else like if type(like) is tuple else (like,)
@@ -249,7 +250,7 @@ def bad_step(
     return BadStep(capsule_file.unpacked(args, like, option), **known)
 
 
-def made(like: Any) -> Any:
+def made(like: PyTree | Callable[[], PyTree]) -> PyTree:
     """`like`, or its result if it is a function."""
     is_function = callable(like) and jax.tree_util.all_leaves([like])  # a model is no leaf
     return like() if is_function else like

@@ -14,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import numpy as np
 
 from gainstage._core import checks
 from gainstage._core._jax import Tracer
+from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
 
 FORMAT = 1
@@ -65,7 +66,7 @@ class Argument(NamedTuple):
     kind: str  # its class
     leaves: list[tuple[str, Any]]  # with their paths
     is_plain: bool  # whether it consists of dictionaries, lists and tuples
-    tree: Any  # the argument itself, if it is plain
+    tree: PyTree  # the argument itself, if it is plain
 
 
 class _Needs64BitsError(ValueError):
@@ -138,7 +139,7 @@ def description(path: Path) -> dict[str, Any]:
         return _description(path, file)
 
 
-def _description(path: Path, file: Any) -> dict[str, Any]:
+def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
     start = file.read(4)
     if start != b"PK\x03\x04":
         what = f"{start!r} at its beginning" if start else "an empty file"
@@ -201,7 +202,7 @@ def unpacked(args: Sequence[Argument], like: Sequence[Any], option: str) -> tupl
     )
 
 
-def _rebuilt(number: int, arg: Argument, option: str) -> Any:
+def _rebuilt(number: int, arg: Argument, option: str) -> PyTree:
     other = next((f"{n}, a {x.kind}" for n, x in arg.leaves if isinstance(x, Other)), "")
     if arg.is_plain and not other:
         return arg.tree
@@ -214,7 +215,7 @@ def _rebuilt(number: int, arg: Argument, option: str) -> Any:
     )
 
 
-def _filled(number: int, arg: Argument, like: Any, option: str) -> Any:
+def _filled(number: int, arg: Argument, like: PyTree, option: str) -> PyTree:
     found, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted, given = [name for name, _ in arg.leaves], [name_of(path) for path, _ in found]
     if wanted != given:
@@ -237,12 +238,12 @@ def _filled(number: int, arg: Argument, like: Any, option: str) -> Any:
     return jax.tree.unflatten(structure, values)
 
 
-def name_of(path: Any) -> str:
+def name_of(path: tuple[Any, ...]) -> str:
     """The path of a leaf in a pytree, such as `w/0`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _check_readable(leaf: Any, where: str) -> None:
+def _check_readable(leaf: object, where: str) -> None:
     if isinstance(leaf, Tracer):
         raise ValueError(f"{where} is traced; call it outside of compiled functions")
     if not isinstance(leaf, jax.Array):
@@ -271,7 +272,7 @@ def _described(leaf: Any, arrays: list[Any]) -> dict[str, Any]:
     return {**about, "view": leaf.dtype.isbuiltin == 2, "weak": getattr(leaf, "weak_type", False)}
 
 
-def _in_numpy(array: Any) -> np.ndarray:
+def _in_numpy(array: jax.Array | np.ndarray) -> np.ndarray:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     array = np.asarray(array)
@@ -329,7 +330,7 @@ def _value(leaf: dict[str, Any], arrays: Iterator[np.ndarray]) -> Any:
     return jnp.broadcast_to(weak, array.shape).at[...].set(array)  # ... which `set` keeps
 
 
-def _is_plain(tree: Any) -> bool:
+def _is_plain(tree: PyTree) -> bool:
     """Whether a pytree consists only of dictionaries, lists, tuples, None and leaves."""
     if type(tree) is dict:
         keys = all(type(key) in (str, int, bool) for key in tree)
@@ -339,7 +340,7 @@ def _is_plain(tree: Any) -> bool:
     return tree is None or jax.tree_util.all_leaves([tree])
 
 
-def _in_json(places: Any) -> dict[str, Any]:
+def _in_json(places: PyTree) -> dict[str, Any]:
     """A plain pytree in JSON; each leaf is its number."""
     if type(places) is dict:
         return {"dict": [[key, _in_json(value)] for key, value in places.items()]}
@@ -348,7 +349,7 @@ def _in_json(places: Any) -> dict[str, Any]:
     return {"none": 0} if places is None else {"leaf": places}
 
 
-def _out_of_json(node: dict[str, Any], values: list[Any]) -> Any:
+def _out_of_json(node: dict[str, Any], values: list[Any]) -> PyTree:
     ((kind, content),) = node.items()
     if kind == "dict":
         return {key: _out_of_json(value, values) for key, value in content}

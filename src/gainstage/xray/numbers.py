@@ -1,10 +1,18 @@
 """Statistics of the numbers in one array."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+
+class Typed(Protocol):
+    """An array, or its description."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 class Numbers(NamedTuple):
@@ -23,7 +31,7 @@ class Numbers(NamedTuple):
         return self.nan + self.inf
 
 
-def numbers_of(x: Any) -> Numbers:
+def numbers_of(x: ArrayLike) -> Numbers:
     """Returns the statistics of a floating or complex array."""
     a = np.asarray(jax.device_get(x))
     wide = a.dtype.kind == "c" or a.dtype == np.float64
@@ -51,22 +59,22 @@ def _rms(a: np.ndarray, top: float) -> float:
     return float(np.sqrt(np.dot(a, a) / a.size))
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: Typed) -> bool:
     """Whether an array, or its description, has floating or complex numbers."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def largest(dtype: Any) -> float:
+def largest(dtype: DTypeLike) -> float:
     """The largest finite number of a dtype."""
     return float(jnp.finfo(dtype).max)
 
 
-def smallest(dtype: Any) -> float:
+def smallest(dtype: DTypeLike) -> float:
     """The smallest positive number of a dtype, including subnormal numbers."""
     return float(jnp.finfo(dtype).smallest_subnormal)
 
 
-def relative_error(x: Any, ref: Any, of_ref: Numbers) -> float:
+def relative_error(x: ArrayLike, ref: ArrayLike, of_ref: Numbers) -> float:
     """The norm of the difference over the norm of the reference; 0 if one is not finite."""
     if of_ref.bad or not of_ref.rms:
         return 0.0

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from gainstage._core._jax import user_frames
+from gainstage._core._jax import JaxprEqn, user_frames
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 Frames = tuple[tuple[str, int, int], ...]
@@ -85,7 +85,7 @@ class Places:
         return Note(near=name, is_data=kind == "argument")
 
     @contextlib.contextmanager
-    def inside(self, eqn: Any) -> Iterator[None]:
+    def inside(self, eqn: JaxprEqn) -> Iterator[None]:
         """Enters an equation that may be a call: its inner equations have relative scopes, and
         often no line."""
         kept = self._calls, self._scopes, self._line
@@ -98,7 +98,7 @@ class Places:
         finally:
             self._calls, self._scopes, self._line = kept
 
-    def of(self, eqn: Any, notes: Sequence[Note]) -> tuple[Place, Note]:
+    def of(self, eqn: JaxprEqn, notes: Sequence[Note]) -> tuple[Place, Note]:
         """Returns the place of the current equation, and the note of its results."""
         own = sorted({note.own for note in notes if note.own})
         data = [note for note in notes if note.is_data or note.is_backward]
@@ -157,23 +157,23 @@ def layer_of(place: Place) -> str:
     return layer if layer and last in OWN_NAMES else place.near
 
 
-def frames_of(eqn: Any) -> Frames:
+def frames_of(eqn: JaxprEqn) -> Frames:
     """The files, lines and columns of the calls that an equation comes from."""
     return tuple((f.file_name, f.start_line, f.start_column) for f in _frames(eqn))
 
 
-def line_of(eqn: Any) -> str:
+def line_of(eqn: JaxprEqn) -> str:
     """The user's file and line of an equation."""
     found = _line(_frames(eqn))
     return found[0] if found else ""
 
 
-def scope_of(eqn: Any) -> str:
+def scope_of(eqn: JaxprEqn) -> str:
     """The names of the layers around an equation, in its own program."""
     return _scope(str(eqn.source_info.name_stack))
 
 
-def _frames(eqn: Any) -> list[Any]:
+def _frames(eqn: JaxprEqn) -> list[Any]:
     return list(user_frames(eqn.source_info.traceback))
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core import models
-from gainstage._core.types import Using
+from gainstage._core._jax import ClosedJaxpr
+from gainstage._core.types import PyTree, Using
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.numbers import is_floating
 
@@ -19,7 +20,7 @@ from gainstage.xray.numbers import is_floating
 class Program(NamedTuple):
     """A step. Its first argument is the loss scale, its first result the loss."""
 
-    jaxpr: Any  # as `jax.make_jaxpr` returns it
+    jaxpr: ClosedJaxpr  # as `jax.make_jaxpr` returns it
     arguments: list[jax.Array]  # without the scale
     names: list[str]  # of the arguments
     is_parameter: list[bool]  # whether the loss is differentiated with respect to it
@@ -55,7 +56,7 @@ def program_of(
         names.append(_name(path[1:], words[number], own))
         arrays.append(jnp.asarray(leaf) if not _is_key(leaf) else leaf)
 
-    def step(scale: jax.Array, arrays: list[jax.Array]) -> Any:
+    def step(scale: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, PyTree]:
         whole = [leaf for _, leaf in leaves]
         for i, array in zip(places, arrays, strict=True):
             whole[i] = array
@@ -104,10 +105,10 @@ def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
 
 
-def _is_array(leaf: Any, is_whole: bool) -> bool:
+def _is_array(leaf: object, is_whole: bool) -> bool:
     arrays = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
     return arrays or (is_whole and type(leaf) in (float, complex))
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

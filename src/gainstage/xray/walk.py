@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs
-from gainstage._core.jaxprs import CALLBACKS
+from gainstage._core._jax import JaxprEqn, ShapedArray
+from gainstage._core.jaxprs import CALLBACKS, Path
 from gainstage._core.precision import HALF, down, in_dtype, is_half, up
 from gainstage.xray.numbers import Numbers, is_floating, numbers_of, relative_error
 from gainstage.xray.places import Note, Place, Places, layer_of
@@ -33,7 +35,7 @@ class Result(NamedTuple):
     turns: tuple[int, ...]  # the iterations of the loops around it
     op: str
     place: Place
-    dtype: Any
+    dtype: np.dtype
     shape: tuple[int, ...]
     is_backward: bool
     operands: tuple[int, ...]  # the ids of its operands
@@ -66,7 +68,7 @@ class Changes(NamedTuple):
 class Ran(NamedTuple):
     """The outcome of a run of a program."""
 
-    loss: Any
+    loss: jax.Array
     gradients: list[Any]
     references: list[Any]  # of the loss and the gradients, in float32
     origins: list[int | None]  # the ids of their results
@@ -114,7 +116,7 @@ class _Walk:
         self._changes, self._watch, self._tick = changes, watch, tick
         self._places = Places()
 
-    def source(self, kind: str, x: Any, name: str, own: bool) -> Value:
+    def source(self, kind: str, x: jax.Array, name: str, own: bool) -> Value:
         """Wraps an argument or a constant of the program, with a result for it."""
         note = self._places.source(kind, name, own)
         if not self._watch:
@@ -131,20 +133,20 @@ class _Walk:
         ref = x.astype(jnp.float32) if is_half(x) else x
         return Value(x, ref, note)
 
-    def unscaled(self, value: Value) -> Any:
+    def unscaled(self, value: Value) -> jax.Array:
         """An output of the program, divided by the local scale of its layer."""
         return value.x if not value.note.tag else value.x * 2.0**-value.note.tag
 
     def run(
         self,
-        closed: Any,
+        program: jaxprs.AnyJaxpr,
         values: Sequence[Value],
         path: tuple[int, ...] = (),
         turns: tuple[int, ...] = (),
     ) -> list[Value]:
         """Runs a jaxpr on these arguments."""
         return jaxprs.run(
-            closed,
+            program,
             values,
             functools.partial(self._equation, turns=turns),
             lambda array: self.source("constant", array, "", False),
@@ -152,9 +154,7 @@ class _Walk:
             path,
         )
 
-    def _equation(
-        self, eqn: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
-    ) -> list[Value]:
+    def _equation(self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path) -> list[Value]:
         name = eqn.primitive.name
         with self._places.inside(eqn):
             if name == "scan":
@@ -171,7 +171,7 @@ class _Walk:
             return self._primitive(eqn, values, path, turns)
 
     def _primitive(
-        self, eqn: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+        self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path
     ) -> list[Value]:
         name = eqn.primitive.name
         if name.startswith("debug_"):
@@ -200,8 +200,9 @@ class _Walk:
             refs = in_dtype(eqn, ups)
         found = []
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
-            if is_floating(var.aval):
-                result = self._result(eqn, values, path, turns, place, note, var.aval, x, ref)
+            aval = jaxprs.array(var)
+            if is_floating(aval):
+                result = self._result(eqn, values, path, turns, place, note, aval, x, ref)
                 self.results.append(result)
                 found.append(Value(x, ref, note._replace(id=result.id)))
             else:
@@ -209,8 +210,8 @@ class _Walk:
         return found
 
     def _result(
-        self, eqn: Any, values: list[Value], path: Any, turns: Any, place: Place, note: Note,
-        aval: Any, x: Any, ref: Any,
+        self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path, place: Place,
+        note: Note, aval: ShapedArray, x: ArrayLike, ref: ArrayLike,
     ) -> Result:  # fmt: skip
         numbers = numbers_of(x)
         same = x is ref
@@ -224,7 +225,7 @@ class _Walk:
             self._derivative_of(eqn, values),
         )  # fmt: skip
 
-    def _derivative_of(self, eqn: Any, values: list[Value]) -> str:
+    def _derivative_of(self, eqn: JaxprEqn, values: list[Value]) -> str:
         """Recognises the derivative of a square root: a number divided by the root."""
         if eqn.primitive.name != "div":
             return ""
@@ -241,7 +242,7 @@ class _Walk:
         return not _finite(value.x)
 
     def _scan(
-        self, params: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+        self, params: Mapping[str, Any], values: list[Value], path: Path, turns: Path
     ) -> list[Value]:
         consts, carries = jaxprs.scan_counts(params, len(values))
         fixed, carry = values[:consts], values[consts : consts + carries]
@@ -255,7 +256,7 @@ class _Walk:
         if params["reverse"]:
             rows.reverse()
         if not rows:  # a loop without iterations
-            avals = [var.aval for var in jaxprs.open_jaxpr(params["jaxpr"]).outvars[carries:]]
+            avals = [jaxprs.array(v) for v in jaxprs.open_jaxpr(params["jaxpr"]).outvars[carries:]]
             empty = [jnp.zeros((0, *aval.shape), aval.dtype) for aval in avals]
             return [
                 *carry,
@@ -293,7 +294,7 @@ class _Walk:
         return Value(x, ref, note._replace(id=whole.id))
 
     def _while(
-        self, params: Any, values: list[Value], path: tuple[int, ...], turns: tuple[int, ...]
+        self, params: Mapping[str, Any], values: list[Value], path: Path, turns: Path
     ) -> list[Value]:
         tests, bodies = params["cond_nconsts"], params["body_nconsts"]
         test, body = values[:tests], values[tests : tests + bodies]
@@ -306,7 +307,7 @@ class _Walk:
             turn += 1
 
 
-def _scaled(value: Value, tag: int) -> Any:
+def _scaled(value: Value, tag: int) -> ArrayLike:
     """A cotangent, rescaled to the local scale of the layer that uses it."""
     if not value.note.is_backward or tag == value.note.tag or not is_floating(value.x):
         return value.x
@@ -314,7 +315,7 @@ def _scaled(value: Value, tag: int) -> Any:
     return (value.x * factor).astype(value.x.dtype)
 
 
-def _take(x: Any, i: int, take: Callable[[Any], Any]) -> Any:
+def _take(x: jax.Array, i: int, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
     return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else take(x)
 
 
@@ -326,7 +327,7 @@ def _together(each: Sequence[Numbers]) -> Numbers:
     )
 
 
-def _finite(x: Any) -> bool:
+def _finite(x: ArrayLike) -> bool:
     a = np.asarray(jax.device_get(x))
     a = a if a.dtype.kind in "fc" and a.dtype.itemsize >= 4 else a.astype(np.float32)
     return bool(np.isfinite(a).all())

@@ -12,7 +12,7 @@ import numpy as np
 from gainstage._core import checks, jaxprs
 from gainstage._core.jaxprs import OPAQUE
 from gainstage._core.scaled_state import loss_scaled_state
-from gainstage._core.types import Scalar, Using
+from gainstage._core.types import OptState, PyTree, Scalar, Using
 from gainstage.rules.base import as_power
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.program import Program, program_of
@@ -28,8 +28,8 @@ SHOWN = 3  # causes that are printed
 
 def xray(
     loss_fn: Callable[..., Any],
-    *args: Any,
-    opt_state: Any = None,
+    *args: PyTree,
+    opt_state: OptState | None = None,
     scale: Scalar | None = None,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
