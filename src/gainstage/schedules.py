@@ -15,6 +15,16 @@ from jax.typing import ArrayLike
 from gainstage._core import checks
 from gainstage._core.configurable import Fields
 
+__all__ = [
+    "CosineDecay",
+    "CosineDecayRestarts",
+    "ExponentialDecay",
+    "InverseTimeDecay",
+    "LearningRateSchedule",
+    "PiecewiseConstantDecay",
+    "PolynomialDecay",
+]
+
 
 class LearningRateSchedule(Fields, abc.ABC):
     """A learning rate as a function of the step. Subclass it, as a frozen dataclass, for your own.

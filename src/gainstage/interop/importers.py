@@ -18,6 +18,8 @@ from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 
+__all__ = ["from_flax", "from_jmp", "from_torch", "load_keras", "resume"]
+
 Imported = tuple[DynamicLossScale, ScaleState]
 
 _TORCH = {"scale", "_growth_tracker", "growth_interval", "growth_factor", "backoff_factor"}

@@ -30,6 +30,8 @@ except ModuleNotFoundError as _error:
         name=_error.name,
     ) from _error
 
+__all__ = ["Checkpoints"]
+
 FORMAT = 2
 SHOWN = 5  # fields that an error names
 

@@ -21,6 +21,8 @@ except ModuleNotFoundError as _error:
         name="tensorboardX",
     ) from _error
 
+__all__ = ["TensorBoard"]
+
 
 class TensorBoard(Writer):
     """Writes every number of a step as a scalar, such as `train/loss_scale`. TensorBoard draws no
