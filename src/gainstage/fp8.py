@@ -27,7 +27,7 @@ __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scali
 Scalings = TypeVar("Scalings")  # a pytree of them
 
 BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals flush to 0
-NEVER = 2**24  # steps: float32 cannot count further
+MOST_STEPS = 2**24  # steps: float32 cannot count further
 
 
 class Seen(NamedTuple):
@@ -73,7 +73,7 @@ def scaling() -> Scaling:
     """
     zero, sizes = jnp.float32(0), jnp.zeros(2 * BITS + 1, jnp.float32)
     seen = Seen(sizes, zero, zero)
-    return Scaling(jnp.float32(1), jnp.full_like(sizes, NEVER), zero, zero, zero, seen)
+    return Scaling(jnp.float32(1), jnp.full_like(sizes, MOST_STEPS), zero, zero, zero, seen)
 
 
 def dot_scaling() -> DotScaling:
@@ -240,7 +240,7 @@ def update(
 
     Source: `DelayedScaling` of Transformer Engine, with factors that are powers of two.
     """
-    history = checks.integer("history", history, low=1, high=NEVER)
+    history = checks.integer("history", history, low=1, high=MOST_STEPS)
     margin = checks.integer("margin", margin, low=0, high=BITS)
     applied = jnp.asarray(applied)
 
@@ -251,7 +251,7 @@ def update(
                 f"Expected the gradient of states for seen, or a Seen for each; got {new!r}."
             )
         usable = applied & (new.nonfinite == 0) & (new.sizes > 0).any(-1)
-        ages = jnp.where(new.sizes > 0, 0, jnp.minimum(state.history + 1, NEVER))
+        ages = jnp.where(new.sizes > 0, 0, jnp.minimum(state.history + 1, MOST_STEPS))
         ages = jnp.where(usable[..., None], ages, state.history)
         recent = ages < history
         bits = jnp.clip(jnp.argmax(recent, -1) - BITS - margin, -BITS, BITS)

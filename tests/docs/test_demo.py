@@ -16,7 +16,7 @@ for needed in ("matplotlib", "rich", "sklearn"):
     pytest.importorskip(needed)
 
 from gainstage import demo
-from gainstage.demo import compare, digits, photographs, report
+from gainstage.demo import compare, console, digits, photographs
 from gainstage.demo.training import BFLOAT16, FLOAT32, MODES, SCALED, UNSCALED, Trainer
 
 AS_THE_COMMAND = pytest.mark.slow
@@ -141,7 +141,7 @@ def test_no_claim_that_the_run_did_not_show(denoised):
     found = denoised[0]
     exact = found.by_mode[FLOAT32]
     alike = found._replace(by_mode={**found.by_mode, UNSCALED: exact}, by_ranks=[exact])
-    text = " ".join(report.conclusions(alike))
+    text = " ".join(console.conclusions(alike))
     assert "In this run float16 did about as well" in text
     assert "What suffers" not in text
 

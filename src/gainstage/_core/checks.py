@@ -13,6 +13,7 @@ import numpy.typing as npt
 # XLA divides by multiplying with the reciprocal and flushes subnormal numbers to zero. Beyond these
 # bounds a loss scale or its reciprocal would be 0 in float32.
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
+LARGEST_FLOAT16 = 65504.0
 
 
 _SHORT = reprlib.Repr()

@@ -53,7 +53,7 @@ class Request(NamedTuple):
 # The squares of float32 numbers use half of its exponents. A norm is computed from the squares
 # times the first of these factors for which their sum is finite.
 FACTORS = (2.0**80, 1.0, 2.0**-90)
-FLUSHED = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
+SMALLEST_SUM = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
 
 
 @compiled_if_eager
@@ -268,7 +268,7 @@ class Reader(NamedTuple):
             proved = jnp.sqrt(total) / scale < 2.0**100
             # Squares that were flushed to zero belong to norms far below any other limit.
             small = request.limit * scale <= 2.0**-30
-            proved &= ~small | (sums > FLUSHED).all()
+            proved &= ~small | (sums > SMALLEST_SUM).all()
         else:
             # With a scale below 1 an element may overflow although the sum is finite.
             largest = max(float(jnp.finfo(x.dtype).max) for x in arrays)
@@ -292,7 +292,7 @@ class Reader(NamedTuple):
         request, everywhere, on_cpu = self.request, self.everywhere, sums is not None
         factors = jnp.asarray(FACTORS, scale.dtype)
         if sums is not None and request.norms:  # one for each row
-            factors = jnp.where(sums < FLUSHED, factors[0], factors[1])
+            factors = jnp.where(sums < SMALLEST_SUM, factors[0], factors[1])
             factors = jnp.where(jnp.isfinite(sums), factors, FACTORS[2])[:, None]
         devices = math.prod(map(lax.axis_size, everywhere))
         bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)

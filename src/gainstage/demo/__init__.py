@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from gainstage.demo.task import Task
-from gainstage.demo.training import MODES, UNSCALED, Comparison, Run, Trainer
+from gainstage.demo.training import MODES, UNSCALED, Comparison, Trainer, Training
 
 
 def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -> None:
@@ -22,7 +22,7 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -
         as_json: whether to print one JSON object in the place of the table.
         name: the task, "photographs" or "digits".
     """
-    from gainstage.demo import picture, report  # which need more than the task does
+    from gainstage.demo import console, picture  # which need more than the task does
 
     task: Task = importlib.import_module(f"gainstage.demo.{name}").task()
     found = compare(task, steps or task.steps, seed)
@@ -31,18 +31,18 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -
         about = {"task": name, "steps": steps or task.steps, "seed": seed, "picture": str(output)}
         print(json.dumps({**about, **summary(found)}))
     else:
-        report.show(found, str(output))
+        console.show(found, str(output))
 
 
 def compare(task: Task, steps: int, seed: int) -> Comparison:
     """Trains in each mode, and in float16 without scaling with each number of ranks."""
-    from gainstage.demo import report
+    from gainstage.demo import console
 
     plan = [(mode, task.ranks) for mode in MODES]
     plan += [(UNSCALED, ranks) for ranks in task.other_ranks]
     trainers = {mode: Trainer(task, mode, steps) for mode in MODES}
-    runs: list[Run] = []
-    with report.progress() as progress:
+    runs: list[Training] = []
+    with console.progress() as progress:
         bars = [progress.add_task(f"{mode.name}, {n} ranks", total=steps) for mode, n in plan]
         for (mode, ranks), bar in zip(plan, bars, strict=True):
             advance = functools.partial(progress.advance, bar)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-from gainstage.demo.task import Array, Outcome, Task, Weights, jit
+from gainstage.demo.task import Array, Evaluation, Task, Weights, jit
 
 RECONSTRUCTION_WEIGHT = 5e-4  # Sabour et al., 2017, arXiv:1710.09829
 BATCH = 256
@@ -47,8 +47,8 @@ def task() -> Task:
         elements=BATCH * 64,
         ranks=1,
         other_ranks=(4,),
-        evaluate=lambda weights, dtype: outcome(compute(weights, test.images, dtype), test),
-        references={"test image": Outcome({}, mosaic(test.images, test.labels))},
+        evaluate=lambda weights, dtype: evaluation(compute(weights, test.images, dtype), test),
+        references={"test image": Evaluation({}, mosaic(test.images, test.labels))},
         rows={
             "test_reconstruction_error": ("Reconstruction error, test", "{:.5f}"),
             "test_accuracy": ("Digits told apart, test", "{:.1%}"),
@@ -116,14 +116,14 @@ def loss(weights: Weights, digits: Digits, dtype: DTypeLike) -> tuple[jax.Array,
     return cross_entropy.mean() + RECONSTRUCTION_WEIGHT * error, error
 
 
-def outcome(outputs: tuple[jax.Array, jax.Array], test: Digits) -> Outcome:
+def evaluation(outputs: tuple[jax.Array, jax.Array], test: Digits) -> Evaluation:
     """How well the digits are told apart and drawn."""
     logits, drawn = outputs
     measures = {
         "test_reconstruction_error": float(jnp.square(drawn - test.images).mean()),
         "test_accuracy": float((logits.argmax(axis=1) == test.labels).mean()),
     }
-    return Outcome(measures, mosaic(drawn, test.labels))
+    return Evaluation(measures, mosaic(drawn, test.labels))
 
 
 def mosaic(images: Array, labels: Array) -> np.ndarray:

@@ -14,11 +14,11 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-from gainstage.demo.task import Array, Outcome, Task, Weights, jit
+from gainstage.demo.task import Array, Evaluation, Task, Weights, jit
 
 PATCHES, SIZE, RANKS = 16, 32, 64
 NOISE = 25 / 255  # standard deviation
-WIDTH, BLOCKS = 16, 2
+CHANNELS, BLOCKS = 16, 2
 HELD_OUT = slice(288, 416)  # columns to test with: right halves of what is in the pictures
 CROP, CROPS = 56, [(228, 4), (100, 56)]  # rows and held-out columns to look at, in each picture
 
@@ -47,8 +47,8 @@ def task() -> Task:
         elements=PATCHES * SIZE * SIZE * 3,
         ranks=RANKS,
         other_ranks=(1, 4, 16),
-        evaluate=lambda weights, dtype: outcome(denoised(weights, noisy, dtype), clean),
-        references={"noisy": outcome(noisy, clean), "original": Outcome({}, crops(clean))},
+        evaluate=lambda weights, dtype: evaluation(denoised(weights, noisy, dtype), clean),
+        references={"noisy": evaluation(noisy, clean), "original": Evaluation({}, crops(clean))},
         rows={
             "test_error": ("Squared error, test", "{:.5f}"),
             "test_psnr": ("PSNR, test", "{:.2f} dB"),
@@ -69,10 +69,10 @@ def task() -> Task:
 def initial_weights(seed: int) -> list[np.ndarray]:
     """He-normal kernels: the first, two for each block, the last."""
     rng = np.random.default_rng(seed)
-    blocks = [(WIDTH, WIDTH, 2.0), (WIDTH, WIDTH, 0.1)] * BLOCKS
+    blocks = [(CHANNELS, CHANNELS, 2.0), (CHANNELS, CHANNELS, 0.1)] * BLOCKS
     return [
         rng.normal(0, np.sqrt(gain / (9 * inputs)), (3, 3, inputs, outputs)).astype(np.float32)
-        for inputs, outputs, gain in [(3, WIDTH, 2.0), *blocks, (WIDTH, 3, 0.01)]
+        for inputs, outputs, gain in [(3, CHANNELS, 2.0), *blocks, (CHANNELS, 3, 0.01)]
     ]
 
 
@@ -116,11 +116,11 @@ def with_noise(rng: np.random.Generator, clean: np.ndarray) -> Batch:
     return clean + rng.normal(0, NOISE, clean.shape).astype(np.float32), clean
 
 
-def outcome(images: Array, clean: np.ndarray) -> Outcome:
+def evaluation(images: Array, clean: np.ndarray) -> Evaluation:
     """How far the images are from clean ones."""
     images = np.clip(np.asarray(images), 0, 1)
     error = float(np.square(images - clean).mean())
-    return Outcome({"test_error": error, "test_psnr": -10 * math.log10(error)}, crops(images))
+    return Evaluation({"test_error": error, "test_psnr": -10 * math.log10(error)}, crops(images))
 
 
 def crops(images: np.ndarray) -> np.ndarray:

@@ -9,14 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
-from gainstage.demo.training import BFLOAT16, FLOAT32, SCALED, UNSCALED, Comparison, Probe, Run
+from gainstage.demo.training import BFLOAT16, FLOAT32, SCALED, UNSCALED, Comparison, Probe, Training
 from gainstage.runs.render import LIGHT
 
 RED, YELLOW = LIGHT["overflow"], LIGHT["loss"]
 COLORS = {FLOAT32: LIGHT["faint"], BFLOAT16: LIGHT["nan"], UNSCALED: RED, SCALED: LIGHT["curve"]}
 STYLES = {FLOAT32: ("-", 7), BFLOAT16: (":", 3), UNSCALED: ("-", 3), SCALED: ("--", 3)}
 MARKERS = {FLOAT32: ("s", 17), BFLOAT16: ("D", 10), SCALED: ("*", 10)}
-LARGE: dict[str, Any] = {"fontsize": 20, "fontweight": "bold"}
+TITLE_FONT: dict[str, Any] = {"fontsize": 20, "fontweight": "bold"}
 LOOKS: dict[Any, Any] = {
     "font.size": 15,
     "axes.titlesize": 18,
@@ -51,16 +51,16 @@ def save(found: Comparison, path: Path) -> None:
 def draw_images(figure: SubFigure, found: Comparison) -> None:
     """Each mode's images, between those that no network has made, with their scores."""
     key = found.task.score
-    shown = [(name, "black", outcome) for name, outcome in found.task.references.items()]
+    shown = [(name, "black", evaluation) for name, evaluation in found.task.references.items()]
     runs = found.by_mode.items()
-    shown[1:1] = [(mode.name, COLORS[mode], run.outcome) for mode, run in runs]
-    for axes, (name, color, outcome) in zip(figure.subplots(1, len(shown)), shown, strict=True):
-        axes.imshow(outcome.image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    shown[1:1] = [(mode.name, COLORS[mode], run.evaluation) for mode, run in runs]
+    for axes, (name, color, evaluation) in zip(figure.subplots(1, len(shown)), shown, strict=True):
+        axes.imshow(evaluation.image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axes.set(xticks=[], yticks=[])
-        axes.set_title(name, color=color, **LARGE)
-        if key in outcome.measures:
-            score = found.task.rows[key][1].format(outcome.measures[key])
-            axes.set_xlabel(score, color=color, **LARGE)
+        axes.set_title(name, color=color, **TITLE_FONT)
+        if key in evaluation.measures:
+            score = found.task.rows[key][1].format(evaluation.measures[key])
+            axes.set_xlabel(score, color=color, **TITLE_FONT)
         axes.spines[:].set(color=color, linewidth=4, visible=True)
 
 
@@ -124,7 +124,7 @@ def draw_gradient(axes: Axes, scaled: Probe, plain: Probe) -> None:
     )  # fmt: skip
 
 
-def draw_scale(axes: Axes, run: Run) -> None:
+def draw_scale(axes: Axes, run: Training) -> None:
     """The scale of each step, with the skipped ones marked."""
     steps, skipped = np.arange(1, len(run.scales) + 1), run.skipped
     axes.step(steps, run.scales, where="mid", color=COLORS[SCALED], linewidth=3)

@@ -18,7 +18,7 @@ Array = Any  # of JAX or numpy
 Weights = list[jax.Array]
 
 
-class Outcome(NamedTuple):
+class Evaluation(NamedTuple):
     """How good some images are, and a few of them side by side."""
 
     measures: dict[str, float]
@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A network to train, and the words for it; trainer, report and picture work with any task.
+    """A network to train, and the words for it; trainer, console and picture work with any task.
 
     The process plays one of several data-parallel ranks: its loss is divided by their number, for
     the mean is over the batch of all of them.
@@ -44,8 +44,8 @@ class Task(NamedTuple):
     elements: int  # that the mean of this process's squared error is over
     ranks: int  # in the comparison of dtypes
     other_ranks: tuple[int, ...]  # with which float16 without scaling is trained as well
-    evaluate: Callable[[Weights, str], Outcome]  # of (weights, dtype), on images not trained on
-    references: dict[str, Outcome]  # images that no network has made
+    evaluate: Callable[[Weights, str], Evaluation]  # of (weights, dtype), on images not trained on
+    references: dict[str, Evaluation]  # images that no network has made
     rows: dict[str, tuple[str, str]]  # of the table: the title and the format of each measure
     error: str  # the measure in which modes are compared
     score: str  # the measure under each image

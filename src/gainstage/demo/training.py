@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from gainstage._core.types import OptState, PyTree
-from gainstage.demo.task import Outcome, Task, Weights, jit
+from gainstage.demo.task import Evaluation, Task, Weights, jit
 from gainstage.rules import DynamicLossScale, FixedLossScale
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_step import train_step
@@ -44,7 +44,7 @@ class Probe(NamedTuple):
     flushed: float  # share of the elements that are 0, but not in float32
 
 
-class Run(NamedTuple):
+class Training(NamedTuple):
     """What one training was like, and what came of it."""
 
     mode: Mode
@@ -54,13 +54,13 @@ class Run(NamedTuple):
     skipped: np.ndarray  # whether the step was skipped
     seconds: float
     probe: Probe
-    outcome: Outcome
+    evaluation: Evaluation
 
     @property
     def measures(self) -> dict[str, Any]:
         """The numbers, by name."""
         return {
-            **self.outcome.measures,
+            **self.evaluation.measures,
             "gradient_error": self.probe.error,
             "flushed_share": self.probe.flushed,
             "skipped_steps": int(self.skipped.sum()),
@@ -96,7 +96,7 @@ class Trainer:
         weights, state, _, error = self._take(weights, state, batch, ranks)
         return weights, state, (error, scale, ~step_was_applied(state))
 
-    def run(self, seed: int, ranks: int, advance: Callable[[], None] = lambda: None) -> Run:
+    def run(self, seed: int, ranks: int, advance: Callable[[], None] = lambda: None) -> Training:
         """Trains with the weights and the batches of a seed; `advance` is called each step."""
         weights: Weights = [jnp.asarray(w) for w in self.task.weights(seed)]
         state, batches, parts = self.tx.init(weights), self.task.batches(seed), np.float32(ranks)
@@ -113,8 +113,8 @@ class Trainer:
         errors, scales, skipped = map(np.array, zip(*jax.device_get(history), strict=True))
         seconds = time.perf_counter() - start
         assert probe is not None
-        outcome = self.task.evaluate(weights, self.mode.dtype)
-        return Run(self.mode, ranks, errors, scales, skipped, seconds, probe, outcome)
+        evaluation = self.task.evaluate(weights, self.mode.dtype)
+        return Training(self.mode, ranks, errors, scales, skipped, seconds, probe, evaluation)
 
     def _probe(self, weights: Weights, batch: PyTree, ranks: np.float32, scale: float) -> Probe:
         """Compares the gradient of a batch with that of float32 at the same weights."""
@@ -146,10 +146,10 @@ class Comparison(NamedTuple):
     """The runs in each mode, and those of float16 without scaling with each number of ranks."""
 
     task: Task
-    by_mode: dict[Mode, Run]
-    by_ranks: list[Run]
+    by_mode: dict[Mode, Training]
+    by_ranks: list[Training]
 
-    def times(self, run: Run) -> float:
+    def times(self, run: Training) -> float:
         """A run's test error, as a multiple of that of float32."""
         exact = self.by_mode[FLOAT32].measures
         return run.measures[self.task.error] / exact[self.task.error]

@@ -32,8 +32,8 @@ except ModuleNotFoundError as _error:
 
 __all__ = ["Checkpoints"]
 
-FORMAT = 2
-SHOWN = 5  # fields that an error names
+CHECKPOINT_FORMAT = 2
+SHOWN_FIELDS = 5  # fields that an error names
 
 
 class Checkpoints:
@@ -219,7 +219,7 @@ def _manifest(named: Named, optimizer: Optimizer) -> dict[str, Any]:
         for kind, part in named.items()
     }
     return {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "class": type(optimizer).__name__,
         "config": _without_rate(readable(optimizer.get_config())),
         "groups": optimizer.groups,
@@ -242,7 +242,7 @@ def _different_fields(saved: object, ours: object) -> tuple[object, object, str]
     paths = [p for p in known | found if p not in known or p not in found or known[p] != found[p]]
     # Another class has other options, which say nothing more.
     paths = [p for p in paths if p.endswith("class_name")] or paths
-    shown, left = paths[:SHOWN], len(paths) - SHOWN
+    shown, left = paths[:SHOWN_FIELDS], len(paths) - SHOWN_FIELDS
     before, here = ({p: of[p] for p in shown if p in of} for of in (known, found))
     return before.get("", before), here.get("", here), f" and {left} more" if left > 0 else ""
 

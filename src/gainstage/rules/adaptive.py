@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import checks
-from gainstage._core.checks import LARGEST
+from gainstage._core.checks import LARGEST, LARGEST_FLOAT16
 from gainstage._core.types import Flag
 from gainstage.rules.base import LossScale, one_more, set_field, set_scales
 
@@ -59,7 +59,7 @@ class AdaptiveLossScale(LossScale):
         margin: bits between the largest gradient and `largest_number`, >= 0.
         memory: the half-life, in steps, of the largest gradient, an integer >= 1.
         min_scale, max_scale: the bounds, within `2**-126` and `2**126`.
-        largest_number: the largest number of the backward pass's dtype, > 0.
+        largest_number: the largest number of the backward pass's dtype, > 0; 65504 for float16.
 
     Raises:
         TypeError: an argument is not a number, or is a bool.
@@ -91,7 +91,7 @@ class AdaptiveLossScale(LossScale):
     memory: int = 200
     min_scale: float = 2.0**-24
     max_scale: float = LARGEST
-    largest_number: float = 65504.0
+    largest_number: float = LARGEST_FLOAT16
 
     def __post_init__(self) -> None:
         set_scales(self)

@@ -25,9 +25,9 @@ from gainstage._core._jax import Tracer
 from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
 
-FORMAT = 1
+CAPSULE_FORMAT = 1
 # How to pass a missing `like`, in Python and on the command line.
-ADVICE = {
+HOW_TO_PASS = {
     "like": "pass a tuple of the arguments up to this one, such as (model,), or a function that "
     "returns it",
     "--like": "pass MODULE:FUNCTION, a function without arguments that returns a model like that "
@@ -105,7 +105,7 @@ def write(path: Path, about: dict[str, Any], arguments: Packed) -> None:
             for number, array in enumerate(arguments.arrays):
                 with archive.open(f"{number}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, _in_numpy(array))
-            description = {"gainstage capsule": FORMAT, **about, "args": arguments.args}
+            description = {"gainstage capsule": CAPSULE_FORMAT, **about, "args": arguments.args}
             archive.writestr(DESCRIPTION, json.dumps(description))
         file.flush()
         os.fsync(file.fileno())
@@ -161,10 +161,10 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
     form = found.get("gainstage capsule") if isinstance(found, dict) else None
     if found is None or form is None:
         raise ValueError(f"Expected a capsule at {path}; got an archive of {names[:5]}.")
-    if type(form) is not int or form != FORMAT:
+    if type(form) is not int or form != CAPSULE_FORMAT:
         raise ValueError(
-            f"Expected a capsule of format {FORMAT} at {path}; got format {form!r}. Read it with "
-            f"the gainstage that wrote it, {found.get('versions')}."
+            f"Expected a capsule of format {CAPSULE_FORMAT} at {path}; got format {form!r}. Read "
+            f"it with the gainstage that wrote it, {found.get('versions')}."
         )
     for name, kind in (("versions", str), ("settings", object)):
         values = found.get(name)
@@ -211,7 +211,7 @@ def _rebuilt(number: int, arg: Argument, option: str) -> PyTree:
     raise ValueError(
         f"Expected {missing} for argument {number}, a {arg.kind} with "
         f"{other or 'the leaves ' + names}; got none. A capsule stores arrays and numbers in "
-        f"dictionaries, lists and tuples: {ADVICE[option]}."
+        f"dictionaries, lists and tuples: {HOW_TO_PASS[option]}."
     )
 
 

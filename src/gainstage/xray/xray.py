@@ -23,7 +23,7 @@ from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
-SHOWN = 3  # causes that are printed
+SHOWN_CAUSES = 3  # causes that are printed
 
 
 def xray(
@@ -189,9 +189,9 @@ class Xray:
     def __str__(self) -> str:
         lines = [self.summary]
         lines += [self.comparison] if self.comparison else []
-        lines += [f"cause: {cause}" for cause in self.causes[:SHOWN]]
-        if len(self.causes) > SHOWN:
-            lines.append(f"and {len(self.causes) - SHOWN} more causes")
+        lines += [f"cause: {cause}" for cause in self.causes[:SHOWN_CAUSES]]
+        if len(self.causes) > SHOWN_CAUSES:
+            lines.append(f"and {len(self.causes) - SHOWN_CAUSES} more causes")
         window = self.window()
         if math.isfinite(window.low) and math.isfinite(window.high):
             lines.append(_described(window))
