@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+ARRAYS = (jax.Array, np.ndarray, np.generic)  # the classes of arrays
+
 
 def strong(value: npt.ArrayLike) -> jax.Array:
     """`value` as an array without a weak type, which would need a compilation of its own."""

@@ -13,12 +13,12 @@ from typing import Any, Concatenate, Generic
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Sharding
 
 from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
+from gainstage._core.arrays import ARRAYS
 from gainstage._core.checks import brief
 from gainstage._core.signals import deferred_signals
 from gainstage._core.types import P, PyTree, R, State, Structure
@@ -298,14 +298,14 @@ def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
         if is_inside():
             return fn(*args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
-        constants = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
+        constants = [_ARRAY if isinstance(leaf, ARRAYS) else leaf for leaf in leaves]
         return program(structure, tuple(constants), arrays)
 
     return call
 
 
-_ARRAY, _ARRAYS = object(), (jax.Array, np.ndarray, np.generic)
+_ARRAY = object()  # marks the place of an array
 
 
 def select(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core._jax import Tracer, get_opaque_trace_state, holds_arrays
-from gainstage._core.arrays import owned, strong
+from gainstage._core.arrays import ARRAYS, owned, strong
 from gainstage._core.operators import Operators
 
 
@@ -357,7 +357,7 @@ def is_inside() -> bool:
 
 
 _EAGER = get_opaque_trace_state()
-_NUMBERS = (bool, int, float, np.ndarray, np.generic, jax.Array)
+_NUMBERS = (bool, int, float, *ARRAYS)
 
 
 def _unboxed(value: "npt.ArrayLike | Variable") -> npt.ArrayLike:

@@ -1,5 +1,6 @@
 """A whole train step as one compiled program, for optax loops."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from jax.stages import Wrapped
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
+from gainstage._core.arrays import ARRAYS
 from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
@@ -269,32 +271,25 @@ class TrainStep(Generic[Params, P, *More]):
         return arrays, opt_state, loss, *([aux] if self._has_aux else [])
 
 
+@dataclasses.dataclass(frozen=True)
 class _Model:
-    """A pytree without its arrays: its structure, and its other leaves, such as functions."""
+    """A pytree without its arrays."""
 
-    def __init__(self, structure: Structure, others: tuple[Any, ...]):
-        self._key = structure, others
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Model) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    structure: Structure
+    leaves: tuple[Any, ...]  # `_ARRAY` in the place of an array; others are functions and the like
 
     @property
     def others(self) -> list[Any]:
         """The leaves that are not arrays."""
-        return [x for x in self._key[1] if x is not _ARRAY]
+        return [x for x in self.leaves if x is not _ARRAY]
 
     def with_arrays(self, arrays: list[Any]) -> PyTree:
         """The pytree with these arrays."""
-        structure, others = self._key
         each = iter(arrays)
-        return structure.unflatten(next(each) if x is _ARRAY else x for x in others)
+        return self.structure.unflatten(next(each) if x is _ARRAY else x for x in self.leaves)
 
 
 _ARRAY = object()  # marks the place of an array
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
@@ -329,7 +324,7 @@ def _firsts(*trees: PyTree) -> list[Any]:
 def _split(params: PyTree) -> tuple[list[Any], _Model]:
     """Splits a pytree into its arrays and the rest."""
     leaves, structure = jax.tree.flatten(params)
-    kinds = (*_ARRAYS, jax.ShapeDtypeStruct)
+    kinds = (*ARRAYS, jax.ShapeDtypeStruct)
     arrays = [x for x in leaves if isinstance(x, kinds)]
     return arrays, _Model(structure, tuple(_ARRAY if isinstance(x, kinds) else x for x in leaves))
 
@@ -367,6 +362,6 @@ def _on_mesh(
         if isinstance(sharding, NamedSharding) or getattr(x, "committed", False):
             continue
         shardings[i] = everywhere
-        leaves[i] = jax.device_put(x, everywhere) if isinstance(x, _ARRAYS) else x
+        leaves[i] = jax.device_put(x, everywhere) if isinstance(x, ARRAYS) else x
     arrays, opt_state = structure.unflatten(leaves)
     return arrays, opt_state, _Shardings(tuple(shardings), structure)

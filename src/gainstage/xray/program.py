@@ -12,6 +12,7 @@ import numpy as np
 
 from gainstage._core import models
 from gainstage._core._jax import ClosedJaxpr
+from gainstage._core.arrays import ARRAYS
 from gainstage._core.types import PyTree, Using
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.numbers import is_floating
@@ -106,7 +107,7 @@ def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _is_array(leaf: object, is_whole: bool) -> bool:
-    arrays = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    arrays = isinstance(leaf, ARRAYS)
     return arrays or (is_whole and type(leaf) in (float, complex))
 
 
