@@ -112,7 +112,7 @@ def scopes(eqn: JaxprEqn) -> str:
     return str(source_info_util.current_name_stack() + eqn.source_info.name_stack)
 
 
-def changeable(eqn: Any) -> list[tuple[Any, int | None]]:
+def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     """The programs inside an equation that `rebuilt` can change, each with its place if the
     equation has several. Functions with their own derivatives and what is `OPAQUE` have none."""
     name, params = eqn.primitive.name, eqn.params
@@ -126,7 +126,7 @@ def changeable(eqn: Any) -> list[tuple[Any, int | None]]:
     return [] if program is None else [(program, None)]
 
 
-def operations(program: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Any]]:
+def operations(program: AnyJaxpr, path: Path = ()) -> Iterator[tuple[Path, JaxprEqn]]:
     """The paths and equations of a program, without those that contain a changeable program."""
     for n, eqn in enumerate(open_jaxpr(program).eqns):
         parts = changeable(eqn)

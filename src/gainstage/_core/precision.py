@@ -32,6 +32,11 @@ def is_half(x: object) -> bool:
     return getattr(x, "dtype", None) in HALF
 
 
+def is_float32(variable: Atom) -> bool:
+    """Whether an operand or a result is float32 in the program."""
+    return getattr(variable.aval, "dtype", None) == np.float32
+
+
 def up(x: ArrayLike, var: Atom | None, dtype: DTypeLike = np.float32) -> ArrayLike:
     """Casts a half-precision operand to a wider dtype."""
     half = is_half(x) if hasattr(x, "dtype") else var is not None and is_half(var.aval)

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs
-from gainstage._core._jax import Tracer
-from gainstage._core.precision import in_dtype
+from gainstage._core._jax import JaxprEqn, Tracer
+from gainstage._core.jaxprs import Path
+from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage.transforms.precision_plan import MOVES, PrecisionPlan
 from gainstage.transforms.replay import FLOAT32, KEPT, Value, as_written, replayed
@@ -118,12 +120,12 @@ class _Caster:
     def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
         self._dtype, self._plan = dtype, plan
 
-    def constant(self, x: Any) -> Value:
+    def constant(self, x: ArrayLike) -> Value:
         """Says whether a constant may be rounded."""
         # What a function closes over and is traced is a parameter, such as a bound variable.
         return Value(x, isinstance(x, Tracer) or self._holds(x))
 
-    def _holds(self, x: Any) -> bool:
+    def _holds(self, x: ArrayLike) -> bool:
         """Whether half precision holds the sizes of all numbers of a constant."""
         if getattr(x, "dtype", FLOAT32) != FLOAT32:
             return False
@@ -131,9 +133,9 @@ class _Caster:
         held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
         return bool((held | ~np.isfinite(sizes)).all())
 
-    def compute(self, eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+    def compute(self, eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
         """Computes an operation, in half precision where that is right."""
-        wide = [_is_float32(variable) for variable in eqn.invars]
+        wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [_dtype_of(value) == self._dtype for value in floats]
         if self._computes(eqn, floats, held, path):
@@ -147,16 +149,16 @@ class _Caster:
         results = [value.x for value in as_written(eqn, values)]
         if eqn.primitive.name.startswith("custom_") and held and all(held):
             # An activation with its own derivative, such as `relu`: others follow its result.
-            shapes = {v.aval.shape for v, is_wide in zip(eqn.invars, wide, strict=True) if is_wide}
+            shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}
             results = [
-                x.astype(self._dtype) if _is_float32(v) and v.aval.shape in shapes else x
+                x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
         is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
         return [Value(x, is_moved) for x in results]
 
     def _computes(
-        self, eqn: Any, floats: Sequence[Value], held: Sequence[bool], path: tuple[int, ...]
+        self, eqn: JaxprEqn, floats: Sequence[Value], held: Sequence[bool], path: tuple[int, ...]
     ) -> bool:
         """Whether an equation is computed in half precision.
 
@@ -174,14 +176,14 @@ class _Caster:
         return eqn.primitive.name in FOLLOWERS and any(held) and fits and not _squares(eqn)
 
 
-def _squares(eqn: Any) -> bool:
+def _squares(eqn: JaxprEqn) -> bool:
     """Whether an equation squares its operand, as a variance does."""
     name = eqn.primitive.name
     twice = name == "mul" and eqn.invars[0] is eqn.invars[1]
     return twice or name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
 
 
-def _square(eqn: Any, x: jax.Array) -> jax.Array:
+def _square(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """The square in float32 of a half-precision array, which the backward pass keeps instead."""
 
     def square(x: jax.Array) -> jax.Array:
@@ -190,9 +192,5 @@ def _square(eqn: Any, x: jax.Array) -> jax.Array:
     return jax.checkpoint(square, prevent_cse=False)(x)
 
 
-def _is_float32(variable: Any) -> bool:
-    return getattr(variable.aval, "dtype", None) == FLOAT32
-
-
-def _dtype_of(value: Value) -> Any:
+def _dtype_of(value: Value) -> np.dtype | None:
     return getattr(value.x, "dtype", None)

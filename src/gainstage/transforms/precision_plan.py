@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gainstage._core import checks, jaxprs
-from gainstage.transforms.replay import FLOAT32
+from gainstage._core._jax import JaxprEqn
+from gainstage._core.jaxprs import AnyJaxpr
+from gainstage._core.precision import is_float32
 
 __all__ = ["Operation", "PrecisionPlan"]
 
@@ -60,7 +62,7 @@ class PrecisionPlan:
         """Whether the operation with this path is in half precision."""
         return path in self._halves
 
-    def check(self, program: Any) -> None:
+    def check(self, program: AnyJaxpr) -> None:
         """Raises a ValueError if a program is not the one that was measured."""
         found = [(path, eqn.primitive.name) for path, eqn in operations_of(program)]
         known = [(operation.path, operation.name) for operation in self.operations]
@@ -146,7 +148,7 @@ class PrecisionPlan:
         )
 
 
-def operations_of(program: Any) -> list[tuple[tuple[int, ...], Any]]:
+def operations_of(program: AnyJaxpr) -> list[tuple[tuple[int, ...], JaxprEqn]]:
     """The paths and equations that a plan decides on: those with float32 results and operands,
     that compute."""
     return [
@@ -155,10 +157,6 @@ def operations_of(program: Any) -> list[tuple[tuple[int, ...], Any]]:
         if eqn.primitive.name not in MOVES | jaxprs.OPAQUE
         and not eqn.primitive.name.startswith("custom_")
         and "callback" not in eqn.primitive.name
-        and any(_is_float32(v) for v in eqn.invars)
-        and any(_is_float32(v) for v in eqn.outvars)
+        and any(is_float32(v) for v in eqn.invars)
+        and any(is_float32(v) for v in eqn.outvars)
     ]
-
-
-def _is_float32(variable: Any) -> bool:
-    return getattr(variable.aval, "dtype", None) == FLOAT32

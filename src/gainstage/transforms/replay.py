@@ -7,15 +7,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs, models
+from gainstage._core._jax import AbstractValue, JaxprEqn
+from gainstage._core.arrays import ARRAYS
 from gainstage._core.bridge import assign, read, recorded
-from gainstage._core.types import P, R
+from gainstage._core.jaxprs import AnyJaxpr, Path
+from gainstage._core.types import P, PyTree, R
 from gainstage._core.variable import is_tracing
 
 FLOAT32 = np.dtype(np.float32)
 KEPT = "keep_float32"  # the scope of operations that stay in float32
-ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 @jax.tree_util.register_dataclass
@@ -29,14 +32,14 @@ class Value:
 
 
 # `(equation, operands, path) -> results` of an operation.
-Compute = Callable[[Any, list[Value], tuple[int, ...]], list[Value]]
+Compute = Callable[[JaxprEqn, list[Value], Path], list[Value]]
 
 
 def replayed(
     fun: Callable[P, R],
     compute: Compute,
     constant: Callable[[Any], Value] = Value,
-    check: Callable[[Any], None] = lambda program: None,
+    check: Callable[[AnyJaxpr], None] = lambda program: None,
 ) -> Callable[P, R]:
     """Returns `fun` with its operations computed by `compute`.
 
@@ -49,7 +52,7 @@ def replayed(
         constant: makes a value of a constant of the program.
         check: called with the program before it is run again.
     """
-    untyped: Callable[..., Any] = fun
+    untyped: Callable[..., R] = fun
 
     @functools.wraps(fun)
     def again(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +61,7 @@ def replayed(
         variables: list[Any] = []
         runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
 
-        def pure(arrays: Sequence[Any]) -> Any:
+        def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, list[PyTree]]:
             whole = list(leaves)
             for i, array in zip(places, arrays, strict=True):
                 whole[i] = array
@@ -88,9 +91,9 @@ def replayed(
 def _function_of(
     compute: Compute,
     constant: Callable[[Any], Value],
-    program: Any,
-    types: Sequence[Any],
-    path: tuple[int, ...] = (),
+    program: AnyJaxpr,
+    types: Sequence[AbstractValue],
+    path: Path = (),
     keeps: bool = False,
 ) -> Callable[..., list[Value]]:
     """The function of a program, on values.
@@ -103,10 +106,12 @@ def _function_of(
         keeps: whether the user keeps it in float32.
     """
 
-    def equation(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+    def equation(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
         kept = keeps or KEPT in jaxprs.scopes(eqn)
 
-        def inner(program: Any, types: Any, number: int | None) -> Callable[..., list[Value]]:
+        def inner(
+            program: AnyJaxpr, types: Sequence[AbstractValue], number: int | None
+        ) -> Callable[..., list[Value]]:
             own = path if number is None else (*path, number)
             return _function_of(compute, constant, program, types, own, kept)
 
@@ -123,13 +128,13 @@ def _function_of(
     return evaluate
 
 
-def as_written(eqn: Any, values: Sequence[Value]) -> list[Value]:
+def as_written(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """The results of an operation in the dtypes that it has in the program."""
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
     return [Value(x) for x in jaxprs.bind(eqn, list(settled_values))]
 
 
-def settled(value: Value, aval: Any) -> Value:
+def settled(value: Value, aval: AbstractValue) -> Value:
     """A value in the dtype that it has in the program."""
     is_float32 = getattr(aval, "dtype", None) == FLOAT32 and hasattr(value.x, "dtype")
     is_rounded = is_float32 and value.x.dtype != FLOAT32

@@ -16,7 +16,6 @@ from typing import (
 )
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped

@@ -2,17 +2,22 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gainstage._core import checks, gradients, jaxprs, models
-from gainstage._core.types import Using
+from gainstage._core._jax import JaxprEqn, Literal, Var
+from gainstage._core.arrays import ARRAYS
+from gainstage._core.jaxprs import Path
+from gainstage._core.precision import is_float32
+from gainstage._core.types import PyTree, Using
 from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast
 from gainstage.transforms.precision_plan import Operation, PrecisionPlan, operations_of
-from gainstage.transforms.replay import ARRAYS, FLOAT32, Value, as_written, replayed
+from gainstage.transforms.replay import FLOAT32, Value, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.places import frames_of, line_of, scope_of
 from gainstage.xray.progress import counted
@@ -30,7 +35,7 @@ WEIGHT = 16  # how much more a product saves than another operation of its size
 
 def tune_precision(
     fun: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     dtype: str = "float16",
     max_error: float = 0.005,
     has_aux: bool = False,
@@ -105,7 +110,7 @@ class _Tuner:
         programs: list[Any] = []
         visited = set()
 
-        def visit(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+        def visit(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
             visited.add(path)
             return as_written(eqn, values)
 
@@ -151,7 +156,7 @@ class _Tuner:
         measured = _error(program(self._scale, self._arrays), self._exact)
         return self._table(dtype, halves, predicted, measured)
 
-    def _with(self, arrays: Sequence[Any]) -> Any:
+    def _with(self, arrays: Sequence[jax.Array]) -> PyTree:
         whole = list(self._leaves)
         for i, array in zip(self._places, arrays, strict=True):
             whole[i] = array
@@ -171,17 +176,17 @@ class _Tuner:
         """Measures the largest number at each operation, in float32."""
         paths = list(self._equations)
 
-        def note(number: int, size: Any) -> None:
+        def note(number: int, size: SupportsFloat) -> None:
             self._largest[paths[number]] = max(self._largest[paths[number]], float(size))
 
         numbers = {path: n for n, path in enumerate(paths)}
 
-        def compute(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+        def compute(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
             results = as_written(eqn, values)
             if path in numbers:
                 both = (*values, *results), (*eqn.invars, *eqn.outvars)
                 known = zip(*both, strict=True)
-                sizes = [jnp.max(jnp.abs(v.x), initial=0) for v, var in known if _is_float32(var)]
+                sizes = [jnp.max(jnp.abs(v.x), initial=0) for v, var in known if is_float32(var)]
                 size = functools.reduce(jnp.maximum, sizes)
                 jax.debug.callback(functools.partial(note, numbers[path]), size)
             return results
@@ -197,14 +202,16 @@ class _Tuner:
     def _switched(self) -> tuple[Callable[..., Any], list[Any]]:
         """The compiled gradients of the function with switches, and those in float32."""
 
-        def compiled(switches: Any, scale: Any, arrays: Sequence[Any]) -> list[jax.Array]:
-            def compute(eqn: Any, values: list[Value], path: tuple[int, ...]) -> list[Value]:
+        def compiled(
+            switches: jax.Array, scale: jax.Array, arrays: Sequence[jax.Array]
+        ) -> list[jax.Array]:
+            def compute(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
                 if path not in self._group or path in self._wide:
                     return as_written(eqn, values)
                 is_on = switches[self._group[path]]
 
-                def rounded(x: Any, variable: Any) -> Any:
-                    if not _is_float32(variable):
+                def rounded(x: ArrayLike, variable: Var | Literal) -> ArrayLike:
+                    if not is_float32(variable):
                         return x
                     return jnp.where(is_on, jnp.asarray(x, self._dtype).astype(FLOAT32), x)
 
@@ -228,7 +235,7 @@ class _Tuner:
         gains = [0.0] * self.groups
         for path, eqn in self._equations.items():
             weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
-            size = sum(v.aval.size for v in (*eqn.invars, *eqn.outvars) if _is_float32(v))
+            size = sum(jaxprs.array(v).size for v in (*eqn.invars, *eqn.outvars) if is_float32(v))
             gains[self._group[path]] += weight * size
         costs = [share**2 if np.isfinite(share) else np.inf for share in self._shares]
         chosen, total = set(), 0.0
@@ -271,14 +278,10 @@ def _error(found: Sequence[Any], exact: Sequence[Any]) -> float:
     return (off / norm) ** 0.5 if norm else 0.0
 
 
-def _key(eqn: Any) -> tuple[Any, ...]:
+def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
     """What operations of equal layers have in common."""
     return eqn.primitive.name, frames_of(eqn), tuple(v.aval.str_short() for v in eqn.outvars)
 
 
-def _is_sum(eqn: Any) -> bool:
+def _is_sum(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in SUMS
-
-
-def _is_float32(variable: Any) -> bool:
-    return getattr(variable.aval, "dtype", None) == FLOAT32
