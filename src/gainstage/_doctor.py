@@ -15,7 +15,7 @@ import optax
 import gainstage as gs
 
 PACKAGES = ["jax", "jaxlib", "numpy", "optax", "keras", "flax", "equinox", "orbax-checkpoint"]
-DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+TESTED_DTYPES = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
         print(f"  {device.id}: {device.device_kind} ({device.platform}, process "
               f"{device.process_index} of {jax.process_count()})")  # fmt: skip
     print("\na product of two matrices, compiled here")
-    for dtype in DTYPES:
+    for dtype in TESTED_DTYPES:
         numbers = jnp.finfo(dtype)
         print(
             f"  {dtype:14} {product(dtype):27} {float(numbers.smallest_subnormal):.1e} to "

@@ -20,7 +20,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.sharding import typed_sharding, varying_like
-from gainstage._core.types import PyTree
+from gainstage._core.types import Given, PyTree
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
@@ -180,6 +180,7 @@ def dot(
     return _dot(dtypes, *varying_like(arguments, jax.tree.leaves(arguments)))
 
 
+Axes = tuple[Sequence[int], Sequence[int]]
 # What the backward pass needs: the operands in float8, the counts of their casts, the scalings.
 Kept = tuple[jax.Array, jax.Array, Seen, Seen, DotScaling]
 
@@ -278,11 +279,7 @@ def _range(dtype: DTypeLike) -> tuple[np.dtype, float, float]:
 
 
 def _product(
-    a: jax.Array,
-    b: jax.Array,
-    over: tuple[Sequence[int], Sequence[int]],
-    scalings: Sequence[Scaling],
-    like: jax.Array | None = None,
+    a: jax.Array, b: jax.Array, over: Axes, scalings: Sequence[Scaling], like: Given = None
 ) -> jax.Array:
     """The product over pairs of axes in float32, divided by the factors, with the sharding of
     `like`."""

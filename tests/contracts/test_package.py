@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
 
@@ -196,6 +197,26 @@ def test_public_docstrings_say_what_goes_in_and_out(name):
 def test_names_are_sorted_and_real():
     """`__all__` holds each name once, in order, and every name exists."""
     assert gs.__all__ == sorted(set(gs.__all__), key=lambda n: (not n.isupper(), n[0].islower(), n))
+
+
+# Names with two meanings: `fp8.Scaling` is public, and constants of `runs`.
+TWICE = {"HALVINGS", "LONG", "LONGEST", "LOWEST", "NEVER", "RED", "SHOWN", "Scaling", "WIDTH"}
+
+
+def test_a_name_has_one_meaning():
+    """No class, type or constant has the name of one in another module. `compat` and
+    `interop.keras` have the names of other libraries."""
+    found = defaultdict(set)
+    for path in [p for p in FILES if p.parent.name != "compat" and p.name != "keras.py"]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].add(path)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                stored = [n for n in ast.walk(node) if isinstance(getattr(n, "ctx", 0), ast.Store)]
+                for name in [n.id for n in stored if isinstance(n, ast.Name)]:
+                    found[name].add(path)
+    twice = {name for name, paths in found.items() if name[0].isupper() and len(paths) > 1}
+    assert twice - TWICE == set()
 
 
 def test_the_version_is_that_of_the_sources():

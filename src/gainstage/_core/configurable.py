@@ -20,7 +20,7 @@ def explained(from_config: F) -> F:
     """Wraps `from_config` to raise our own error if the argument is not a configuration."""
 
     @functools.wraps(from_config)
-    def checked(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(cls: type, config: object, *args: Any, **kwargs: Any) -> Any:
         try:
             if not isinstance(config, Mapping):
                 raise TypeError("not a dictionary")
@@ -150,10 +150,10 @@ def serialize(obj: Any) -> dict[str, Any]:
     }
 
 
-def readable(config: Any) -> Any:
+def readable(config: object) -> Any:
     """Returns a configuration as JSON data; callables and other objects become their names."""
 
-    def name(value: Any) -> str:
+    def name(value: object) -> str:
         return getattr(value, "__qualname__", type(value).__qualname__)
 
     return json.loads(json.dumps(config, default=name))

@@ -137,10 +137,7 @@ def operations(program: AnyJaxpr, path: Path = ()) -> Iterator[tuple[Path, Jaxpr
 
 
 def rebuilt(
-    eqn: JaxprEqn,
-    values: Sequence[V],
-    function_of: FunctionOf[V],
-    typed: Cast[V],
+    eqn: JaxprEqn, values: Sequence[V], function_of: FunctionOf[V], typed: Cast[V]
 ) -> list[V] | None:
     """Evaluates an equation with programs inside, after a change to these programs.
 
@@ -188,10 +185,7 @@ def rebuilt(
 
 
 def _scan(
-    params: Mapping[str, Any],
-    values: Sequence[V],
-    function_of: FunctionOf[V],
-    typed: Cast[V],
+    params: Mapping[str, Any], values: Sequence[V], function_of: FunctionOf[V], typed: Cast[V]
 ) -> list[V]:
     consts, carries = scan_counts(params, len(values))
     first = values[consts : consts + carries]
@@ -214,10 +208,7 @@ def _scan(
 
 
 def _while(
-    params: Mapping[str, Any],
-    values: Sequence[V],
-    function_of: FunctionOf[V],
-    typed: Cast[V],
+    params: Mapping[str, Any], values: Sequence[V], function_of: FunctionOf[V], typed: Cast[V]
 ) -> list[V]:
     tests, bodies = params["cond_nconsts"], params["body_nconsts"]
     fixed, first = values[: tests + bodies], values[tests + bodies :]

@@ -39,9 +39,9 @@ class Option(Generic[T]):
     def __get__(self, optimizer: None, owner: type) -> Self: ...
 
     @overload
-    def __get__(self, optimizer: Any, owner: type | None = None) -> T: ...
+    def __get__(self, optimizer: object, owner: type | None = None) -> T: ...
 
-    def __get__(self, optimizer: Any, owner: type | None = None) -> Any:
+    def __get__(self, optimizer: object, owner: type | None = None) -> Self | T:
         return self if optimizer is None else self._of(optimizer)
 
     def __set__(self, optimizer: Any, value: T) -> None:
@@ -54,22 +54,23 @@ class Option(Generic[T]):
 class Fixed(Option[T]):
     """An attribute that only the constructor sets, and that is not an option of a step."""
 
-    def __set__(self, optimizer: Any, value: T) -> None:
+    def __set__(self, optimizer: object, value: T) -> None:
         if self._name in vars(optimizer):
             raise AttributeError(f"`{self._name}` can be set only in the constructor.")
         vars(optimizer)[self._name] = value
 
-    def _of(self, optimizer: Any) -> T:
+    def _of(self, optimizer: object) -> T:
         if self._name not in vars(optimizer):
             owner = type(optimizer).__name__
             raise AttributeError(f"{owner!r} object has no attribute {self._name!r}")
         return vars(optimizer)[self._name]
 
 
-def _accumulation_steps(name: str, value: Any) -> int:
-    if checks.integer(name, value, low=0) == 1:
+def _accumulation_steps(name: str, value: object) -> int:
+    steps = checks.integer(name, value, low=0)
+    if steps == 1:
         raise ValueError(f"Expected None or an integer >= 2 for {name}; got {value!r}.")
-    return int(value)
+    return steps
 
 
 def _policy(name: str, value: Any) -> str:
@@ -79,13 +80,13 @@ def _policy(name: str, value: Any) -> str:
     return value
 
 
-def _name(name: str, value: Any) -> str:
+def _name(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"Expected a non-empty string for {name}; got {value!r}.")
     return value
 
 
-def _mesh(name: str, value: Any) -> Mesh | None:
+def _mesh(name: str, value: object) -> Mesh | None:
     if value is not None and not isinstance(value, Mesh):
         raise ValueError(f"Expected a jax.sharding.Mesh for {name}; got {value!r}.")
     return value
@@ -174,7 +175,7 @@ CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
 BEFORE_BUILD = frozenset(name for name, option in OPTIONS.items() if option.builds)
 
 
-def check_option(name: str, value: Any, others: Mapping[str, Any]) -> Any:
+def check_option(name: str, value: object, others: Mapping[str, Any]) -> Any:
     """Checks an option, and returns its value.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from gainstage._core import checks
 from gainstage._core._jax import Tracer
@@ -16,6 +17,8 @@ from gainstage._core.arrays import owned
 from gainstage._core.bridge import assign
 from gainstage._core.checks import brief
 from gainstage._core.variable import Variable
+
+Table = list[list[list[Any]]]  # of each group, the name, shape and first element of its parts
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
 
@@ -28,7 +31,7 @@ def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks)
     assign(variables, fitted)
 
 
-def fitted_weight(variable: Variable, weight: Any, more: Checks) -> jax.Array:
+def fitted_weight(variable: Variable, weight: npt.ArrayLike, more: Checks) -> jax.Array:
     """Returns a value as an array that fits the variable, or raises a ValueError."""
     try:
         value = _converted(weight, variable.dtype)
@@ -43,14 +46,14 @@ def fitted_weight(variable: Variable, weight: Any, more: Checks) -> jax.Array:
     return value
 
 
-def as_names(variables: Sequence[Variable], table: Any) -> dict[str, jax.Array]:
+def as_names(variables: Sequence[Variable], table: Table) -> dict[str, jax.Array]:
     """Returns the values by name, and the table of groups, if there is one."""
     named = dict(zip(unique_names(variables), variables, strict=True))
     groups = {"groups": jnp.asarray(_packed(table))} if table else {}
     return {name: variable.value() for name, variable in named.items()} | groups
 
 
-def from_names(variables: Sequence[Variable], table: Any, state: Mapping[str, Any]) -> list[Any]:
+def from_names(variables: Sequence[Variable], table: Table, state: Mapping[str, Any]) -> list[Any]:
     """Returns the values from `as_names`, in the variables' order."""
     names = unique_names(variables)
     check_names("state", state, [*names, *(["groups"] if table else [])])
@@ -58,7 +61,9 @@ def from_names(variables: Sequence[Variable], table: Any, state: Mapping[str, An
     return [state[name] for name in names]
 
 
-def into_store(variables: Sequence[Variable], table: Any, store: MutableMapping[str, Any]) -> None:
+def into_store(
+    variables: Sequence[Variable], table: Table, store: MutableMapping[str, Any]
+) -> None:
     """Writes the values to `store`, as numpy arrays under "0", "1", ..."""
     for variable in variables:
         variable._read()  # raises before anything is stored
@@ -68,7 +73,7 @@ def into_store(variables: Sequence[Variable], table: Any, store: MutableMapping[
         store["groups"] = _packed(table)
 
 
-def from_store(variables: Sequence[Variable], table: Any, store: Any) -> list[Any]:
+def from_store(variables: Sequence[Variable], table: Table, store: Mapping[str, Any]) -> list[Any]:
     """Returns the values from `into_store`, in the variables' order."""
     if not hasattr(store, "keys"):
         raise TypeError(f"Expected a store with keys; got {reprlib.repr(store)}.")
@@ -84,11 +89,11 @@ def from_store(variables: Sequence[Variable], table: Any, store: Any) -> list[An
     return [store[key] for key in keys]
 
 
-def _packed(table: Any) -> np.ndarray:
+def _packed(table: Table) -> np.ndarray:
     return np.frombuffer(json.dumps(table).encode(), np.uint8)
 
 
-def _check_groups(groups: Any, store: Any) -> None:
+def _check_groups(groups: Table, store: Mapping[str, Any]) -> None:
     """Checks that the saved buffers have the same parts as here."""
     saved = store["groups"] if "groups" in store else np.frombuffer(b"[]", np.uint8)
     try:
@@ -132,7 +137,7 @@ def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> N
         )
 
 
-def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
+def _converted(weight: npt.ArrayLike, dtype: np.dtype) -> jax.Array:
     """Converts a value to an array in the dtype of a variable.
 
     Floating numbers may be rounded, but not become infinite; other numbers must not change."""
@@ -149,7 +154,7 @@ def _converted(weight: Any, dtype: np.dtype) -> jax.Array:
     return jnp.asarray(owned(array), dtype)
 
 
-def _kind(dtype: Any) -> int:
+def _kind(dtype: np.dtype) -> int:
     """The rank of a dtype: each kind of numbers fits into later ones; the last is not real."""
     kinds: tuple[Any, ...] = (jnp.bool_, jnp.integer, jnp.floating)
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), len(kinds))

@@ -17,13 +17,16 @@ from gainstage._core.bridge import select
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.readings import inspect
 from gainstage._core.stats import at_first, measure, measured_of_both, observed
+from gainstage._core.types import Given, PyTree, RuleState
 from gainstage._core.variable import is_inside
 from gainstage.rules.base import LossScale, advance
 
-Update = Callable[..., tuple[Any, Any]]  # (state, mask) -> (result, state)
+Update = Callable[..., tuple[Any, PyTree]]  # (state, mask) -> (result, state)
+Taken = tuple[Any, PyTree, jax.Array]  # the result, the state, and whether it was updated
+Due = tuple[Given, jax.Array]  # whether the scale is updated (None: always), and how
 
 
-def run_if(applies: jax.Array, update: Update, state: Any, *mask: jax.Array) -> Any:
+def run_if(applies: jax.Array, update: Update, state: PyTree, *mask: jax.Array) -> PyTree:
     """Returns the state after `update` if `applies`, else the state; the update then does not run.
 
     Eagerly it always runs, and its results are selected: JAX compiles an eager `lax.cond` at every
@@ -42,9 +45,7 @@ class Select:
 
     counter: ClassVar[tuple[str, Any] | None] = None  # name and first value of a window count
 
-    def take(
-        self, applies: jax.Array, counts: jax.Array, update: Update, state: Any
-    ) -> tuple[Any, Any, jax.Array]:
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: PyTree) -> Taken:
         """Updates the state, or skips the update.
 
         Args:
@@ -59,9 +60,7 @@ class Select:
         result, state = select(applies, update, state)
         return result, state, applies
 
-    def scale_due(
-        self, state: Any, finite: jax.Array, counts: jax.Array
-    ) -> tuple[jax.Array | None, jax.Array]:
+    def scale_due(self, state: PyTree, finite: jax.Array, counts: jax.Array) -> Due:
         """Returns whether the scale is updated after this step (None: always), and whether the
         gradients that it reacts to were finite. `state` is the state before the step."""
         return None, finite
@@ -70,12 +69,12 @@ class Select:
 class Branch(Select):
     """The update runs inside a conditional."""
 
-    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: PyTree) -> Taken:
         return None, run_if(applies, update, state), applies
 
 
 @dataclasses.dataclass(frozen=True)
-class Window(Branch):
+class AccumulationWindow(Branch):
     """Steps are microbatches of a window; a non-finite one extends it.
 
     Args:
@@ -84,26 +83,26 @@ class Window(Branch):
 
     steps: int
 
-    def ends(self, state: Any) -> jax.Array:
+    def ends(self, state: PyTree) -> jax.Array:
         """Whether this microbatch, if it counts, is the last of its window."""
         return (state.iterations + 1) % self.steps == 0
 
-    def close(self, state: Any) -> tuple[Any, jax.Array | None]:
+    def close(self, state: PyTree) -> tuple[PyTree, Given]:
         """Ends the window: returns the state, and whether there is an update (None: always)."""
         return state, None
 
-    def has_started(self, state: Any) -> jax.Array:
+    def has_started(self, state: PyTree) -> jax.Array:
         """Whether any microbatch was finite yet."""
         return state.iterations > 0
 
 
-class DropWindow(Window):
+class DropWindow(AccumulationWindow):
     """A non-finite microbatch counts; at the end of its window there is no update."""
 
     counter = ("good_microbatches", 0)
 
-    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: Any) -> Any:
-        def counted(state: Any, mask: jax.Array) -> Any:
+    def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: PyTree) -> Taken:
+        def counted(state: PyTree, mask: jax.Array) -> tuple[Any, PyTree]:
             more = mask.astype(state.window_count.dtype)
             return update(state._replace(window_count=state.window_count + more), mask)
 
@@ -112,10 +111,10 @@ class DropWindow(Window):
         more = jnp.where(counts & ~runs, 1, 0)
         return None, state._replace(iterations=state.iterations + more), applies
 
-    def scale_due(self, state: Any, finite: jax.Array, counts: jax.Array) -> Any:
+    def scale_due(self, state: PyTree, finite: jax.Array, counts: jax.Array) -> Due:
         return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
 
-    def close(self, state: Any) -> tuple[Any, jax.Array | None]:
+    def close(self, state: PyTree) -> tuple[PyTree, Given]:
         whole = state.window_count == self.steps
         state = state._replace(
             accumulators=[jnp.where(whole, total, 0) for total in state.accumulators],
@@ -124,26 +123,26 @@ class DropWindow(Window):
         )
         return state, whole
 
-    def has_started(self, state: Any) -> jax.Array:
+    def has_started(self, state: PyTree) -> jax.Array:
         return (state.iterations >= self.steps) | (state.window_count > 0)
 
 
-WINDOWS = {"extend": Window, "drop_window": DropWindow}
+WINDOWS = {"extend": AccumulationWindow, "drop_window": DropWindow}
 
 
 class ScalingState(NamedTuple):
     """The state of a `Scaling`, as arrays or as variables."""
 
-    scale: Any  # the rule's state, None without a rule
+    scale: RuleState  # the rule's state, None without a rule
     observed: Any = None  # the telemetry, if enabled
     measured: Any = ()  # the measurements of the window so far, by name
 
 
-class Outcome(NamedTuple):
+class StepResult(NamedTuple):
     """The outcome of a step."""
 
     result: Any
-    inner: Any  # the state that the update changes, new or unchanged
+    inner: PyTree  # the state that the update changes, new or unchanged
     state: ScalingState
     finite: jax.Array  # whether the gradients were finite
     applied: jax.Array  # whether they were used, for an update or for the one of their window
@@ -173,7 +172,7 @@ class Scaling:
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     policy: Select = dataclasses.field(default_factory=Select)
 
-    def loss_scale(self, state: Any) -> jax.Array:
+    def loss_scale(self, state: RuleState) -> jax.Array:
         """The factor of the loss, by the rule's state."""
         if self.rule is None:
             return jnp.asarray(self.factor, jnp.float32)
@@ -181,7 +180,7 @@ class Scaling:
             return state.scale
         return jnp.clip(state.scale * self.factor, SMALLEST, LARGEST)
 
-    def first(self, state: Any, count: int) -> ScalingState:
+    def first(self, state: RuleState, count: int) -> ScalingState:
         """The state before the first step, by the rule's state and the number of gradients."""
         stats = at_first(self.loss_scale(state), count, self.every) if self.telemetry else None
         names = () if self.rule is None or self.policy.counter is None else self.rule.measures
@@ -191,7 +190,7 @@ class Scaling:
         self,
         update: Callable[..., tuple[Any, Any]],
         state: ScalingState,
-        inner: Any,
+        inner: PyTree,
         grads: Sequence[Any],
         scale: jax.Array | float = 1.0,
         *,
@@ -200,7 +199,7 @@ class Scaling:
         checked: Sequence[Any] | None = None,
         loss: jax.Array | None = None,
         apply_if: jax.Array | None = None,
-    ) -> Outcome:
+    ) -> StepResult:
         """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
         Args:
@@ -228,7 +227,7 @@ class Scaling:
         policy, rule = self.policy, self.rule
         result, new, applied = policy.take(applies, counts, functools.partial(update, norms), inner)
         if rule is None:
-            return Outcome(result, new, state, finite, applied)
+            return StepResult(result, new, state, finite, applied)
         here = bool(shardings) and all(sharding is None for sharding in shardings)
         divisor = scale if isinstance(scale, jax.Array) else None
         measured = {}
@@ -257,4 +256,4 @@ class Scaling:
         moved = advance(rule, state.scale, good, **measured)
         if due is not None:
             moved = jax.tree.map(lambda n, o: jnp.where(due, n, o), moved, state.scale)
-        return Outcome(result, new, ScalingState(moved, stats, so_far), finite, applied)
+        return StepResult(result, new, ScalingState(moved, stats, so_far), finite, applied)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core import gradients
@@ -146,7 +147,10 @@ def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
 
 
 def _initialized(
-    initializer: Initializer, shape: tuple[int, ...], dtype: Any, sharding: Any = None
+    initializer: Initializer,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: Sharding | None = None,
 ) -> jax.Array:
     known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
     create = known.get(initializer) if isinstance(initializer, str) else initializer

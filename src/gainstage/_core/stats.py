@@ -15,7 +15,7 @@ from gainstage._core.bridge import compiled_if_eager
 from gainstage._core.gradients import divided, upcast
 from gainstage._core.readings import Reader, bundle, fold
 from gainstage._core.sharding import on_one_device, varying, varying_like
-from gainstage._core.types import PyTree
+from gainstage._core.types import Given, PyTree
 
 # Exponents of float16: numbers below 2**-25 become 0, numbers below 2**-14 lose digits.
 FLUSHED, SUBNORMAL, TOP = -25, -14, 15
@@ -140,11 +140,7 @@ _MEASURES = {
 
 @compiled_if_eager
 def _of_gradients(
-    names: Sequence[str],
-    grads: PyTree,
-    finite: jax.Array | bool,
-    scale: jax.Array | None,
-    ordered: bool,
+    names: Sequence[str], grads: PyTree, finite: jax.Array | bool, scale: Given, ordered: bool
 ) -> dict[str, jax.Array]:
     if not names:
         return {}

@@ -14,7 +14,8 @@ from gainstage._core.configurable import serialize
 from gainstage._core.gradients import Gradients
 from gainstage._core.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
 from gainstage._core.readings import norms as norms_of
-from gainstage._core.scaling import ScalingState, Window, run_if
+from gainstage._core.scaling import AccumulationWindow, ScalingState, run_if
+from gainstage._core.types import Given, Rate
 from gainstage._core.variable import Variable, is_tracing, placed
 from gainstage.schedules import LearningRateSchedule
 
@@ -119,7 +120,7 @@ class LearningRate:
         assert rate is not None
         return rate
 
-    def get_config(self) -> Any:
+    def get_config(self) -> Rate | dict[str, Any]:
         """Returns a number, the description of a schedule, or the callable itself."""
         if self.variable is not None:
             return checks.shortest(self.variable)
@@ -182,7 +183,7 @@ class Step:
     variables: Sequence[Variable]
     shardings: Sequence[Any]
     decays: Sequence[bool]
-    window: Window | None
+    window: AccumulationWindow | None
 
     def __call__(
         self,
@@ -228,7 +229,7 @@ class Step:
         return weights
 
     def _accumulate(
-        self, window: Window, state: StepState, grads: Gradients, rate: jax.Array
+        self, window: AccumulationWindow, state: StepState, grads: Gradients, rate: jax.Array
     ) -> StepState:
         """Adds to the accumulators; at the end of a window, updates with their average."""
         rows = zip(state.accumulators, grads, self.shardings, strict=True)
@@ -237,7 +238,7 @@ class Step:
             for a, g, sharding in rows
         ]
 
-        def close(state: StepState, mask: Any = None) -> tuple[None, StepState]:
+        def close(state: StepState, mask: Given = None) -> tuple[None, StepState]:
             sums = state.accumulators
             left = [a if g is None else jnp.zeros_like(a) for a, g in zip(sums, grads, strict=True)]
             state, whole = window.close(state._replace(accumulators=left))
@@ -247,7 +248,7 @@ class Step:
             ]
             norms = norms_of(means, self.options.limits, self.shardings)
 
-            def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
+            def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
                 return None, self._update(state, gradients.divided(means), norms, rate)
 
             return update(state) if whole is None else (None, run_if(whole, update, state))

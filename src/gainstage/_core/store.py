@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 
 from gainstage._core import gradients
 from gainstage._core.bridge import read, variables_like
-from gainstage._core.scaling import WINDOWS, Scaling, ScalingState, Select, Window
+from gainstage._core.scaling import WINDOWS, AccumulationWindow, Scaling, ScalingState, Select
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
 from gainstage._core.slots import Slots
 from gainstage._core.step import LearningRate, StepOptions, StepState
+from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.rules.base import start
 
@@ -113,7 +114,7 @@ class Store:
     def __init__(
         self,
         owner: str,
-        learning_rate: Any,
+        learning_rate: Rate,
         has_own_rate: bool,
         options: StepOptions,
         mesh: Mesh | None,
@@ -158,7 +159,7 @@ class Store:
         self.options = options
         self.changed()
 
-    def set_rate(self, learning_rate: Any) -> None:
+    def set_rate(self, learning_rate: Rate) -> None:
         """Sets the learning rate; a number can be replaced only by a number."""
         rate = LearningRate(learning_rate, self.owner)
         if rate.variable is None:
@@ -184,7 +185,7 @@ class Store:
         return self.wrapper is not None or self.in_force.loss_scale_factor is not None
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> AccumulationWindow | None:
         """The accumulation window; None if each step is an update."""
         options = self.in_force
         steps = options.gradient_accumulation_steps
@@ -242,7 +243,7 @@ class Store:
             slots.group(variables)
         self.changed()
 
-    def _counter(self, window: Window | None, policy: str) -> Variable | None:
+    def _counter(self, window: AccumulationWindow | None, policy: str) -> Variable | None:
         """The window count that `on_bad_microbatch` needs, if any."""
         if policy != "extend" and not (window and self.skips):
             missing = "loss scale" if window else "gradient_accumulation_steps"

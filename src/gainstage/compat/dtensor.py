@@ -6,16 +6,20 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy.typing as npt
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from gainstage import optimizers
 from gainstage._core import checks
 from gainstage._core.options import check_option
+from gainstage._core.run import VarList
+from gainstage._core.slots import Initializer
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -86,8 +90,8 @@ class _MeshOptimizer(Optimizer):
     def __init__(
         self,
         *args: Any,
-        gradients_clip_option: Any = None,
-        ema_option: Any = None,
+        gradients_clip_option: GradientsClipOption | Mapping[str, Any] | None = None,
+        ema_option: EMAOption | Mapping[str, Any] | None = None,
         jit_compile: bool = False,
         name: str | None = None,
         mesh: Mesh | None = None,
@@ -123,16 +127,19 @@ class _MeshOptimizer(Optimizer):
 
     def add_variable(
         self,
-        shape: Any = (),
-        dtype: Any = None,
-        initializer: Any = "zeros",
+        shape: Sequence[int] = (),
+        dtype: DTypeLike | None = None,
+        initializer: Initializer = "zeros",
         name: str | None = None,
     ) -> Variable:
         """Adds a variable to the optimizer's state, with TensorFlow's order of arguments."""
         return super().add_variable(shape, initializer, dtype, name=name)
 
     def add_variable_from_reference(
-        self, model_variable: Variable, variable_name: str | None = None, initial_value: Any = None
+        self,
+        model_variable: Variable,
+        variable_name: str | None = None,
+        initial_value: Initializer | npt.ArrayLike | None = None,
     ) -> Variable:
         """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0."""
         if initial_value is None or isinstance(initial_value, str) or callable(initial_value):
@@ -143,7 +150,7 @@ class _MeshOptimizer(Optimizer):
             )
         return super().add_variable_from_reference(model_variable, variable_name, initializer)
 
-    def update_step(self, gradient: jax.Array, variable: Any) -> None:
+    def update_step(self, gradient: jax.Array, variable: Variable) -> None:
         """Assigns the new value of one variable; override it with these two arguments.
 
         Args:
@@ -159,13 +166,15 @@ class _MeshOptimizer(Optimizer):
         finally:
             self._step_rate = None
 
-    def compute_gradients(self, loss: Callable[[], Any], var_list: Any, tape: Any = None) -> Any:
+    def compute_gradients(
+        self, loss: Callable[[], Any], var_list: VarList, tape: object = None
+    ) -> list[tuple[jax.Array | None, Variable]]:
         """Returns the (gradient, variable) pairs of a loss, a callable; there are no tapes here."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().compute_gradients(loss, var_list)
 
-    def minimize(self, loss: Callable[[], Any], var_list: Any, tape: Any = None) -> None:
+    def minimize(self, loss: Callable[[], Any], var_list: VarList, tape: object = None) -> None:
         """Differentiates `loss`, a callable, and takes a step."""
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
@@ -212,8 +221,8 @@ class SGD(_MeshOptimizer, optimizers.SGD):
         momentum: float = 0.0,
         nesterov: bool = False,
         amsgrad: bool = False,
-        gradients_clip_option: Any = None,
-        ema_option: Any = None,
+        gradients_clip_option: GradientsClipOption | Mapping[str, Any] | None = None,
+        ema_option: EMAOption | Mapping[str, Any] | None = None,
         jit_compile: bool = False,
         name: str = "SGD",
         mesh: Mesh | None = None,
@@ -255,7 +264,7 @@ class Adadelta(_MeshOptimizer, optimizers.Adadelta):
     """`gainstage.Adadelta` with the keywords of `SGD` above."""
 
 
-def _settings(argument: str, cls: type, value: Any) -> dict[str, Any]:
+def _settings(argument: str, cls: type, value: object) -> dict[str, Any]:
     """The options in an option object, a mapping or None."""
     if value is None:
         return {}
@@ -266,7 +275,7 @@ def _settings(argument: str, cls: type, value: Any) -> dict[str, Any]:
     return {key: setting for key, setting in vars(value).items() if setting is not None}
 
 
-def _check_all(option: Any) -> None:
+def _check_all(option: object) -> None:
     checked: dict[str, Any] = {}
     for name, value in vars(option).items():
         checked[name] = check_option(name, value, checked)

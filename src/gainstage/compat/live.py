@@ -1,7 +1,7 @@
 """TensorFlow's stateful loss-scale objects, and the optimizer that takes unscaled gradients."""
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from gainstage._core import checks, gradients
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
-from gainstage._core.run import WithLoss
+from gainstage._core.run import VarList, WithLoss
 from gainstage._core.scaling import Scaling, ScalingState
+from gainstage._core.types import Given, PyTree
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules import base as rules
@@ -32,7 +33,7 @@ class LossScale(abc.ABC):
         """Returns the current scale, a float32 scalar."""
 
     @abc.abstractmethod
-    def update(self, grads: Any) -> tuple[None, Any]:
+    def update(self, grads: PyTree) -> tuple[None, Any]:
         """Updates the scale from unscaled gradients; returns (None, whether to apply them)."""
 
     @abc.abstractmethod
@@ -75,7 +76,7 @@ class FixedLossScale(LossScale):
     def __call__(self) -> jax.Array:
         return self.rule.init().scale
 
-    def update(self, grads: Any) -> tuple[None, bool]:
+    def update(self, grads: PyTree) -> tuple[None, bool]:
         return None, True
 
     def get_config(self) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class DynamicLossScale(LossScale):
     def __call__(self) -> jax.Array:
         return self._state.scale.value()
 
-    def update(self, grads: Any, *unexpected: Any) -> tuple[None, jax.Array]:
+    def update(self, grads: PyTree, *unexpected: Any) -> tuple[None, jax.Array]:
         """Updates the scale from the unscaled gradients of a step, any pytree; None is ignored.
 
         Returns:
@@ -181,7 +182,7 @@ class DynamicLossScale(LossScale):
         return f"DynamicLossScale({live}, {config})"
 
 
-def _nothing(norms: Any, state: Any, mask: Any = None) -> tuple[None, Any]:
+def _nothing(norms: Sequence[jax.Array], state: PyTree, mask: Given = None) -> tuple[None, Any]:
     """An update that changes nothing: the caller takes the step."""
     return None, state
 
@@ -194,7 +195,7 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     def _divided(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())
 
-    def _loss_and_gradients(self, loss: Any, var_list: Any, **how: bool) -> WithLoss:
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
         pairs = super()._loss_and_gradients(loss, var_list, **how)
         grads = self._divided(gradient for gradient, _ in pairs)
         return pairs.of((g, v) for g, (_, v) in zip(grads, pairs, strict=True))

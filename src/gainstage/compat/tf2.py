@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.run import WithLoss, loss_of
+from gainstage._core.run import VarList, WithLoss, loss_of
 from gainstage._core.store import ScalingWrapper, Store
-from gainstage._core.types import Scalar
+from gainstage._core.types import Given, PyTree, Scalar
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
@@ -93,7 +93,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         """The learning rate, by its older name."""
         return self.learning_rate
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         name = "learning_rate" if name == "lr" else name
         if self._is_of_inner(name):
             setattr(self.inner_optimizer, name, value)
@@ -109,7 +109,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def _get_option(self, name: str) -> Any:
         return self._inner._get_option(name)
 
-    def _set_option(self, name: str, value: Any) -> None:
+    def _set_option(self, name: str, value: object) -> None:
         self._inner._set_option(name, value)
 
     def _is_of_inner(self, name: str) -> bool:
@@ -148,7 +148,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return self._divided(grads)
 
     def minimize(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, loss: Callable[[], Any], var_list: Any, tape: Any = None
+        self, loss: Callable[[], Any], var_list: VarList, tape: object = None
     ) -> jax.Array:
         """Scales, differentiates, unscales and applies; returns the true loss. A loss that is not a
         scalar is summed."""
@@ -156,7 +156,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().minimize(loss, var_list)
 
-    def _loss_and_gradients(self, loss: Callable[[], Any], var_list: Any, **how: bool) -> Any:
+    def _loss_and_gradients(
+        self, loss: Callable[[], Any], var_list: VarList, **how: bool
+    ) -> WithLoss:
         self._forgotten.clear()  # this method scales and unscales itself
         summed = (lambda: jnp.sum(jnp.asarray(loss()))) if callable(loss) else loss
         return super()._loss_and_gradients(summed, var_list, **how)
@@ -189,8 +191,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return super().apply_gradients(WithLoss(pairs, loss_of(grads_and_vars)))
 
     def _step(
-        self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
-    ) -> tuple[Any, Any]:
+        self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
+    ) -> tuple[PyTree, Given]:
         new, applied = super()._step(state, grads, rate, loss, apply_if)
         if self._store.window:  # the window counts its microbatches itself
             return new, applied
@@ -239,7 +241,7 @@ def without_legacy(config: Any) -> Any:
     return {**config, "config": known}
 
 
-def scale_arguments(loss_scale: Any) -> dict[str, Any]:
+def scale_arguments(loss_scale: object) -> dict[str, Any]:
     """Converts a `loss_scale` to the arguments `dynamic, initial_scale, dynamic_growth_steps`.
 
     Args:

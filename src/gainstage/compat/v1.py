@@ -82,9 +82,9 @@ class Optimizer:
         loss: Callable[[], Any],
         var_list: Sequence[Variable] | None = None,
         gate_gradients: int = 1,
-        aggregation_method: Any = None,
+        aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
-        grad_loss: Any = None,
+        grad_loss: object = None,
     ) -> Pairs:
         """Returns the (gradient, variable) pairs of a loss; None if it ignores the variable.
 
@@ -152,10 +152,10 @@ class Optimizer:
         global_step: Variable | None = None,
         var_list: Sequence[Variable] | None = None,
         gate_gradients: int = 1,
-        aggregation_method: Any = None,
+        aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
-        grad_loss: Any = None,
+        grad_loss: object = None,
     ) -> None:
         """Calls `compute_gradients`, then `apply_gradients`."""
         pairs = self.compute_gradients(loss, var_list, grad_loss=grad_loss)
@@ -263,7 +263,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
     def __init__(
         self,
         opt: Optimizer,
-        loss_scale: Any,
+        loss_scale: object,
         use_locking: bool | None = None,
         name: str | None = None,
     ):
@@ -311,7 +311,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         super()._take(pairs)
 
 
-def _rule(loss_scale: Any) -> rules.LossScale:
+def _rule(loss_scale: object) -> rules.LossScale:
     """The rule for a `loss_scale` argument."""
     rule = getattr(loss_scale, "rule", loss_scale)
     if isinstance(rule, str) and rule == "dynamic":
@@ -327,6 +327,6 @@ def _rule(loss_scale: Any) -> rules.LossScale:
         ) from error
 
 
-def _varies(gradient: Any) -> bool:
+def _varies(gradient: object) -> bool:
     """Whether a value differs between the devices of a mesh, inside `jax.shard_map`."""
     return isinstance(gradient, jax.Array) and bool(varying_axes(gradient))

@@ -131,11 +131,7 @@ class Trainer:
 
 @functools.partial(jit, static_argnames=("loss", "dtype"))
 def gradient(
-    weights: Weights,
-    batch: PyTree,
-    factor: ArrayLike,
-    loss: Callable[..., tuple[jax.Array, jax.Array]],
-    dtype: str,
+    weights: Weights, batch: PyTree, factor: ArrayLike, loss: Callable[..., Any], dtype: str
 ) -> jax.Array:
     """All elements of the gradient of a loss times a factor, as they come out of the network."""
     grads = jax.grad(lambda weights: loss(weights, batch, dtype)[0] * factor)(weights)

@@ -7,16 +7,18 @@ Needs the extra `keras`, and `KERAS_BACKEND=jax`. Import this module before
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gainstage._core import gradients
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.scaling import Branch, Scaling, ScalingState
 from gainstage._core.store import Wrapper
+from gainstage._core.types import Given, PyTree
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
@@ -60,7 +62,7 @@ def keep_if_applied(model: Any) -> Any:
         raise TypeError(f"Expected a Keras model; got {model!r}.")
     train_step = model.train_step
 
-    def step(state: Any, data: Any) -> Any:
+    def step(state: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
         _, fixed, optimizer_variables, _ = state
         logs, (trainable, new, after, metrics) = train_step(state, data)
         optimizer = model.optimizer
@@ -141,7 +143,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             self._wrapper = Wrapper(self.name)
             inner_optimizer._ours._store.set_wrapper(self._wrapper)
 
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[Any]) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
         self.step_counter = self.add_variable((), "zeros", "int", "none", name="step_counter")
         first = keras.initializers.Constant(self.initial_scale)
@@ -158,7 +160,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 counts[field] = self.add_variable((), constant, str(value.dtype), name=field)
         self._counts = counts
 
-    def _frozen(self) -> Any:
+    def _frozen(self) -> Hashable:
         return self.rule, constants(self.inner_optimizer)
 
     @property
@@ -167,12 +169,12 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         `model.jax_state_sync()` first in a callback."""
         return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: ArrayLike) -> jax.Array:
         """Returns the loss times the scale, in float32."""
         return gradients.scaled(loss, self.loss_scale)
 
     def _step(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         own = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
@@ -189,7 +191,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
-        def update(norms: Any, old: Any, mask: Any = None) -> tuple[None, Any]:
+        def update(norms: Any, old: PyTree, mask: Given = None) -> tuple[None, PyTree]:
             # Quantized layers pass a measurement instead of a gradient; it is not unscaled.
             true = [
                 g if g is None or keep else gradients.unscale(g, state.scale)
@@ -211,11 +213,13 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
         return weights, own + inner
 
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
         """Excludes variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
-    def finalize_variable_values(self, var_list: Any) -> None:
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Sets the variables to the inner optimizer's moving averages, if it keeps them."""
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
@@ -230,7 +234,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         return {**config, "rule": serialize(self.rule)}
 
     @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Any:
         """Returns the optimizer that `get_config` describes."""
         config = dict(config)
         if isinstance(config.get("rule"), Mapping):

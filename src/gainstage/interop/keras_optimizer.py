@@ -6,13 +6,14 @@
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
+from jax.typing import ArrayLike
 
 from gainstage._core.bridge import functional
 from gainstage._core.checks import brief
@@ -21,6 +22,7 @@ from gainstage._core.options import OPTIONS, Options
 from gainstage._core.run import check_verbs
 from gainstage._core.signals import deferred_signals
 from gainstage._core.step import LearningRate
+from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
 from gainstage.interop.keras_backend import keras
 from gainstage.optimizers.base import Optimizer
@@ -34,19 +36,21 @@ class Stateless(keras.optimizers.Optimizer):
     """Implements `apply` by `stateless_apply`: one compiled program when called eagerly."""
 
     _compiled: Any = None
-    _constants: Any = None  # the constants of the compiled step
+    _constants: Hashable = None  # the constants of the compiled step
 
     def _step(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The step as a pure function; some gradients may be None."""
         raise NotImplementedError
 
-    def _frozen(self) -> Any:
+    def _frozen(self) -> Hashable:
         """The settings that a compiled step has as constants, and that may have changed."""
         raise NotImplementedError
 
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(
+        self: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
+    ) -> None:
         """Takes a step; gradients may be None, and variables some of those it was built with."""
         grads = list(grads)
         if not grads:
@@ -80,7 +84,7 @@ class Stateless(keras.optimizers.Optimizer):
                     variable.assign(value)
 
     def stateless_apply(
-        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+        self: Any, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
         if not self.built:
@@ -100,7 +104,7 @@ class Stateless(keras.optimizers.Optimizer):
         self._warn_of_missing(known, grads)
         return self._step(optimizer_variables, grads, trainable_variables)
 
-    def _warn_of_missing(self: Any, variables: Any, grads: Any) -> None:
+    def _warn_of_missing(self: Any, variables: Sequence[Any], grads: Sequence[Any]) -> None:
         missing = [v.path for v, g in zip(variables, grads, strict=True) if g is None]
         if not missing or len(missing) == len(grads):  # if all are missing, the step raises
             return
@@ -156,7 +160,7 @@ class KerasOptimizer(Options, Stateless):
         self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
-    def build(self, variables: Any) -> None:
+    def build(self, variables: Sequence[Any]) -> None:
         """Creates a Keras variable for each variable of the optimizer, with its sharding."""
         planned = [_planned(variable) for variable in variables]
         self._ours.build(planned)
@@ -174,7 +178,7 @@ class KerasOptimizer(Options, Stateless):
         self.built = True
 
     def _step(
-        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         ours, old, before = self._ours, list(trainable_variables), list(optimizer_variables)
         # Quantized layers pass a measurement as a gradient; it is the variable's new value.
@@ -205,14 +209,14 @@ class KerasOptimizer(Options, Stateless):
     def _get_option(self, name: str) -> Any:
         return getattr(self._ours._store.in_force, name)
 
-    def _set_option(self, name: str, value: Any) -> None:
+    def _set_option(self, name: str, value: object) -> None:
         if "_ours" in vars(self):  # Keras's constructor sets its defaults before
             setattr(self._ours, name, value)
 
-    def _frozen(self) -> Any:
+    def _frozen(self) -> Hashable:
         return constants(self)
 
-    def _mirror(self, ours: Any) -> Any:
+    def _mirror(self, ours: Variable) -> Any:
         """The Keras variable that mirrors a variable of the optimizer."""
         return self.variables[self._ours.variables.index(ours)]
 
@@ -223,7 +227,7 @@ class KerasOptimizer(Options, Stateless):
             raise AttributeError("Expected use_ema=True; there are no moving averages.")
         return [self._mirror(average) for average in self._ours._store.averages]
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: jax.Array) -> jax.Array:
         """Returns the loss times `loss_scale_factor`, in float32; without one, the loss itself."""
         return self._ours.scale_loss(loss)
 
@@ -264,12 +268,14 @@ class KerasOptimizer(Options, Stateless):
         self._ours.learning_rate = self._learning_rate = rate.source
         self._untrack_variable(before)
 
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
         """Excludes variables from weight decay: Keras variables, or parts of their paths."""
         paths = [f"^{re.escape(variable.path)}$" for variable in var_list or ()]
         self._ours.exclude_from_weight_decay(var_names=[*paths, *(var_names or ())])
 
-    def finalize_variable_values(self, var_list: Any) -> None:
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Sets the variables to their moving averages, once there are any."""
         if not self._ours._store.averages or not int(self._iterations.value):
             return
@@ -289,7 +295,9 @@ class KerasOptimizer(Options, Stateless):
         return {"optimizer": description, "name": self.name}
 
     @classmethod
-    def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Any:
         """Returns the optimizer that `get_config` describes."""
         description = copy.deepcopy(config["optimizer"])
         rate = description["config"].get("learning_rate")
@@ -307,11 +315,11 @@ class _Updates(keras.Variable):
         self._count, self._optimizer = count, optimizer
 
     @property
-    def value(self) -> Any:
+    def value(self) -> jax.Array:
         steps = self._optimizer._store.in_force.gradient_accumulation_steps or 1
         return self._count.value // steps
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: ArrayLike) -> None:
         raise TypeError(
             "`iterations` is computed from the number of microbatches; it cannot be set."
         )
@@ -320,7 +328,7 @@ class _Updates(keras.Variable):
         return f"<Variable path={self.path}, shape=(), dtype=int32, value={self.value}>"
 
 
-def constants(optimizer: Any) -> Any:
+def constants(optimizer: Any) -> Hashable:
     """The options of an optimizer, and its learning rate unless that is a variable."""
     rate = optimizer._learning_rate
     rate = None if isinstance(rate, keras.Variable) else rate
@@ -355,7 +363,7 @@ def _mirror_of(slot: Variable, value: jax.Array) -> Any:
     return mirror
 
 
-def _place(mirror: Any, sharding: Any) -> None:
+def _place(mirror: Any, sharding: Sharding | None) -> None:
     """Gives a Keras variable a sharding; Keras has no public API for that."""
     if sharding is not None:
         mirror._layout = sharding

@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
@@ -59,7 +60,7 @@ class Adagrad(Optimizer):
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
 
-        def start(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        def start(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
             return jnp.full(shape, self.initial_accumulator_value, dtype)
 
         self.accumulators: list[Variable] = self.add_optimizer_variables(

@@ -36,11 +36,11 @@ from gainstage._core.run import (
     overrides,
 )
 from gainstage._core.saving import shown, wrong_count
-from gainstage._core.scaling import Scaling, ScalingState, Window, run_if
+from gainstage._core.scaling import AccumulationWindow, Scaling, ScalingState, run_if
 from gainstage._core.slots import Initializer
 from gainstage._core.step import OptimizerState, Step, StepOptions, StepState
 from gainstage._core.store import Computed, Store
-from gainstage._core.types import Aux, Flag, Grads, Loss, Rate, Scalar, Values
+from gainstage._core.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
 from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
 
@@ -150,7 +150,7 @@ class Optimizer(Configurable, Arguments):
     def _get_option(self, name: str) -> Any:
         return getattr(self._store.options, name)
 
-    def _set_option(self, name: str, value: Any) -> None:
+    def _set_option(self, name: str, value: object) -> None:
         store = self._store
         value = self._checked_option(name, value)
         wrapper = store.wrapper
@@ -175,7 +175,7 @@ class Optimizer(Configurable, Arguments):
             )
         return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if not name.startswith("_") and name != "learning_rate" and "_store" in vars(self):
             self._store.changed()  # Python values are constants of the compiled step
@@ -190,7 +190,7 @@ class Optimizer(Configurable, Arguments):
         return self._store.variables
 
     @property
-    def _step_state(self) -> Any:
+    def _step_state(self) -> PyTree:
         """The variables that `_step` reads and changes, the weights among them."""
         return self._store.state
 
@@ -332,7 +332,7 @@ class Optimizer(Configurable, Arguments):
         trainable_variables: Iterable[Variable],
         name: str | Sequence[str],
         initializer: Initializer = "zeros",
-    ) -> Any:
+    ) -> list[Variable] | tuple[list[Variable], ...]:
         """Adds one slot per variable; returns a list, or for several names a tuple of lists."""
         variables = list(trainable_variables)
         if not isinstance(name, str):
@@ -553,7 +553,9 @@ class Optimizer(Configurable, Arguments):
         args, version = (grads, loss, apply_if), store.version if self.jit_compile else None
         self._runner(self._apply, variables, weights, args, self._rate_of_step, version)
 
-    def _apply(self, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None) -> Any:
+    def _apply(
+        self, grads: list[Any], rate: Given, loss: Given = None, apply_if: Given = None
+    ) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""
         state = self._step_state
         new, applied = self._step(read(state), grads, rate, loss, apply_if)
@@ -627,7 +629,7 @@ class Optimizer(Configurable, Arguments):
             raise wrong_count("trainable_variables", trainable_variables, trainable)
         values = (list(trainable_variables), list(optimizer_variables))
 
-        def step(grads: Any) -> None:
+        def step(grads: list[Any]) -> None:
             if overrides(self, "apply"):
                 self.apply(grads, trainable)
             else:
@@ -647,7 +649,8 @@ class Optimizer(Configurable, Arguments):
         places = [(variable, self._get_variable_index(variable)) for variable in var_list]
         count = None if store.window_count is None else store.window_count.value()
         state = store.state._replace(iterations=store.iterations.value(), window_count=count)
-        started = (store.window or Window(1)).has_started(state)  # before that there is no average
+        # Before that there is no average.
+        started = (store.window or AccumulationWindow(1)).has_started(state)
         pairs = [(store.averages[place].value(), v.value()) for v, place in places]
         values = [jnp.where(started, average, value) for average, value in pairs]
         assign([variable for variable, _ in places], values)
@@ -677,8 +680,8 @@ class Optimizer(Configurable, Arguments):
         return False
 
     def _step(
-        self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
-    ) -> tuple[Any, Any]:
+        self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
+    ) -> tuple[PyTree, Given]:
         """One step as a pure function: returns the new values of `_step_state`, and whether it was
         applied (None: always)."""
         if self._store.in_force.loss_scale_factor is not None:
@@ -691,7 +694,7 @@ class Optimizer(Configurable, Arguments):
         step = self._make_step(loss)
         read = norms(grads, step.options.limits_of_steps, step.shardings)
 
-        def update(state: StepState, mask: Any = None) -> tuple[None, StepState]:
+        def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
             return None, step(state, gradients.divided(grads), read, rate)
 
         new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
@@ -702,17 +705,17 @@ class Optimizer(Configurable, Arguments):
         scaling: Scaling,
         state: OptimizerState,
         grads: list[Any],
-        rate: Any,
-        loss: Any,
-        apply_if: Any,
-    ) -> tuple[OptimizerState, Any]:
+        rate: Given,
+        loss: Given,
+        apply_if: Given,
+    ) -> tuple[OptimizerState, Given]:
         """`_step` on scaled gradients, skipped if one is non-finite."""
         step = self._make_step(loss)
         scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(state.scaling.scale)
         pairs = zip(grads, step.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
-        def update(norms: Any, state: StepState, mask: Any = None) -> tuple[None, StepState]:
+        def update(norms: Any, state: StepState, mask: Given = None) -> tuple[None, StepState]:
             true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
             return None, step(state, gradients.divided(true, scale), norms, rate)
 
@@ -729,7 +732,7 @@ class Optimizer(Configurable, Arguments):
         )
         return OptimizerState(done.state, done.inner), done.applied
 
-    def _make_step(self, loss: Any = None) -> Step:
+    def _make_step(self, loss: Given = None) -> Step:
         """The step for the current options and variables."""
         store, options = self._store, self._store.in_force
         decay = options.weight_decay
@@ -744,7 +747,7 @@ class Optimizer(Configurable, Arguments):
         )
 
     def _update_weights(
-        self, state: StepState, grads: Gradients, rate: jax.Array, loss: Any
+        self, state: StepState, grads: Gradients, rate: jax.Array, loss: Given
     ) -> StepState:
         """`update_step` of every variable as a pure function."""
         store, own = self._store, self._store.state
@@ -754,7 +757,7 @@ class Optimizer(Configurable, Arguments):
             self._update_all(grads, rate, loss)
             return read(own)
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
         gradient_of = dict(zip(self._store.index, grads, strict=True))
         for group in self._store.slots.groups:
             members = [gradient_of.pop(variable) for variable in group.members]
@@ -817,7 +820,7 @@ class Optimizer(Configurable, Arguments):
         With `group_small`, "groups" is the table of the shared buffers."""
         saving.into_store(self.variables, self.groups, store)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Sets all of `variables` from what `save_own_variables` stored, or none.
 
         Raises:

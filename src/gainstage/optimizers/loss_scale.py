@@ -27,7 +27,7 @@ from gainstage._core.slots import Slots
 from gainstage._core.stats import Observed, at_first, check_telemetry
 from gainstage._core.step import OptimizerState
 from gainstage._core.store import ScalingWrapper
-from gainstage._core.types import Rate, Scalar
+from gainstage._core.types import Given, PyTree, Rate, Scalar
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.optax import Optax
@@ -199,7 +199,7 @@ class LossScaleOptimizer(Optimizer):
         """The rule's `increment_period`; None for a rule without one."""
         return getattr(self.rule, "increment_period", None)
 
-    def check_finite(self, grads: Any) -> jax.Array:
+    def check_finite(self, grads: PyTree) -> jax.Array:
         """Returns whether all gradients, a pytree or iterable of arrays, are finite: a bool scalar.
         None counts as finite."""
         alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
@@ -237,8 +237,8 @@ class LossScaleOptimizer(Optimizer):
         return OptimizerState(self._wrapper.state, self._store.state)
 
     def _step(
-        self, state: Any, grads: Any, rate: Any, loss: Any = None, apply_if: Any = None
-    ) -> tuple[Any, Any]:
+        self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
+    ) -> tuple[PyTree, Given]:
         scaling = self._store.scaling(self._wrapper.scaling)
         return self._inner._scaled_step(scaling, state, grads, rate, loss, apply_if)
 
@@ -257,12 +257,12 @@ class LossScaleOptimizer(Optimizer):
         over = self._wrapper.over
         return over[name] if name in over else getattr(self._store.options, name)
 
-    def _set_option(self, name: str, value: Any) -> None:
+    def _set_option(self, name: str, value: object) -> None:
         self._wrapper.set_option(name, self._checked_option(name, value))
         (self._given.discard if value is None else self._given.add)(name)
         self._store.changed()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         inner = vars(self).get("_inner")
         if inner is not None and name in vars(inner) and name not in vars(self):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
@@ -349,7 +349,7 @@ def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
         )
 
 
-def _check_inner(inner: Any, given: set[str]) -> None:
+def _check_inner(inner: object, given: set[str]) -> None:
     if not isinstance(inner, Optimizer) or isinstance(inner, LossScaleOptimizer):
         advice = ""
         if hasattr(inner, "init") and hasattr(inner, "update"):

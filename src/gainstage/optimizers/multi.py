@@ -12,7 +12,7 @@ from gainstage._core.options import DEFAULTS, WrapperOptions
 from gainstage._core.run import check_verbs
 from gainstage._core.scaled_state import states_in
 from gainstage._core.store import Wrapper
-from gainstage._core.types import Rate
+from gainstage._core.types import Given, Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
@@ -117,7 +117,7 @@ class MultiOptimizer(Optimizer):
     def _wants_loss(self) -> bool:
         return any(optimizer._wants_loss() for optimizer, _ in self.optimizers_and_variables)
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
         if self._store.in_force.weight_decay is not None:
             raise ValueError(
                 f"Expected weight_decay on an optimizer of {self.name!r}, whose learning rate "

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -14,7 +14,7 @@ from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients, upcast
 from gainstage._core.options import WrapperOptions
 from gainstage._core.sharding import replicate
-from gainstage._core.types import Rate, Transformation
+from gainstage._core.types import Given, OptState, PyTree, Rate, Transformation
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -71,7 +71,7 @@ class Optax(Optimizer):
             raise TypeError(f"Expected no {sorted(unknown)[0]} for Optax; got {options}.")
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
         self.tx = tx
-        self._state: Any = None
+        self._state: OptState = None
         self._key_kinds: list[Any] = []  # for each leaf: the implementation of its key, or None
 
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -100,7 +100,7 @@ class Optax(Optimizer):
         self._slots.all.extend(slots)
         replicate(self.name, self.mesh, [slot for slot in slots if slot.ndim == 0], variables)
 
-    def _planned(self, values: Any) -> Any:
+    def _planned(self, values: list[jax.Array]) -> OptState:
         """The state as shapes and dtypes; a slot of a variable has its sharding."""
         state = jax.eval_shape(self._init, values)
         alone = jax.tree.map(lambda slot: slot.update(sharding=None), state)
@@ -113,14 +113,14 @@ class Optax(Optimizer):
             values,
         )
 
-    def _init(self, values: Any) -> Any:
+    def _init(self, values: list[jax.Array]) -> OptState:
         state = self.tx.init(upcast(values))
         self._key_kinds = [
             jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in jax.tree.leaves(state)
         ]
         return jax.tree.map(_without_key, state)
 
-    def _state_with_keys(self) -> Any:
+    def _state_with_keys(self) -> OptState:
         values, structure = jax.tree.flatten(read(self._state))
         leaves = [
             value if kind is None else jax.random.wrap_key_data(value, impl=kind)
@@ -136,9 +136,13 @@ class Optax(Optimizer):
     def _wants_loss(self) -> bool:
         return isinstance(self.tx, optax.GradientTransformationExtraArgs)
 
-    def _updated(self, grads: Any, state: Any, values: Any, loss: Any) -> Any:
+    def _updated(
+        self, grads: PyTree, state: OptState, values: PyTree, loss: Given
+    ) -> tuple[PyTree, OptState]:
         """Returns `tx.update(...)`, or raises an error that names the missing argument."""
-        update: Any = functools.partial(self.tx.update, grads, state, values)
+        update: Callable[..., tuple[PyTree, OptState]] = functools.partial(
+            self.tx.update, grads, state, values
+        )
         try:
             if loss is None:
                 return update()
@@ -169,17 +173,17 @@ class Optax(Optimizer):
             f"the loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
         )
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Any) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
         values = [variable.value() for variable in self._index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
         old = self._state_with_keys()
         updates, new = self._updated(given, old, values, loss)
 
-        def is_of_variables(node: Any) -> bool:
+        def is_of_variables(node: object) -> bool:
             return type(node) is list and len(node) == len(grads)
 
-        def kept(new: Any, old: Any) -> Any:
+        def kept(new: OptState, old: OptState) -> OptState:
             if not is_of_variables(new):
                 return new
             return [o if g is None else n for g, n, o in zip(grads, new, old, strict=True)]
@@ -191,9 +195,9 @@ class Optax(Optimizer):
                 self.assign_add(variable, rate * update)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _without_key(leaf: Any) -> Any:
+def _without_key(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf

@@ -14,6 +14,7 @@ from gainstage._core.checks import brief
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import unique_names
 from gainstage._core.store import Wrapper
+from gainstage._core.types import OptState, PyTree, Structure
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
@@ -98,7 +99,7 @@ def _unscaled(
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any, Any, Any], list[Any]]]:
     """The transformation, and the accumulators in its state, as `loss_scaled_within` needs them."""
 
-    def built_for(params: Any, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
+    def built_for(params: PyTree, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
         """The optimizer, built for shapes only; without groups if `grouped` is False."""
         named, _ = jax.tree_util.tree_flatten_with_path(params)
         with jax.ensure_compile_time_eval():
@@ -119,21 +120,23 @@ def _unscaled(
             mine.build(variables)
         return mine, variables
 
-    def init(params: Any) -> dict[str, jax.Array]:
+    def init(params: PyTree) -> dict[str, jax.Array]:
         mine, variables = built_for(params)
         leaves = map(jnp.asarray, jax.tree.leaves(params))
         starts = mine._first_values(dict(zip(variables, leaves, strict=True)))
         names = unique_names(mine.variables)
         return {name: starts[v] for name, v in zip(names, mine.variables, strict=True)}
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: OptState, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, OptState]:
         if params is None:
             raise ValueError("Expected params for the update of to_optax; got None.")
         # Traced parameters do not show their mesh; on a mesh there are no groups.
         mine, _ = built_for(params, grouped=any("/group_0_" in name for name in state))
         names = unique_names(mine.variables)
         leaves = jax.tree.leaves(params)
-        structure: Any = jax.tree.structure(params)
+        structure: Structure = jax.tree.structure(params)
         try:
             grads = structure.flatten_up_to(updates)
         except ValueError as error:
@@ -146,7 +149,7 @@ def _unscaled(
         changes = [None if g is None else n - o for g, n, o in zip(grads, new, old, strict=True)]
         return structure.unflatten(changes), dict(zip(names, values, strict=True))
 
-    def sums_in(state: Any, named: Any, params: Any) -> list[Any]:
+    def sums_in(state: OptState, named: object, params: PyTree) -> list[Any]:
         if not optimizer._store.in_force.gradient_accumulation_steps:
             return []
         mine, _ = built_for(params, grouped=False)
@@ -156,6 +159,6 @@ def _unscaled(
     return optax.GradientTransformationExtraArgs(init, update), sums_in
 
 
-def _sharding_of(x: Any) -> Any:
+def _sharding_of(x: object) -> NamedSharding | None:
     sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None

@@ -15,7 +15,7 @@ from gainstage._core.jaxprs import Path
 from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage.transforms.precision_plan import MOVES, PrecisionPlan
-from gainstage.transforms.replay import FLOAT32, KEPT, Value, as_written, replayed
+from gainstage.transforms.replay import KEEP_SCOPE, SINGLE, Operand, as_written, replayed
 
 __all__ = ["autocast", "keep_float32"]
 
@@ -104,7 +104,7 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
     """
 
     def __enter__(self) -> None:
-        self._scope = jax.named_scope(KEPT)
+        self._scope = jax.named_scope(KEEP_SCOPE)
         self._scope.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -120,20 +120,20 @@ class _Caster:
     def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
         self._dtype, self._plan = dtype, plan
 
-    def constant(self, x: ArrayLike) -> Value:
+    def constant(self, x: ArrayLike) -> Operand:
         """Says whether a constant may be rounded."""
         # What a function closes over and is traced is a parameter, such as a bound variable.
-        return Value(x, isinstance(x, Tracer) or self._holds(x))
+        return Operand(x, isinstance(x, Tracer) or self._holds(x))
 
     def _holds(self, x: ArrayLike) -> bool:
         """Whether half precision holds the sizes of all numbers of a constant."""
-        if getattr(x, "dtype", FLOAT32) != FLOAT32:
+        if getattr(x, "dtype", SINGLE) != SINGLE:
             return False
         sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(self._dtype)
         held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
         return bool((held | ~np.isfinite(sizes)).all())
 
-    def compute(self, eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
+    def compute(self, eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
         """Computes an operation, in half precision where that is right."""
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
@@ -143,9 +143,9 @@ class _Caster:
                 jnp.asarray(value.x, self._dtype) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
             ]
-            return [Value(x) for x in in_dtype(eqn, xs, self._dtype, {FLOAT32})]
+            return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
         if _squares(eqn) and all(held) and held:
-            return [Value(_square(eqn, floats[0].x))]
+            return [Operand(_square(eqn, floats[0].x))]
         results = [value.x for value in as_written(eqn, values)]
         if eqn.primitive.name.startswith("custom_") and held and all(held):
             # An activation with its own derivative, such as `relu`: others follow its result.
@@ -155,10 +155,10 @@ class _Caster:
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
         is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
-        return [Value(x, is_moved) for x in results]
+        return [Operand(x, is_moved) for x in results]
 
     def _computes(
-        self, eqn: JaxprEqn, floats: Sequence[Value], held: Sequence[bool], path: tuple[int, ...]
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: tuple[int, ...]
     ) -> bool:
         """Whether an equation is computed in half precision.
 
@@ -187,10 +187,10 @@ def _square(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
     """The square in float32 of a half-precision array, which the backward pass keeps instead."""
 
     def square(x: jax.Array) -> jax.Array:
-        return jaxprs.bind(eqn, [x.astype(FLOAT32)] * len(eqn.invars))[0]
+        return jaxprs.bind(eqn, [x.astype(SINGLE)] * len(eqn.invars))[0]
 
     return jax.checkpoint(square, prevent_cse=False)(x)
 
 
-def _dtype_of(value: Value) -> np.dtype | None:
+def _dtype_of(value: Operand) -> np.dtype | None:
     return getattr(value.x, "dtype", None)

@@ -17,13 +17,13 @@ from gainstage._core.jaxprs import AnyJaxpr, Path
 from gainstage._core.types import P, PyTree, R
 from gainstage._core.variable import is_tracing
 
-FLOAT32 = np.dtype(np.float32)
-KEPT = "keep_float32"  # the scope of operations that stay in float32
+SINGLE = np.dtype(np.float32)
+KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Value:
+class Operand:
     """A value of a program."""
 
     x: Any  # an array, perhaps in half precision though it is float32 in the program
@@ -32,13 +32,13 @@ class Value:
 
 
 # `(equation, operands, path) -> results` of an operation.
-Compute = Callable[[JaxprEqn, list[Value], Path], list[Value]]
+Compute = Callable[[JaxprEqn, list[Operand], Path], list[Operand]]
 
 
 def replayed(
     fun: Callable[P, R],
     compute: Compute,
-    constant: Callable[[Any], Value] = Value,
+    constant: Callable[[Any], Operand] = Operand,
     check: Callable[[AnyJaxpr], None] = lambda program: None,
 ) -> Callable[P, R]:
     """Returns `fun` with its operations computed by `compute`.
@@ -75,7 +75,7 @@ def replayed(
         program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
         check(program)
         free = _may_be_rounded(args, kwargs)
-        values = [Value(leaves[i], free[i]) for i in places]
+        values = [Operand(leaves[i], free[i]) for i in places]
         types = [variable.aval for variable in program.outvars]
         found = _function_of(compute, constant, program, types)(*values)
         result, new, states = jax.tree.unflatten(
@@ -90,12 +90,12 @@ def replayed(
 
 def _function_of(
     compute: Compute,
-    constant: Callable[[Any], Value],
+    constant: Callable[[Any], Operand],
     program: AnyJaxpr,
     types: Sequence[AbstractValue],
     path: Path = (),
     keeps: bool = False,
-) -> Callable[..., list[Value]]:
+) -> Callable[..., list[Operand]]:
     """The function of a program, on values.
 
     Args:
@@ -106,12 +106,12 @@ def _function_of(
         keeps: whether the user keeps it in float32.
     """
 
-    def equation(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
-        kept = keeps or KEPT in jaxprs.scopes(eqn)
+    def equation(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+        kept = keeps or KEEP_SCOPE in jaxprs.scopes(eqn)
 
         def inner(
             program: AnyJaxpr, types: Sequence[AbstractValue], number: int | None
-        ) -> Callable[..., list[Value]]:
+        ) -> Callable[..., list[Operand]]:
             own = path if number is None else (*path, number)
             return _function_of(compute, constant, program, types, own, kept)
 
@@ -121,24 +121,24 @@ def _function_of(
             return found
         return as_written(eqn, values) if kept else compute(eqn, values, path)
 
-    def evaluate(*values: Value) -> list[Value]:
+    def evaluate(*values: Operand) -> list[Operand]:
         found = jaxprs.run(program, values, equation, constant, constant, path)
         return [*map(settled, found, types), *found[len(types) :]]
 
     return evaluate
 
 
-def as_written(eqn: JaxprEqn, values: Sequence[Value]) -> list[Value]:
+def as_written(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
     """The results of an operation in the dtypes that it has in the program."""
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
-    return [Value(x) for x in jaxprs.bind(eqn, list(settled_values))]
+    return [Operand(x) for x in jaxprs.bind(eqn, list(settled_values))]
 
 
-def settled(value: Value, aval: AbstractValue) -> Value:
+def settled(value: Operand, aval: AbstractValue) -> Operand:
     """A value in the dtype that it has in the program."""
-    is_float32 = getattr(aval, "dtype", None) == FLOAT32 and hasattr(value.x, "dtype")
-    is_rounded = is_float32 and value.x.dtype != FLOAT32
-    return Value(value.x.astype(FLOAT32)) if is_rounded else Value(value.x)
+    is_float32 = getattr(aval, "dtype", None) == SINGLE and hasattr(value.x, "dtype")
+    is_rounded = is_float32 and value.x.dtype != SINGLE
+    return Operand(value.x.astype(SINGLE)) if is_rounded else Operand(value.x)
 
 
 def _may_be_rounded(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:

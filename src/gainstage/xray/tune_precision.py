@@ -17,7 +17,7 @@ from gainstage._core.precision import is_float32
 from gainstage._core.types import PyTree, Using
 from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast
 from gainstage.transforms.precision_plan import Operation, PrecisionPlan, operations_of
-from gainstage.transforms.replay import FLOAT32, Value, as_written, replayed
+from gainstage.transforms.replay import SINGLE, Operand, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.places import frames_of, line_of, scope_of
 from gainstage.xray.progress import counted
@@ -110,7 +110,7 @@ class _Tuner:
         programs: list[Any] = []
         visited = set()
 
-        def visit(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
+        def visit(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
             visited.add(path)
             return as_written(eqn, values)
 
@@ -181,7 +181,7 @@ class _Tuner:
 
         numbers = {path: n for n, path in enumerate(paths)}
 
-        def compute(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
+        def compute(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
             results = as_written(eqn, values)
             if path in numbers:
                 both = (*values, *results), (*eqn.invars, *eqn.outvars)
@@ -205,7 +205,7 @@ class _Tuner:
         def compiled(
             switches: jax.Array, scale: jax.Array, arrays: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            def compute(eqn: JaxprEqn, values: list[Value], path: Path) -> list[Value]:
+            def compute(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
                 if path not in self._group or path in self._wide:
                     return as_written(eqn, values)
                 is_on = switches[self._group[path]]
@@ -213,11 +213,11 @@ class _Tuner:
                 def rounded(x: ArrayLike, variable: Var | Literal) -> ArrayLike:
                     if not is_float32(variable):
                         return x
-                    return jnp.where(is_on, jnp.asarray(x, self._dtype).astype(FLOAT32), x)
+                    return jnp.where(is_on, jnp.asarray(x, self._dtype).astype(SINGLE), x)
 
                 xs = [rounded(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
                 found = zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True)
-                return [Value(rounded(x, var)) for x, var in found]
+                return [Operand(rounded(x, var)) for x, var in found]
 
             return self._gradients_of(replayed(self._fun, compute), scale, arrays)
 
