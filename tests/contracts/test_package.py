@@ -1,9 +1,11 @@
 """The package as a whole: layers, imports, names, style and types."""
 
 import ast
+import importlib
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -197,6 +199,27 @@ def test_public_docstrings_say_what_goes_in_and_out(name):
 def test_names_are_sorted_and_real():
     """`__all__` holds each name once, in order, and every name exists."""
     assert gs.__all__ == sorted(set(gs.__all__), key=lambda n: (not n.isupper(), n[0].islower(), n))
+
+
+def reference():
+    """The modules whose members the reference lists."""
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    names = {name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)}
+    for name in sorted(names | {name.rpartition(".")[0] for name in names}):
+        path = SRC.parent / name.replace(".", "/")
+        if path.with_suffix(".py").exists() or (name in names and path.is_dir()):
+            yield name
+
+
+@pytest.mark.parametrize("name", ["gainstage", *reference()])
+def test_a_module_of_the_reference_names_its_public_names(name):
+    """What is public is in `__all__`, exists, and is described."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"needs {error.name}")
+    assert module.__all__
+    assert [n for n in module.__all__ if not inspect.getdoc(getattr(module, n))] == []
 
 
 # Names with two meanings: `fp8.Scaling` is public, and constants of `runs`.

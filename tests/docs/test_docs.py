@@ -105,12 +105,7 @@ def public_names():
             found = importlib.import_module(module)
         except ImportError:
             continue  # an extra that is not installed
-        names = getattr(found, "__all__", None) or [
-            name
-            for name, value in vars(found).items()
-            if getattr(value, "__module__", None) == module and not name.startswith("_")
-        ]
-        for name in set(names) - {"fp8", "schedules"}:
+        for name in set(found.__all__) - {"fp8", "schedules"}:
             value = getattr(found, name)
             yield {f"{module}.{name}", f"{value.__module__}.{value.__qualname__}"}
             for method in vars(value) if inspect.isclass(value) else ():

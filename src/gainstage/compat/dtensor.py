@@ -24,6 +24,17 @@ from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "EMAOption",
+    "GradientsClipOption",
+    "RMSprop",
+]
+
 LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never had an effect
 
 

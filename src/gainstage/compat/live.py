@@ -17,6 +17,8 @@ from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.rules import base as rules
 
+__all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "UnscaledLossScaleOptimizer"]
+
 FLOOR = 1.0  # the lowest dynamic scale in TensorFlow
 
 

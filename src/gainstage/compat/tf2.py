@@ -18,6 +18,8 @@ from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
 from gainstage.rules import base as rules
 
+__all__ = ["LossScaleOptimizer"]
+
 
 class _Wrapper(ScalingWrapper):
     def build(self, store: Store, variables: Sequence[Variable]) -> None:

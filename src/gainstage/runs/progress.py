@@ -21,6 +21,8 @@ except ModuleNotFoundError as _error:
         'Expected rich to be installed; run: pip install "gainstage[report]"', name="rich"
     ) from _error
 
+__all__ = ["ProgressBar"]
+
 
 class ProgressBar(Writer):
     """A progress bar on standard error; it writes nothing to standard output.
