@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gainstage.demo.training import BFLOAT16, SCALED, UNSCALED, Comparison
+from gainstage.runs.report import WIDTH
 
-WIDTH = 78  # of the text, for a terminal of 80 columns
 HARM = 1.02  # times the error of float32, from which on float16 is said to suffer
 ROWS = {
     "gradient_error": ("Gradient's relative error", "{:.3%}"),

@@ -17,7 +17,7 @@ COLORS = {FLOAT32: LIGHT["faint"], BFLOAT16: LIGHT["nan"], UNSCALED: RED, SCALED
 STYLES = {FLOAT32: ("-", 7), BFLOAT16: (":", 3), UNSCALED: ("-", 3), SCALED: ("--", 3)}
 MARKERS = {FLOAT32: ("s", 17), BFLOAT16: ("D", 10), SCALED: ("*", 10)}
 TITLE_FONT: dict[str, Any] = {"fontsize": 20, "fontweight": "bold"}
-LOOKS: dict[Any, Any] = {
+FONTS: dict[Any, Any] = {
     "font.size": 15,
     "axes.titlesize": 18,
     "axes.grid": True,
@@ -30,7 +30,7 @@ LOOKS: dict[Any, Any] = {
 def save(found: Comparison, path: Path) -> None:
     """Draws the images of each mode, and four panels: errors, batches, gradient, scale."""
     plain, scaled = (found.by_mode[mode] for mode in (UNSCALED, SCALED))
-    with mpl.rc_context(LOOKS):
+    with mpl.rc_context(FONTS):
         figure = Figure(figsize=(15, 14.5), dpi=100, layout="constrained")
         figure.suptitle(
             f"float16 ends with {found.times(plain):.2f} × the error of float32, "

@@ -7,7 +7,7 @@ from typing import Any
 from gainstage.interop.keras_backend import keras
 from gainstage.rules.base import DynamicLossScale, as_power
 from gainstage.runs.alarms import SHARE, Alarm
-from gainstage.runs.causes import Cause, cause_of
+from gainstage.runs.causes import SkipCause, cause_of
 
 
 class LogLossScale(keras.callbacks.Callback):
@@ -50,7 +50,7 @@ class LogLossScale(keras.callbacks.Callback):
 
     def _warn(self, epoch: int, skipped: int, scale: float, loss: float) -> None:
         searched = max(0.0, math.log2(self._scale / scale))
-        bad = cause_of(loss=loss) is Cause.BAD_LOSS
+        bad = cause_of(loss=loss) is SkipCause.BAD_LOSS
         if self._warned or skipped <= 8 or not (bad or skipped - searched > SHARE * self._last):
             return
         self._warned = True

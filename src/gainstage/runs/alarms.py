@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from gainstage._core.boundary import largest_scale
+from gainstage._core.checks import LARGEST_FLOAT16
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale, as_power
-from gainstage.runs.causes import Cause, Streak, cause_of, streaks
+from gainstage.runs.causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.largest import LargestGradient
-from gainstage.runs.messages import LONG, LOSS_MISSING, XRAY, Alike, message_on
+from gainstage.runs.messages import LONG_STREAK, LOSS_MISSING, XRAY, Alike, message_on
 from gainstage.runs.run import Run
 from gainstage.runs.writers import Record, Writer
 
-LIMIT = 65504.0  # the largest number of float16
 WINDOW = 200  # steps that alarms look back; also the quiet steps before an alarm repeats
 SHARE = 0.1  # the largest share of skipped steps without an alarm
 _BOUNDARY = (
@@ -88,7 +88,7 @@ class Alarms(Writer):
         rule: LossScale | None = None,
         on_alarm: Callable[[Alarm], Any] | None = None,
         every: int = 50,
-        largest_number: float = LIMIT,
+        largest_number: float = LARGEST_FLOAT16,
     ):
         super().__init__(every)
         self._rule, self._watch = rule, _Watch(rule, largest_number)
@@ -117,7 +117,7 @@ class Alarms(Writer):
 
 
 def alarms_in(
-    run: Run, rule: LossScale | None = None, largest_number: float = LIMIT
+    run: Run, rule: LossScale | None = None, largest_number: float = LARGEST_FLOAT16
 ) -> list[Alarm]:
     """Returns the alarms for a recorded run.
 
@@ -130,7 +130,7 @@ def alarms_in(
         largest_number: as for `Alarms`.
     """
     watch, found = _Watch(run.rule if rule is None else rule, largest_number), []
-    by_cause: dict[Cause, list[Streak]] = defaultdict(list)
+    by_cause: dict[SkipCause, list[Streak]] = defaultdict(list)
     for streak in streaks(run):
         by_cause[cause_of(streak)].append(streak)
     whole: dict[int, Alike] = {}
@@ -180,7 +180,7 @@ class _Watch:
         norm = float(record.get("grad_norm", math.nan if finite else math.inf))
         loss = float(record["loss"]) if "loss" in record else None
         lowered = self._lowered_for_a_bad_loss(scale)
-        self._lost = not finite and cause_of(loss=loss) is Cause.BAD_LOSS
+        self._lost = not finite and cause_of(loss=loss) is SkipCause.BAD_LOSS
         used = self._seen.of(float(record.get("max_abs", math.nan)), norm) * scale
         if finite:
             self._end_of_row(step, scale)
@@ -188,7 +188,7 @@ class _Watch:
         else:
             self._row.add(loss, norm, scale)
         kind = cause = ""
-        if self._row.length >= LONG:
+        if self._row.length >= LONG_STREAK:
             kind, cause = message_on(alike or Alike(self._row), self._rule)
         told = alike is None or alike.longest.start <= place < alike.longest.stop
         if cause:  # do not count these steps as skips too
@@ -252,12 +252,12 @@ class _Watch:
         if finite or row.bad_loss:
             return ""
         mend = "their loss is finite, so" if row.good_loss else "if their loss is finite,"
-        if isinstance(self._rule, FixedLossScale) and row.length >= LONG:
+        if isinstance(self._rule, FixedLossScale) and row.length >= LONG_STREAK:
             return (
                 f"{row.length} steps in a row were skipped, and the scale of {as_power(scale)} "
                 f"cannot fall; {mend} it is too high: take a lower loss_scale_value. {XRAY}."
             )
-        if self._rule is None and row.held >= 2 * LONG and not self._has_cause:
+        if self._rule is None and row.held >= 2 * LONG_STREAK and not self._has_cause:
             return (
                 f"{row.length} steps in a row were skipped, and the scale stayed at "
                 f"{as_power(scale)}; {mend} it is too high, or gradients are beyond what the "

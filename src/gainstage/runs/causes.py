@@ -6,17 +6,17 @@ import math
 
 import numpy as np
 
+from gainstage.rules.adaptive import HALVINGS
 from gainstage.runs.largest import LargestGradient
 from gainstage.runs.run import Run
 
-LOWEST = 2.0**-14  # below this largest scaled gradient, all float16 gradients lose digits
-FAR = 2.0**24  # a fall this far reaches that point, if the largest gradient is not known
-NEVER = 2.0**-8  # a scale this low does, if no step was finite
+NO_DIGITS = 2.0**-14  # below this largest scaled gradient, all float16 gradients lose digits
+FAR_FALL = 2.0**24  # a fall this far reaches that point, if the largest gradient is not known
+LOW_SCALE = 2.0**-8  # a scale this low does, if no step was finite
 STAYS = 2.0**6  # a gradient that stays NaN over such a fall is not known to overflow
-HALVINGS = 12  # of `AdaptiveLossScale`, before it gives up although it knows the loss
 
 
-class Cause(enum.Enum):
+class SkipCause(enum.Enum):
     """Why steps were skipped: the word for it, and what shows it."""
 
     BAD_LOSS = "bad loss", "the loss was not finite before any scaling"
@@ -60,7 +60,7 @@ class Streak:
 
     def add(self, loss: float | None, norm: float, scale: float, place: int = 0) -> None:
         """Adds a step; its loss is None if it was not recorded."""
-        bad = cause_of(loss=loss) is Cause.BAD_LOSS
+        bad = cause_of(loss=loss) is SkipCause.BAD_LOSS
         self.gave_up |= scale > self.last and self.length <= HALVINGS
         self.held = self.held + 1 if scale == self.last else 1
         if not self.length:
@@ -88,11 +88,11 @@ class Streak:
     def is_exhausted(self) -> bool:
         """Whether the scale was so low that overflows would have ended."""
         if self.fitted > 0 and math.isfinite(self.used) and self.used > 0:
-            return self.used * self.low / self.fitted < LOWEST
-        return self.low <= self.first / FAR and (self.fitted > 0 or self.low <= NEVER)
+            return self.used * self.low / self.fitted < NO_DIGITS
+        return self.low <= self.first / FAR_FALL and (self.fitted > 0 or self.low <= LOW_SCALE)
 
 
-def cause_of(streak: Streak | None = None, loss: float | None = None) -> Cause:
+def cause_of(streak: Streak | None = None, loss: float | None = None) -> SkipCause:
     """Returns the cause of a skipped step, or of skipped steps in a row.
 
     Args:
@@ -100,22 +100,22 @@ def cause_of(streak: Streak | None = None, loss: float | None = None) -> Cause:
         loss: the loss of one of them, if it was recorded.
     """
     if loss is not None and not math.isfinite(loss):
-        return Cause.BAD_LOSS
+        return SkipCause.BAD_LOSS
     if streak is None or not streak.length:
-        return Cause.LIKELY_OVERFLOW
+        return SkipCause.LIKELY_OVERFLOW
     if streak.bad_loss:
-        return Cause.BAD_LOSS
+        return SkipCause.BAD_LOSS
     ended = streak.ended
     if ended is not None and ended < streak.first:
-        return Cause.OVERFLOW
+        return SkipCause.OVERFLOW
     if streak.nan:
         if ended is not None and streak.low < streak.first <= ended:
-            return Cause.NAN
+            return SkipCause.NAN
         if streak.is_exhausted:
-            return Cause.NAN_BELOW
+            return SkipCause.NAN_BELOW
         if ended is not None and math.isnan(ended) and streak.low <= streak.first / STAYS:
-            return Cause.NAN_TO_THE_END
-    return Cause.LIKELY_OVERFLOW
+            return SkipCause.NAN_TO_THE_END
+    return SkipCause.LIKELY_OVERFLOW
 
 
 def streaks(run: Run) -> list[Streak]:
@@ -159,7 +159,7 @@ def why_skipped(run: Run) -> dict[str, np.ndarray]:
         for place in range(streak.start, streak.stop):
             if skipped[place]:
                 of_step = cause_of(loss=loss[place] if there[place] else None)
-                cause = of_step if of_step is Cause.BAD_LOSS else alike
+                cause = of_step if of_step is SkipCause.BAD_LOSS else alike
                 masks[cause.word][place] = True
     return masks
 

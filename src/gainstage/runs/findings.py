@@ -16,7 +16,7 @@ from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.run import NOTHING, Run, measures, stretches
 from gainstage.runs.telemetry import underflow_summary
 
-SHOWN = 10  # rows of a table
+SHOWN_ROWS = 10  # rows of a table
 ENDS = 6  # rows at each end of the table of skipped steps
 DRAWN = 6  # curves of other numbers
 CURVES = {"loss_scale": "Loss scale", "loss": "Loss", "grad_norm": "Norm of all gradients"}
@@ -181,8 +181,8 @@ def _numbers(run: Run, names: Sequence[str]) -> Rows:
 
 def _cut(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> tuple[Any, list[str]]:
     """The first rows, and notes, one of which counts the others."""
-    more = [f"and {len(rows) - SHOWN} more"] * (len(rows) > SHOWN)
-    return rows[:SHOWN], [*more, *notes]
+    more = [f"and {len(rows) - SHOWN_ROWS} more"] * (len(rows) > SHOWN_ROWS)
+    return rows[:SHOWN_ROWS], [*more, *notes]
 
 
 def overflows(run: Run) -> Rows:

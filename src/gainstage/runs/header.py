@@ -13,7 +13,7 @@ from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale
 
 RULES = {rule.__name__: rule for rule in (AdaptiveLossScale, DynamicLossScale, FixedLossScale)}
-LONGEST = 1000  # characters of a rule in a file
+LONGEST_RULE = 1000  # characters of a rule in a file
 
 
 def header(rule: LossScale | None, params: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def rule_of(code: str) -> LossScale | None:
     Only numbers are evaluated, because a file may contain anything.
     """
     try:
-        call: Any = ast.parse(code[:LONGEST], mode="eval").body
+        call: Any = ast.parse(code[:LONGEST_RULE], mode="eval").body
         keywords = {keyword.arg: _number(keyword.value) for keyword in call.keywords}
         return RULES[call.func.id](*map(_number, call.args), **keywords)
     except (SyntaxError, AttributeError, KeyError, TypeError, ValueError, OverflowError):

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale, as_power
-from gainstage.runs.causes import Cause, Streak, cause_of
+from gainstage.runs.causes import SkipCause, Streak, cause_of
 
-LONG = 8  # skipped steps in a row
+LONG_STREAK = 8  # skipped steps in a row
 XRAY = (
     "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the "
     "operation"
@@ -45,7 +45,7 @@ def message_on(alike: Alike, rule: LossScale | None) -> tuple[str, str]:
 
 def _message_on(streak: Streak, rule: LossScale | None) -> tuple[str, str]:
     cause, skipped = cause_of(streak), _skipped(streak)
-    if cause is Cause.BAD_LOSS:
+    if cause is SkipCause.BAD_LOSS:
         adaptive = isinstance(rule, AdaptiveLossScale)
         hold = "" if adaptive or streak.low == streak.first else f" {HOLDS}."
         return "data", (
@@ -56,14 +56,14 @@ def _message_on(streak: Streak, rule: LossScale | None) -> tuple[str, str]:
         record = "Record it too: write(step, info, loss=loss)"
         return "loss", f"{skipped}. {LOSS_MISSING}. {record}. {_outcome(streak)}"
     place = " in the backward pass, for the loss was finite" if streak.good_loss else ""
-    if cause is Cause.OVERFLOW:
+    if cause is SkipCause.OVERFLOW:
         end = as_power(streak.ended or 0.0)
         return "overflow", f"{skipped}, and finite again at {end}: an overflow{place}. {XRAY}."
-    if cause is Cause.NAN:
+    if cause is SkipCause.NAN:
         return "data", f"{skipped}. {_outcome(streak)}"
     if isinstance(rule, FixedLossScale):
         return "", ""  # `Alarms` has another alarm for this case
-    if cause is Cause.NAN_BELOW:
+    if cause is SkipCause.NAN_BELOW:
         look = "Look at the data and the learning rate, and record the loss."
         if streak.good_loss:
             look = "The loss was finite: look for 0/0 or sqrt(0) in the backward pass."
@@ -73,7 +73,7 @@ def _message_on(streak: Streak, rule: LossScale | None) -> tuple[str, str]:
         )
     if not streak.fitted > 0:
         return "", ""
-    if cause is Cause.NAN_TO_THE_END:
+    if cause is SkipCause.NAN_TO_THE_END:
         data = "" if streak.good_loss else "bad data, "
         return "overflow", (
             f"{skipped}, and that did not end: {data}a formula of the backward pass such as 0/0, "

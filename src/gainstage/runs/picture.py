@@ -17,7 +17,7 @@ from gainstage.runs.render import LIGHT
 from gainstage.runs.run import Run
 
 STRETCHES = 300  # of a long curve; the extremes of each are drawn
-FAR = 1e100  # drawn for larger numbers, which would overflow on the way; below 1 / FAR is 0
+EDGE = 1e100  # drawn for larger numbers, which would overflow on the way; below 1 / EDGE is 0
 MARKS = {  # of each cause: a color and a shape
     "overflow": ("overflow", "x"), "NaN": ("nan", "^"), "bad loss": ("loss", "s"),
     "vetoed": ("faint", "|"),
@@ -78,11 +78,11 @@ def _panel(axes: Axes, run: Run, name: str, causes: Mapping[str, np.ndarray]) ->
     """Draws a curve; below the loss scale, one lane for each cause of skipped steps."""
     gap = run.skipped if name == "grad_norm" else np.zeros(len(run.steps), bool)
     places = _points(run.get(name), gap)
-    values = np.where(gap, np.nan, run.get(name))[places].clip(-FAR, FAR)
-    values[np.abs(values) < 1 / FAR] = 0
+    values = np.where(gap, np.nan, run.get(name))[places].clip(-EDGE, EDGE)
+    values[np.abs(values) < 1 / EDGE] = 0
     there = np.isfinite(values)
     is_scale = name == "loss_scale"
-    least, most = values[there].min(initial=FAR), values[there].max(initial=-FAR)
+    least, most = values[there].min(initial=EDGE), values[there].max(initial=-EDGE)
     steps = run.steps[places].astype(float)
     style = "steps-post" if is_scale else "default"
     axes.plot(steps, values, color=LIGHT["curve"], drawstyle=style)

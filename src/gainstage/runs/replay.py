@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.checks import LARGEST, LARGEST_FLOAT16, SMALLEST
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, advance, start
 from gainstage.runs.causes import why_skipped
@@ -25,7 +25,6 @@ from gainstage.runs.run import Run
 
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 
-FLOAT16 = 65504.0  # its largest number
 ESTIMATE = "largest gradient"  # `max_abs`, estimated where it was not measured
 NEAR = 50  # nearby steps, before and after, that are used for a step that is not decided
 
@@ -218,9 +217,9 @@ def _beyond_float16(run: Run) -> np.ndarray:
     """The lowest scale at which the largest gradient of an applied step exceeds float16."""
     largest = np.where(run.skipped, np.nan, run.get("max_abs"))
     with np.errstate(all="ignore"):
-        if (largest * run.get("loss_scale") > FLOAT16 * 1.001).any():
+        if (largest * run.get("loss_scale") > LARGEST_FLOAT16 * 1.001).any():
             largest = np.full_like(largest, np.nan)  # the gradients have a wider dtype
-        limit = np.where(largest > 0, FLOAT16 / largest, np.inf)
+        limit = np.where(largest > 0, LARGEST_FLOAT16 / largest, np.inf)
         single = limit.astype(np.float32)
         return np.where(single > limit, single, _above(single))
 

@@ -16,7 +16,7 @@ from gainstage.runs.rows import Rows, printable
 from gainstage.runs.run import NOTHING, read_run
 
 WIDTH = 78  # of the text, for a terminal of 80 columns
-LONG = 34  # characters of a rule, after which it is broken behind its bracket
+LONG_RULE = 34  # characters of a rule, after which it is broken behind its bracket
 
 
 def main(path: Path, output: Path, capsules: Mapping[str, int] = NOTHING) -> int:
@@ -73,7 +73,7 @@ def _print(console: Console, table: Rows) -> None:
         for place, column in enumerate(table.columns):
             result.add_column(column, justify="right" if place else "left", overflow="fold")
         for first, *others in table.rows:
-            broken = first.replace("(", "(\n ", 1) if len(first) > LONG else first
+            broken = first.replace("(", "(\n ", 1) if len(first) > LONG_RULE else first
             result.add_row(Text(broken), *map(Text, others))
         console.print(result)
     for line in table.notes:

@@ -14,7 +14,7 @@ from gainstage.xray.windows import Window, together
 if TYPE_CHECKING:
     from gainstage.xray.xray import Xray
 
-SHOWN = 20  # causes and gradients
+SHOWN_ON_PAGE = 20  # causes and gradients
 LAYERS = 40
 
 
@@ -33,7 +33,7 @@ def page(x: "Xray") -> str:
     errors = {name: error for name, error in x.gradient_errors.items() if not math.isnan(error)}
     drawn = {"windows": _windows(x.windows(), x.scale), "errors": _errors(errors)}
     shares = {"good": f"{GOOD:.0%}", "lost": f"{LOST:.0%}"}
-    values = {"headline": headline, "tried": _tried(x), "bad": bad, "shown": SHOWN}
+    values = {"headline": headline, "tried": _tried(x), "bad": bad, "shown": SHOWN_ON_PAGE}
     return render("xray.html", "X-ray of a step", x=x, **drawn, **shares, **values)
 
 
@@ -118,7 +118,7 @@ def _errors(errors: Mapping[str, float]) -> Chart:
     bars = [
         Bar(name, f"{error:.2%}" if error < 10 else "> 1000%", 0, at(error),
             "" if error <= GOOD else "much" if error <= LOST else "most")
-        for name, error in list(errors.items())[:SHOWN]
+        for name, error in list(errors.items())[:SHOWN_ON_PAGE]
     ]  # fmt: skip
     ticks = {at(10.0**power): f"{10.0 ** (power + 2):g}%" for power in range(-4, 1)}
-    return Chart(bars, len(errors) - SHOWN, ticks)
+    return Chart(bars, len(errors) - SHOWN_ON_PAGE, ticks)
