@@ -325,6 +325,16 @@ def test_callbacks_and_kernels():
     assert error(found, 2 * np.sin(X @ PARAMS["a"])) < 3e-3
 
 
+@pytest.fixture
+def locations():
+    """Programs say where an operation comes from, as they do for users."""
+    before = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", before)
+
+
+@pytest.mark.usefixtures("locations")
 def test_the_users_lines_and_scopes_survive():
     """Profilers and errors name the user's scope and file, as without autocast."""
 
