@@ -29,7 +29,6 @@ from gainstage._core.variable import placed
 
 Key = TypeVar("Key", bound=Hashable)
 BUNDLE = 64  # arrays: XLA:GPU fuses the computation of so many into one `concatenate`
-Found = tuple[jax.Array, list[jax.Array]]  # whether all are finite, and sums of squares
 CHUNK = 2**15  # elements: this many float32 numbers fit into a core's cache
 
 
@@ -242,14 +241,12 @@ class Reader(NamedTuple):
         longest = min(max(sum(x.size for x in arrays) // 200, CHUNK), 8 * CHUNK)
         term = jnp.square if squares else lambda x: x
 
-        def add(so_far: jax.Array, x: jax.Array) -> jax.Array:
-            return so_far + term(x.astype(jnp.float32))
-
         @jax.jit  # traced once for each shape
         def in_chunks(before: jax.Array, x: jax.Array) -> jax.Array:
             # A CPU adds chunks to each other on all cores, but sums one chunk on a single core. The
             # start is 0, but XLA must not know: the loops then run in turn and share their memory.
             start = jnp.full(chunk_of(x.size, longest), jnp.isnan(before)).astype(jnp.float32)
+            add = lambda so_far, x: so_far + term(x.astype(jnp.float32))  # noqa: E731
             return jnp.sum(fold(add, start, x.reshape(-1), longest=longest))
 
         before, each = jnp.zeros(()), []
@@ -298,8 +295,8 @@ class Reader(NamedTuple):
         bound = jnp.asarray(2.0**-64 * devices**0.5, scale.dtype)
 
         def look(
-            scalars: Sequence[jax.Array], so_far: Found, gradient: jax.Array, *onto: jax.Array
-        ) -> Found:
+            scalars: Sequence[jax.Array], so_far: PyTree, gradient: jax.Array, *onto: jax.Array
+        ) -> PyTree:
             x = gradient.astype(float32_or_wider(gradient.dtype))
             inverse, bound, *factors = (scalar.astype(x.dtype) for scalar in scalars)
             new = sum(onto, x * inverse)
@@ -309,7 +306,7 @@ class Reader(NamedTuple):
             finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
             return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
 
-        def read(scalars: Sequence[jax.Array], so_far: Found, *row: jax.Array) -> Found:
+        def read(scalars: Sequence[jax.Array], so_far: PyTree, *row: jax.Array) -> PyTree:
             stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
             longest = CHUNK if on_cpu and self.ordered and stored else 0
             return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
