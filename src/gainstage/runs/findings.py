@@ -208,7 +208,7 @@ def overflows(run: Run) -> Rows:
         "inside of the network may overflow earlier."
     ] * headroom
     columns += ["Headroom (bits)"] * headroom
-    return Rows("Tensors that overflowed", columns, *_cut(rows, notes if rows else ()))
+    return Rows("Tensors that were not finite", columns, *_cut(rows, notes if rows else ()))
 
 
 def _layer(name: str) -> str:
