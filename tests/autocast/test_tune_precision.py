@@ -177,6 +177,23 @@ def test_models_and_aux():
     assert aux["out"].dtype == jnp.float32
 
 
+def test_a_function_under_autocast_is_refused():
+    """Its float32 gradient is unknown; the error says which function to pass."""
+    with pytest.raises(ValueError, match=r"under autocast already.*fun\.__wrapped__"):
+        tune_precision(gs.autocast(offset), OFFSET, X, Y)
+    tune_precision(gs.autocast(offset).__wrapped__, OFFSET, X, Y)
+
+
+def test_a_bound_that_no_plan_keeps_is_a_warning():
+    """A function that computes in float16 by itself is wrong whatever the plan says."""
+
+    def half(params, x):
+        return jnp.mean((x @ params).astype(jnp.float16).astype(jnp.float32) ** 2)
+
+    with pytest.warns(UserWarning, match="Expected max_error=1e-12; the plan has .* operations in"):
+        tune_precision(half, PARAMS["a"], X, max_error=1e-12)
+
+
 def test_bad_input_is_refused():
     """Dtypes, bounds, losses that are no scalars, and losses that are not finite in float32."""
     with pytest.raises(ValueError, match="dtype; got 'float8'"):

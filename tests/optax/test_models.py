@@ -415,3 +415,12 @@ print([name for name in ("flax", "equinox") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_nnx_optimizer_is_no_transformation():
+    """The error is short, and says what to pass instead."""
+    optimizer = nnx.Optimizer(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+    for build in (gs.loss_scaled, functools.partial(gs.train_step, lambda m: 0.0)):
+        with pytest.raises(TypeError, match=r"Pass its `tx`\.") as found:
+            build(optimizer)
+        assert len(str(found.value)) <= 600

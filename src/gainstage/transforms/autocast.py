@@ -72,15 +72,24 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Call
     """
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {fun!r}.")
+    cast: Any
     if isinstance(plan, PrecisionPlan):
         caster = _Caster(DTYPES[plan.dtype], plan)
-        return replayed(fun, caster.compute, caster.constant, plan.check)
-    if not isinstance(plan, str) or plan not in DTYPES:
+        cast = replayed(fun, caster.compute, caster.constant, plan.check)
+    elif isinstance(plan, str) and plan in DTYPES:
+        caster = _Caster(DTYPES[plan])
+        cast = replayed(fun, caster.compute, caster.constant)
+    else:
         raise ValueError(
             f"Expected one of {sorted(DTYPES)}, or a PrecisionPlan, for plan; got {plan!r}."
         )
-    caster = _Caster(DTYPES[plan])
-    return replayed(fun, caster.compute, caster.constant)
+    cast.is_autocast = True
+    return cast
+
+
+def is_cast(fun: Callable[..., Any]) -> bool:
+    """Whether `autocast` returned this function."""
+    return getattr(fun, "is_autocast", False)
 
 
 class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement

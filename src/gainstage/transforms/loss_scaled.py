@@ -131,7 +131,9 @@ def loss_scaled_within(
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         advice = " Use gainstage.to_optax(optimizer)." if hasattr(tx, "stateless_apply") else ""
-        raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.{advice}")
+        advice = " Pass its `tx`." if hasattr(tx, "tx") else advice  # as an `nnx.Optimizer` has
+        what = f"Expected an optax.GradientTransformation for tx; got {brief(tx)}."
+        raise TypeError(f"{what}{advice}")
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, limits=limits)

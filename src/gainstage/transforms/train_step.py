@@ -137,7 +137,9 @@ def train_step(
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
+        advice = " Pass its `tx`." if hasattr(tx, "tx") else ""  # as an `nnx.Optimizer` has
+        what = f"Expected an optax.GradientTransformation for tx; got {brief(tx)}."
+        raise TypeError(f"{what}{advice}")
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     return TrainStep(loss_fn, tx, has_aux, using, donates)

@@ -68,6 +68,7 @@ class Capsule:
 
     Args:
         path: the file of the latest capsule, such as "bad.npz"; an existing capsule is replaced.
+            A run that is resumed is another run: name its file after its first step.
         keep: the number of latest capsules to keep beside the first, >= 1. Older ones are
             "bad.1.npz", "bad.2.npz".
         healthy: finite steps in a row after which the next bad step is saved, >= 1.

@@ -1,6 +1,7 @@
 """Measures, operation by operation, what half precision does to a function's gradient."""
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat
 
@@ -15,7 +16,7 @@ from gainstage._core.arrays import ARRAYS
 from gainstage._core.jaxprs import Path
 from gainstage._core.precision import is_float32
 from gainstage._core.types import PyTree, Using
-from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast
+from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast, is_cast
 from gainstage.transforms.precision_plan import Operation, PrecisionPlan, operations_of
 from gainstage.transforms.replay import SINGLE, Operand, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
@@ -50,11 +51,12 @@ def tune_precision(
     switch, so the time does not grow with depth: about one gradient for each line of the model.
 
     Args:
-        fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
+            before `autocast`.
         *args: its arguments. Use trained parameters or those of the start, and a usual batch.
         dtype: "float16" or "bfloat16".
         max_error: the largest relative error of the gradient, > 0: the norm of the difference
-            over the norm.
+            over the norm. A warning says if the plan cannot keep it.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         progress: whether to show a progress bar, in a terminal.
@@ -85,10 +87,23 @@ def tune_precision(
     if dtype not in DTYPES:
         raise ValueError(f"Expected one of {sorted(DTYPES)} for dtype; got {dtype!r}.")
     max_error = checks.real("max_error", max_error, above=0.0)
+    if is_cast(fun):
+        raise ValueError(
+            f"Expected a float32 function for fun; got {fun!r}, which is under autocast already. "
+            f"Pass the function that autocast was given: fun.__wrapped__."
+        )
     tuner = _Tuner(fun, args, DTYPES[dtype], has_aux, using)
     with counted(tuner.groups, "tune_precision", shows=progress) as tick:
         tuner.measure(tick)
-    return tuner.plan(dtype, max_error)
+    plan = tuner.plan(dtype, max_error)
+    if not plan.measured <= max_error:
+        warnings.warn(
+            f"Expected max_error={max_error:g}; the plan has {plan.measured:.2g}, with "
+            f"{sum(o.dtype == dtype for o in plan.operations)} operations in {dtype}. Some of the "
+            f"error may come from what the function itself computes in half precision.",
+            stacklevel=2,
+        )
+    return plan
 
 
 class _Tuner:
