@@ -26,6 +26,7 @@ from gainstage.transforms.autocast import autocast, keep_float32
 from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.policy import Policy
+from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.updates import apply_updates, keep_if_applied, step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
@@ -78,6 +79,7 @@ __all__ = [
     "report",
     "scale_loss",
     "schedules",
+    "self_scaled",
     "serialize",
     "step_was_applied",
     "telemetry",

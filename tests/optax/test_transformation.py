@@ -786,6 +786,10 @@ tx.update(jax.grad(lambda w: loss_fn(w) * 8)(w), state, w, loss_scale=8.0)
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 tx.update(jax.grad(gs.locally_scaled(loss_fn, 8.0))(w), state, w)
 """,
+    "by itself": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx.update(jax.grad(gs.self_scaled(loss_fn))(w), state, w)
+""",
     "no scale": """
 tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0)); state = tx.init(w)
 tx.update(jax.grad(loss_fn)(w), state, w)

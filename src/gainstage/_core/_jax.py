@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.experimental.layout import Layout, with_layout_constraint
 
 # `Literal`: an operand of an equation that is a number. `get_opaque_trace_state`: the trace in
-# which a variable is bound. The others are the types of a program and its parts.
+# which a variable is bound. `jaxpr_as_fun`: runs a program. The others are the types of a program.
 from jax.extend.core import (
     ClosedJaxpr,
     Jaxpr,
@@ -26,6 +26,7 @@ from jax.extend.core import (
     Literal,
     Var,
     get_opaque_trace_state,
+    jaxpr_as_fun,
 )
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -42,6 +43,7 @@ __all__ = [
     "dce_jaxpr",
     "get_opaque_trace_state",
     "holds_arrays",
+    "jaxpr_as_fun",
     "multihost_utils",
     "source_info_util",
     "user_frames",

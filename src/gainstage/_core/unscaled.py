@@ -6,7 +6,7 @@ MESSAGE = (
     "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
     "small gradients are lost as without it. Use gainstage.train_step, or compute gradients with "
     "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
-    "gainstage.locally_scaled(loss_fn, 2.0**15). To silence this warning: "
+    "gainstage.self_scaled(loss_fn). To silence this warning: "
     'warnings.filterwarnings("ignore", message="No loss was multiplied").'
 )
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs, models
-from gainstage._core._jax import AbstractValue, JaxprEqn
+from gainstage._core._jax import AbstractValue, ClosedJaxpr, JaxprEqn
 from gainstage._core.arrays import ARRAYS
 from gainstage._core.bridge import assign, read, recorded
 from gainstage._core.jaxprs import AnyJaxpr, Path
@@ -52,6 +52,31 @@ def replayed(
         constant: makes a value of a constant of the program.
         check: called with the program before it is run again.
     """
+
+    def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
+        check(program)
+        pairs = zip(arrays, _may_be_rounded(arguments), strict=True)
+        types = [variable.aval for variable in program.outvars]
+        evaluate = _function_of(compute, constant, program, types)
+        return [value.x for value in evaluate(*(Operand(x, free) for x, free in pairs))]
+
+    return traced(fun, run)
+
+
+def traced(
+    fun: Callable[P, R],
+    run: Callable[[ClosedJaxpr, Sequence[Any], PyTree], list[Any]],
+    prepare: Callable[[Any], Any] = lambda x: x,
+) -> Callable[P, R]:
+    """Returns `fun`, traced to a program that `run` evaluates.
+
+    Variables and models of NNX that `fun` changes get what `run` returns for them.
+
+    Args:
+        fun: a function of pytrees or models.
+        run: `(program, its arguments, (args, kwargs) of fun) -> results`.
+        prepare: called with each array of the arguments, before the program is traced.
+    """
     untyped: Callable[..., R] = fun
 
     @functools.wraps(fun)
@@ -71,16 +96,10 @@ def replayed(
                 variables[:] = assigned
                 return result, read(assigned), models.states((args, kwargs))
 
-        arrays = [leaves[i] for i in places]
+        arrays = [prepare(leaves[i]) for i in places]
         program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
-        check(program)
-        free = _may_be_rounded(args, kwargs)
-        values = [Operand(leaves[i], free[i]) for i in places]
-        types = [variable.aval for variable in program.outvars]
-        found = _function_of(compute, constant, program, types)(*values)
-        result, new, states = jax.tree.unflatten(
-            jax.tree.structure(shapes), [value.x for value in found]
-        )
+        found = run(program, arrays, (args, kwargs))
+        result, new, states = jax.tree.unflatten(jax.tree.structure(shapes), found)
         assign(variables, new)
         models.restore((args, kwargs), states)
         return result
@@ -141,8 +160,14 @@ def settled(value: Operand, aval: AbstractValue) -> Operand:
     return Operand(value.x.astype(SINGLE)) if is_rounded else Operand(value.x)
 
 
-def _may_be_rounded(args: Sequence[Any], kwargs: dict[str, Any]) -> list[bool]:
-    """For each leaf of the arguments, whether it is a parameter."""
+def _may_be_rounded(arguments: PyTree) -> list[bool]:
+    """For each array of (args, kwargs), whether it is a parameter."""
+    args, kwargs = arguments
     parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
     own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
-    return [bool(o) for o, part in zip(own, parts, strict=True) for _ in jax.tree.leaves(part)]
+    return [
+        bool(o)
+        for o, part in zip(own, parts, strict=True)
+        for leaf in jax.tree.leaves(part)
+        if isinstance(leaf, ARRAYS)
+    ]

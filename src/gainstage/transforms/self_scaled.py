@@ -1,0 +1,164 @@
+"""Losses that scale their own gradients, for trainers that differentiate by themselves."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from gainstage._core import checks, gradients
+from gainstage._core._jax import ClosedJaxpr, jaxpr_as_fun
+from gainstage._core.checks import SMALLEST, brief
+from gainstage._core.readings import all_finite
+from gainstage._core.sharding import varying, varying_like
+from gainstage._core.types import P, PyTree, R
+from gainstage._core.unscaled import SETTLED
+from gainstage.transforms.replay import traced
+
+BACKOFF = 16.0  # a retry divides the scale by it
+
+
+def self_scaled(
+    loss_fn: Callable[P, R], scale: float = 2.0**15, *, retries: int = 8
+) -> Callable[P, R]:
+    """Returns the same loss, whose backward pass is scaled: true values and true gradients.
+
+    A trainer that calls `jax.value_and_grad` itself takes it like any other loss. If a gradient is
+    not finite, loss and gradients are computed again at a sixteenth of the scale, so an overflow
+    costs time but no batch. Nothing is kept for a retry: memory is that of a step without one. On
+    a GPU the host reads one bit at each step, to know whether to retry.
+
+    - It is differentiated once, in reverse mode: `jax.jvp` and second derivatives are refused.
+    - Only the loss has gradients; of (loss, aux), aux has none.
+    - What a call changes, such as the running means of an NNX model, is changed by the last try.
+    - Inside `jax.shard_map` and `jax.pmap` all devices retry together, or none does.
+    - Non-finite data stays so after the last retry. Keep `gainstage.loss_scaled` or
+      `optax.apply_if_finite` around the optimizer, if that may happen.
+
+    Use `locally_scaled` for a part of a network, whose result is not a loss.
+
+    Args:
+        loss_fn: a function that returns a scalar loss, or a tuple (loss, aux). It takes pytrees and
+            models, by position or by name.
+        scale: the factor of the loss at the first try, > 0 and at most `2**126`. A power of two
+            causes no rounding.
+        retries: the largest number of retries in a step, >= 0.
+
+    Raises:
+        TypeError: `loss_fn` is not callable, or `scale` or `retries` is not a number; from the
+            call, the loss is not a scalar.
+        ValueError: `scale` is out of range, or `retries` is not an integer >= 0.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> def loss_fn(w, x):
+        ...     y = w.astype(jnp.float16) * x
+        ...     return y.astype(jnp.float32) * 2.0**-10
+        >>> w, x = jnp.float32(1.0), jnp.float16(2.0**-15)
+        >>> print(jax.grad(loss_fn)(w, x), jax.grad(gs.self_scaled(loss_fn))(w, x))
+        0.0 2.9802322e-08
+
+    Source: Micikevicius et al., 2018, arXiv:1710.03740.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"Expected a function for loss_fn; got {loss_fn!r}.")
+    scale = checks.loss_scale("scale", scale)
+    retries = checks.integer("retries", retries, low=0)
+
+    def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
+        SETTLED.add("local")
+        loss: Any = program.out_avals[0] if program.out_avals else None
+        if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise TypeError(
+                f"Expected a scalar loss from loss_fn, or (loss, aux); got {brief(loss)}."
+            )
+        return _with_own_scale(program, arrays, scale, retries)
+
+    return traced(loss_fn, run, _varying)
+
+
+def _with_own_scale(
+    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int
+) -> list[Any]:
+    """The results of a program, the first of which is a loss, differentiated as in `self_scaled`.
+
+    Args:
+        program: a jaxpr.
+        arrays: its arguments.
+        scale, retries: as for `self_scaled`.
+    """
+    closed_over = len(program.consts)  # what it closes over may be differentiated too
+    variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
+
+    def results_of(*values: Any) -> list[Any]:
+        bound = ClosedJaxpr(program.jaxpr, list(values[:closed_over]))
+        return list(jaxpr_as_fun(bound)(*values[closed_over:]))
+
+    own = jax.custom_vjp(results_of)
+
+    def forward(*primals: Any) -> tuple[list[Any], list[Any]]:
+        values = [primal.value for primal in primals]
+        chosen = [
+            i
+            for i, primal in enumerate(primals)
+            if primal.perturbed and jnp.issubdtype(jnp.result_type(primal.value), jnp.inexact)
+        ]
+
+        def at(scale: jax.Array) -> tuple[jax.Array, list[Any], tuple[Any, ...]]:
+            def scaled(*variables: Any) -> tuple[jax.Array, list[Any]]:
+                whole = list(values)
+                for i, x in zip(chosen, variables, strict=True):
+                    whole[i] = x
+                results = results_of(*whole)
+                return gradients.scaled(results[0], scale), results
+
+            differentiate = jax.value_and_grad(scaled, tuple(range(len(chosen))), has_aux=True)
+            (_, results), grads = differentiate(*(values[i] for i in chosen))
+            return _everywhere(all_finite(grads)), results, grads
+
+        def retried(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            lower = jnp.maximum(state[0] / BACKOFF, SMALLEST)
+            return lower, state[1] + 1, *at(lower)
+
+        first = jnp.asarray(scale, jnp.float32)
+        state = (first, jnp.int32(0), *at(first))
+        if retries:
+            state = lax.while_loop(lambda s: ~s[2] & (s[1] < retries), retried, state)
+        used, _, _, results, grads = state
+        each = dict(zip(chosen, gradients.unscale(list(grads), used), strict=True))
+        return results, [each.get(i) for i in range(len(values))]
+
+    def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
+        of_loss = cotangents[0]
+        if isinstance(of_loss, SymbolicZero):
+            return (None,) * len(grads)
+        of_loss = gradients.upcast(of_loss)
+        return tuple(
+            g if g is None else (g * of_loss).astype(variable.aval.dtype)
+            for g, variable in zip(grads, variables, strict=True)
+        )
+
+    own.defvjp(forward, backward, symbolic_zeros=True)
+    loss, *others = own(*program.consts, *arrays)
+    return [loss, *map(lax.stop_gradient, others)]
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """The mesh axes of the `jax.shard_map` around the caller."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _varying(x: Any) -> Any:
+    """An array that differs by device inside `jax.shard_map`, as its gradient does."""
+    axes = _manual_axes()
+    is_inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return varying_like(x, map(lax.axis_index, axes)) if is_inexact else x
+
+
+def _everywhere(flag: jax.Array) -> jax.Array:
+    """Whether a flag is True on all devices of the `jax.shard_map` around the caller."""
+    axes = _manual_axes()
+    return lax.pmin(varying(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag
