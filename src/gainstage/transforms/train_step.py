@@ -16,7 +16,9 @@ from typing import (
 )
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
@@ -60,6 +62,7 @@ def train_step(
     has_aux: Literal[False] = False,
     using: Using | None = ...,
     donate: bool = True,
+    retries: int = 0,
 ) -> "TrainStep[Params, P]": ...
 
 
@@ -71,6 +74,7 @@ def train_step(
     has_aux: Literal[True],
     using: Using | None = ...,
     donate: bool = True,
+    retries: int = 0,
 ) -> "TrainStep[Params, P, Aux]": ...
 
 
@@ -82,6 +86,7 @@ def train_step(
     has_aux: bool,
     using: Using | None = ...,
     donate: bool = True,
+    retries: int = 0,
 ) -> Any: ...
 
 
@@ -92,6 +97,7 @@ def train_step(
     has_aux: bool = False,
     using: Using | None = None,
     donate: bool = True,
+    retries: int = 0,
 ) -> "TrainStep[Any, ..., *tuple[Any, ...]]":
     """A compiled train step: scaled loss, gradients, check, update.
 
@@ -111,6 +117,10 @@ def train_step(
             telemetry are not donated, so you may read them later. Nothing is donated under
             `jax_debug_nans` and `jax_debug_infs`. If a step is interrupted before its results are
             assigned, they are lost: restart from a checkpoint.
+        retries: the largest number of times that a step with a non-finite gradient is taken again
+            with the same batch, >= 0. Each retry leaves what a skipped step leaves: a lower scale,
+            and a skipped step in the telemetry. Nothing is kept for a retry. With retries, the host
+            reads one bit at each step on a GPU.
 
     Returns:
         A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`,
@@ -118,9 +128,10 @@ def train_step(
         also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `tx` is not a transformation, or `donate` is not a bool; from `step`, the loss
-            is not a scalar, or a parameter is not an array.
-        ValueError: from `step`, `opt_state` has no loss-scale state, or several.
+        TypeError: `tx` is not a transformation, `donate` not a bool, or `retries` not a number;
+            from `step`, the loss is not a scalar, or a parameter is not an array.
+        ValueError: `retries` is not an integer >= 0; from `step`, `opt_state` has no loss-scale
+            state, or several.
 
     Examples:
         >>> import gainstage as gs
@@ -142,7 +153,8 @@ def train_step(
         raise TypeError(f"{what}{advice}")
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
-    return TrainStep(loss_fn, tx, has_aux, using, donates)
+    retries = checks.integer("retries", retries, low=0)
+    return TrainStep(loss_fn, tx, has_aux, using, donates, retries)
 
 
 class TrainStep(Generic[Params, P, *More]):
@@ -155,9 +167,10 @@ class TrainStep(Generic[Params, P, *More]):
         has_aux: bool,
         using: Using | None,
         donates: bool,
+        retries: int,
     ):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
-        self._donates = donates
+        self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
@@ -243,7 +256,30 @@ class TrainStep(Generic[Params, P, *More]):
         scalars: list[Any],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
-        params, opt_state = model.with_arrays(arrays), with_scalars(opt_state, scalars)
+        opt_state = with_scalars(opt_state, scalars)
+        taken = self._take(shardings, model, arrays, opt_state, batch)
+        if not self._retries:
+            return taken
+
+        def is_bad(state: tuple[jax.Array, tuple[Any, ...]]) -> jax.Array:
+            count, (_, opt_state, *_) = state
+            return ~jnp.asarray(loss_scaled_state(opt_state).applied) & (count < self._retries)
+
+        def again(state: tuple[jax.Array, tuple[Any, ...]]) -> tuple[jax.Array, tuple[Any, ...]]:
+            count, (arrays, opt_state, *_) = state
+            return count + 1, self._take(shardings, model, arrays, opt_state, batch)
+
+        return lax.while_loop(is_bad, again, (jnp.int32(0), taken))[1]
+
+    def _take(
+        self,
+        shardings: Sequence[Any],
+        model: "_Model",
+        arrays: list[Any],
+        opt_state: OptState,
+        batch: Sequence[PyTree],
+    ) -> tuple[Any, ...]:
+        params = model.with_arrays(arrays)
         scale = loss_scaled_state(opt_state).loss_scale.scale
         using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
         differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, using)

@@ -1,0 +1,133 @@
+"""With retries, an overflow costs a step some time, and no batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+P = PartitionSpec
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(KEYS[0], (256, 16))
+Y = X @ jax.random.normal(KEYS[1], (16, 16))
+W = jnp.zeros((16, 16))
+
+
+def loss_fn(w, x, y, factor=1.0):
+    out = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+    return jnp.mean((out - y) ** 2) * factor
+
+
+def single(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def trained(retries, *batches, start=2.0**40, rule=None, fun=loss_fn):
+    """Parameters, state, and whether each step was applied."""
+    tx = gs.loss_scaled(optax.adam(0.1), rule or gs.DynamicLossScale(start), telemetry=True)
+    step = gs.train_step(fun, tx, retries=retries)
+    params, opt_state, applied = jnp.array(W), tx.init(W), []
+    for batch in batches:
+        params, opt_state, _ = step(params, opt_state, *batch)
+        applied.append(bool(opt_state.applied))
+    return params, opt_state, applied
+
+
+def test_from_a_scale_far_too_large_every_step_is_taken():
+    """Twenty steps from 2**40 are twenty float32 steps, within one percent."""
+    params, opt_state, applied = trained(40, *[(X, Y)] * 20)
+    exact, tx = jnp.array(W), optax.adam(0.1)
+    state = tx.init(exact)
+    for _ in range(20):
+        updates, state = tx.update(jax.grad(single)(exact, X, Y), state)
+        exact = optax.apply_updates(exact, updates)
+    assert all(applied)
+    assert opt_state.inner[0].count == 20
+    assert np.linalg.norm(params - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def test_a_retry_is_a_skipped_step_with_the_same_batch():
+    """Parameters, scale and telemetry are those of as many skipped steps, bit for bit."""
+    retried = trained(40, (X, Y), (X + 1, Y))
+    batches, tries = [(X, Y), (X + 1, Y)], []
+    for batch in batches:
+        while True:
+            tries.append(batch)
+            if trained(0, *tries)[2][-1]:
+                break
+    skipped = trained(0, *tries)
+    assert len(tries) > 10
+    leaves = [jax.tree.leaves(result[:2]) for result in (retried, skipped)]
+    for one, other in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_injected_overflows_lose_no_batch():
+    """Every tenth loss is 2**30 times too large: without retries its batches are lost."""
+    batches = [(X, Y, 2.0**30 if i % 10 == 9 else 1.0) for i in range(40)]
+    lost = {n: trained(n, *batches, start=2.0**15)[2].count(False) for n in (0, 40)}
+    assert lost == {0: 4, 40: 0}
+
+
+def test_bad_data_is_skipped_after_the_last_retry():
+    """NaN in the data changes no parameter; the scale is lowered once for each try."""
+    params, opt_state, applied = trained(3, (X.at[0].set(jnp.nan), Y))
+    assert applied == [False]
+    np.testing.assert_array_equal(params, W)
+    assert gs.loss_scale(opt_state) == 2.0**36
+    assert gs.telemetry(opt_state).skipped_steps == 4
+
+
+def test_a_model_changes_in_the_try_that_counts():
+    """Running means of batch normalisation move once in a step with retries."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+            self.out = nnx.Linear(16, 16, dtype=jnp.float16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.out(self.norm(x)).astype(jnp.float32)
+
+    means = []
+    for power, retries in ((15, 0), (40, 40)):
+        model, tx = Net(), gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**power))
+        step = gs.train_step(lambda m, x, y: jnp.mean((m(x) - y) ** 2), tx, retries=retries)
+        model, opt_state, _ = step(model, tx.init(model), X + 1, Y)
+        assert opt_state.applied
+        means.append(np.asarray(model.norm.mean[...]))
+    np.testing.assert_array_equal(*means)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_eight_devices_retry_together(kind):
+    """One device overflows, and the step of all is that of one device; it compiles once."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x, y = (jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y * 8))
+    tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**30))
+    step = gs.train_step(lambda w, x, y: loss_fn(w, x, y), tx, retries=40)
+    params = jax.device_put(np.zeros_like(W), NamedSharding(mesh, P()))
+    opt_state = tx.init(params)
+    one, one_state = jnp.array(W), tx.init(W)
+    with jax.set_mesh(mesh):
+        for _ in range(3):
+            params, opt_state, _ = step(params, opt_state, x, y)
+    for _ in range(3):
+        one, one_state, _ = step(one, one_state, X, Y * 8)
+    np.testing.assert_allclose(params, one, rtol=1e-2, atol=1e-4)
+    assert gs.loss_scale(opt_state) == gs.loss_scale(one_state) < 2.0**30
+    assert params.sharding.spec == P()
+
+
+def test_bad_retries_are_refused():
+    """The error names the argument and the value."""
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    for retries in (-1, 0.5):
+        with pytest.raises(ValueError, match="for retries; got"):
+            gs.train_step(loss_fn, tx, retries=retries)
+    with pytest.raises(TypeError, match="retries; got True"):
+        gs.train_step(loss_fn, tx, retries=True)
