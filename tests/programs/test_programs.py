@@ -190,6 +190,18 @@ def test_the_check_of_sums_reads_gradients_and_sums_once():
         assert scaled - alone <= SCALARS * elements * (8 if dtype == "float32" else 6), dtype
 
 
+def test_retries_cost_nothing_until_they_are_needed():
+    """A step with retries moves what one without does, and `self_scaled` reads gradients once more;
+    temporaries are the same."""
+    found = json.loads(output_of("h100", str(Path(__file__).with_name("retries.py"))))
+    parameters = found.pop("parameters")
+    for name, more in (("step", 0), ("gradient", parameters)):
+        without, retried = found[name], found[f"{name}, retries"]
+        assert (without["retries"], retried["retries"]) == (0, 1)
+        assert retried["moved"] <= SCALARS * (without["moved"] + more), name
+        assert retried["temp"] <= 1.1 * without["temp"], name
+
+
 @pytest.mark.parametrize("device", ["tpu4", "h100"])
 def test_planned_variables_on_a_topology(device):
     """An optimizer is built for the mesh of a topology, described, and its step compiled."""

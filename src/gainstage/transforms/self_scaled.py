@@ -107,7 +107,7 @@ def _with_own_scale(
             if primal.perturbed and jnp.issubdtype(jnp.result_type(primal.value), jnp.inexact)
         ]
 
-        def at(scale: jax.Array) -> tuple[jax.Array, list[Any], tuple[Any, ...]]:
+        def at(scale: jax.Array) -> tuple[jax.Array, list[Any], list[Any]]:
             def scaled(*variables: Any) -> tuple[jax.Array, list[Any]]:
                 whole = list(values)
                 for i, x in zip(chosen, variables, strict=True):
@@ -117,7 +117,8 @@ def _with_own_scale(
 
             differentiate = jax.value_and_grad(scaled, tuple(range(len(chosen))), has_aux=True)
             (_, results), grads = differentiate(*(values[i] for i in chosen))
-            return _everywhere(all_finite(grads)), results, grads
+            true = gradients.unscale(list(grads), scale)  # here, where they are computed
+            return _everywhere(all_finite(true)), results, true
 
         def retried(state: tuple[Any, ...]) -> tuple[Any, ...]:
             lower = jnp.maximum(state[0] / BACKOFF, SMALLEST)
@@ -127,8 +128,8 @@ def _with_own_scale(
         state = (first, jnp.int32(0), *at(first))
         if retries:
             state = lax.while_loop(lambda s: ~s[2] & (s[1] < retries), retried, state)
-        used, _, _, results, grads = state
-        each = dict(zip(chosen, gradients.unscale(list(grads), used), strict=True))
+        *_, results, grads = state
+        each = dict(zip(chosen, grads, strict=True))
         return results, [each.get(i) for i in range(len(values))]
 
     def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
