@@ -3,14 +3,10 @@
     pip install ".[flax]" google-tunix  # tested with google-tunix 0.1.7
     python examples/tunix_float16.py    # about 1 minute on 2 CPU cores
 
-Tunix's trainers take any optax transformation, but compute the gradients themselves. `in_float16`
-makes a trainer scale the loss; copy it and `empty_accumulators` into your project. It works with
-and without LoRA and, for RL, with the trainer of a cluster:
-
-    in_float16(rl_cluster.actor_trainer)  # has `actor_optimizer=gs.loss_scaled(...)`
+Tunix's trainers take any optax transformation and any loss, but compute the gradients themselves.
+So the loss scales its own gradients.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,43 +15,6 @@ from flax import nnx
 import gainstage as gs
 
 VOCABULARY, LENGTH, BATCH, STEPS = 32, 16, 8, 60
-
-
-def in_float16(trainer):
-    """Makes a Tunix trainer differentiate the scaled loss; returns it.
-
-    Args:
-        trainer: a `PeftTrainer` or a subclass, whose optimizer is one of `gs.loss_scaled`.
-    """
-
-    def train_step(model, optimizer, inputs):
-        inputs = trainer.gen_model_input_fn(inputs)
-        differentiate = gs.value_and_grad(  # Tunix has nnx.value_and_grad
-            trainer.loss_fn,
-            optimizer.opt_state,
-            argnums=nnx.DiffState(0, optimizer.wrt),
-            has_aux=trainer._has_aux,
-        )
-        out, grads = differentiate(model, **inputs)
-        optimizer.update(model, grads)
-        empty_accumulators(optimizer.opt_state)
-        loss, aux = out if trainer._has_aux else (out, None)
-        return loss, aux, optax.tree.norm(grads)
-
-    trainer.create_train_step_fn = lambda: train_step
-    trainer.clear_jit_cache()
-    return trainer
-
-
-def empty_accumulators(opt_state):
-    """Empties those of `gradient_accumulation_steps` at the end of a window.
-
-    Tunix uses `optax.MultiSteps`, which multiplies them by 0: a NaN would stay (optax 0.2.8).
-    """
-    if isinstance(opt_state, optax.MultiStepsState):
-        totals = jax.tree.leaves(opt_state.acc_grads, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        for total in totals:
-            total[...] = jnp.where(opt_state.mini_step[...] == 0, 0, total[...])
 
 
 def make_model():
@@ -97,21 +56,18 @@ def model_input(batch):
 
 
 def main():
-    """Trains, and prints losses and telemetry."""
+    """Trains, and prints losses."""
     from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
-    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    rule = gs.DynamicLossScale(2.0**24, min_scale=1.0)  # too high: the first steps overflow
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     config = TrainingConfig(
         eval_every_n_steps=STEPS, max_steps=STEPS, gradient_accumulation_steps=2
     )
-    trainer = PeftTrainer(make_model(), gs.loss_scaled(chain, rule, telemetry=True), config)
-    in_float16(trainer).with_gen_model_input_fn(model_input)
+    trainer = PeftTrainer(make_model(), tx, config).with_gen_model_input_fn(model_input)
+    trainer.with_loss_fn(gs.self_scaled(trainer.loss_fn))
     trainer.train(make_batches(2 * STEPS))
     losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
-    info = gs.telemetry(trainer.optimizer.opt_state)
     print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} after {STEPS} steps")
-    print(f"scale 2**{np.log2(info.loss_scale):.0f}, {info.skipped_steps} steps skipped")
 
 
 if __name__ == "__main__":

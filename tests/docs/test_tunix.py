@@ -1,7 +1,5 @@
-"""The example for Tunix scales the loss inside of a step that is not ours."""
+"""A loss that scales its own gradients trains inside of Tunix's step."""
 
-import contextlib
-import importlib
 import os
 import re
 import subprocess
@@ -28,30 +26,21 @@ example.main()
 model = example.make_model()
 provider = qwix.LoraProvider(module_path=".*q_proj", rank=4, alpha=2.0)
 model = qwix.apply_lora_to_model(model, provider, **model.get_model_input())
-tx = gs.loss_scaled(optax.adam(1e-2), gs.DynamicLossScale(2.0**24), telemetry=True)
-trainer = Trainer(model, tx, TrainingConfig(eval_every_n_steps=9), lambda: {})
-example.in_float16(trainer).with_gen_model_input_fn(example.model_input)
+trainer = Trainer(model, optax.adam(1e-2), TrainingConfig(eval_every_n_steps=9), lambda: {})
+trainer.with_gen_model_input_fn(example.model_input)
 @functools.wraps(_default_loss_fn)
 def loss_fn(*args, **names):
     return _default_loss_fn(*args, **names), {}
-trainer.with_loss_fn(loss_fn, has_aux=True)
+trainer.with_loss_fn(gs.self_scaled(loss_fn, 2.0**40), has_aux=True)
 trainer.is_managed_externally = True
 trainer.train(example.make_batches(20))
-info = gs.telemetry(trainer.optimizer.opt_state)
-assert trainer._lora_enabled and 0 < info.skipped_steps < 15, info
-assert info.applied_steps + info.skipped_steps == 20 and info.grad_norm > 0, info
+losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
+assert trainer._lora_enabled and losses[-1] < losses[0], losses
 """
 
 
-@pytest.fixture
-def example(monkeypatch):
-    """The module; Tunix is imported by its `main` alone."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module("tunix_float16")
-
-
 class StandIn:
-    """What `in_float16` uses of the `PeftTrainer` of google-tunix 0.1.7, and how it is called."""
+    """What `PeftTrainer` of google-tunix 0.1.7 does with a loss."""
 
     def __init__(self, model, optimizer, gradient_accumulation_steps=None):
         self.model = model
@@ -63,19 +52,14 @@ class StandIn:
 
     def _train_step(self, model, optimizer, inputs):
         grad_fn = nnx.value_and_grad(self.loss_fn, argnums=0, has_aux=self._has_aux)
-        loss, grads = grad_fn(model, **self.gen_model_input_fn(inputs))
+        out, grads = grad_fn(model, **self.gen_model_input_fn(inputs))
         optimizer.update(model, grads)
-        return loss, None, optax.tree.norm(grads)
-
-    def create_train_step_fn(self):
-        return self._train_step
-
-    def clear_jit_cache(self):
-        self._step = None
+        loss, aux = out if self._has_aux else (out, None)
+        return loss, aux, optax.tree.norm(grads)
 
     def train(self, batches):
         if self._step is None:
-            step = nnx.jit(self.create_train_step_fn(), donate_argnames=("optimizer",))
+            step = nnx.jit(self._train_step, donate_argnames=("optimizer",))
             self._step = nnx.cached_partial(step, self.model, self.optimizer)
         return [self._step(batch) for batch in batches]
 
@@ -89,13 +73,13 @@ SMALL = {"x": np.full((4, 3), 2.0**-13, np.float32), "factor": np.float32(2.0**-
 LARGE = {**SMALL, "factor": np.float32(2.0**10)}  # overflows
 
 
-def make(example, wrapped=True, **more):
+def make(wrapped=True, scale=2.0**14, **more):
     """A trainer of a layer without bias, each of whose gradients is `2**-26` for `SMALL`."""
     model = nnx.Linear(3, 1, use_bias=False, dtype=jnp.float16, rngs=nnx.Rngs(0))
-    rule = gs.DynamicLossScale(2.0**14, min_scale=1.0)
-    tx = gs.loss_scaled(optax.sgd(2.0**20), rule, telemetry=True)
-    trainer = StandIn(model, tx, **more)
-    return example.in_float16(trainer) if wrapped else trainer
+    trainer = StandIn(model, optax.sgd(2.0**20), **more)
+    if wrapped:
+        trainer.loss_fn = gs.self_scaled(trainer.loss_fn, scale)
+    return trainer
 
 
 def kernel(trainer):
@@ -104,36 +88,32 @@ def kernel(trainer):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_small_gradients_survive_in_a_tunix_trainer(example, wrapped):
-    """Gradients that vanish in Tunix's own step, which warns, are exact after `in_float16`."""
-    trainer = make(example, wrapped)
+def test_small_gradients_survive_in_a_tunix_trainer(wrapped):
+    """Gradients that vanish in Tunix's own step are exact with `self_scaled`."""
+    trainer = make(wrapped)
     before = kernel(trainer)
-    unscaled = pytest.warns(UserWarning, match="No loss was multiplied by the loss scale")
-    with contextlib.nullcontext() if wrapped else unscaled:
-        [(loss, aux, norm)] = trainer.train([SMALL])
+    [(loss, aux, norm)] = trainer.train([SMALL])
     assert float(norm) == pytest.approx(np.sqrt(3) * 2.0**-26 if wrapped else 0.0)
     np.testing.assert_allclose(before - kernel(trainer), 2.0**-6 if wrapped else 0.0, rtol=1e-5)
     assert aux is None
     assert np.isfinite(float(loss))
 
 
-def test_an_overflow_drops_one_window_of_a_tunix_trainer(example):
-    """With `gradient_accumulation_steps` an overflow drops its window alone; the scale halves."""
-    trainer = make(example, gradient_accumulation_steps=2)
+def test_an_overflow_loses_no_window_of_a_tunix_trainer():
+    """With `gradient_accumulation_steps` a window with an overflow is the mean of its gradients."""
+    trainer = make(gradient_accumulation_steps=2)
     before = kernel(trainer)
     trainer.train([SMALL, LARGE])
-    np.testing.assert_array_equal(kernel(trainer), before)
-    trainer.train([SMALL, SMALL])
-    np.testing.assert_allclose(before - kernel(trainer), 2.0**-6, rtol=1e-5)
-    info = gs.telemetry(trainer.optimizer.opt_state)
-    assert (int(info.skipped_steps), int(info.applied_steps)) == (1, 1)
-    assert float(info.loss_scale) == 2.0**13
+    mean = (2.0**-26 + 2.0**-3) / 2
+    np.testing.assert_allclose(before - kernel(trainer), mean * 2.0**20, rtol=1e-3)
 
 
-def test_a_tunix_trainer_returns_what_its_loss_does(example):
+def test_a_tunix_trainer_returns_what_its_loss_does():
     """A loss that returns (loss, aux) gives both to the trainer."""
-    trainer = make(example)
-    trainer.loss_fn = lambda model, x, factor: (loss_fn(model, x, factor), {"rows": len(x)})
+    trainer = make(wrapped=False)
+    trainer.loss_fn = gs.self_scaled(
+        lambda model, x, factor: (loss_fn(model, x, factor), {"rows": len(x)})
+    )
     trainer._has_aux = True
     [(loss, aux, _)] = trainer.train([SMALL])
     assert aux == {"rows": 4}
@@ -142,8 +122,8 @@ def test_a_tunix_trainer_returns_what_its_loss_does(example):
 
 @pytest.mark.slow
 def test_tunix_itself_trains_in_float16():
-    """Tunix's Qwen3 learns in float16 from a scale that is too high; so does RL's trainer, with
-    LoRA."""
+    """Tunix's Qwen3 learns in float16; so does RL's trainer with LoRA, from a scale that is too
+    high."""
     if find_spec("tunix") is None:
         pytest.skip("needs google-tunix, 1.3 GB with what it depends on")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
