@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -68,6 +69,33 @@ class Training:
         return hashlib.sha256(b"".join(values[k].tobytes() for k in sorted(values))).hexdigest()
 
 
+def retried(mesh, steps):
+    """Steps of a float16 loss from scales that are far too large, in both ways that retry."""
+    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+
+    def on_mesh(value, layout):
+        return jax.make_array_from_callback(value.shape, layout, value.__getitem__)
+
+    def loss_fn(w, x):
+        out = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+        return jnp.mean((out - x[:, :1]) ** 2)
+
+    tx = gs.loss_scaled(optax.adam(0.01), gs.DynamicLossScale(2.0**40))
+    step = gs.train_step(loss_fn, tx, retries=40)
+    differentiate = jax.jit(jax.value_and_grad(gs.self_scaled(loss_fn, 2.0**40)))
+    w = on_mesh(np.zeros((16, 16), np.float32), whole)
+    opt_state, seen = tx.init(w), []
+    for i in range(steps):
+        x = np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32)
+        x[-1] *= 2.0 ** (5 * (i % 2))  # on one device alone
+        x = on_mesh(x, rows)
+        _, grads = differentiate(w, x)
+        w, opt_state, loss = step(w, opt_state, x)
+        scale = gs.loss_scale(opt_state)
+        seen.append([*map(float, (loss, scale, jnp.abs(grads).max())), bool(opt_state.applied)])
+    return seen
+
+
 def mesh_of(shape=(4, 2), count=None):
     devices = np.array(jax.devices()[:count]).reshape(shape)
     return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -95,6 +123,8 @@ def work(job):
     watchdog = distributed.initialize(
         job["coordinator"], job["processes"], job["process"], **job.get("initialize", {})
     )
+    if "retried" in job:
+        return retried(mesh_of(job.get("mesh", (8, 1))), job["retried"])
     training = Training(mesh_of(job.get("mesh", (4, 2))), **options)
     distributed.assert_consistent(training.optimizer)
     start, scales, skipped = 0, [], []

@@ -101,6 +101,16 @@ def test_an_inf_on_one_process_skips_on_all(uninterrupted):
     assert other == first
 
 
+def test_processes_retry_together(tmp_path):
+    """One device of two processes overflows: both repeat the step, as often as one process does."""
+    first, other = Run(tmp_path, retried=4).results()
+    assert first == other
+    assert all(applied and np.isfinite(seen).all() for *seen, applied in first)
+    assert first[-1][1] < 2.0**40
+    alone = worker.retried(worker.mesh_of((8, 1)), 4)
+    np.testing.assert_allclose(np.array(first)[:, :3], np.array(alone)[:, :3], rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_four_processes_do_what_two_do(uninterrupted, tmp_path):
     """The decisions and bits of a run do not depend on how many processes share its devices."""
