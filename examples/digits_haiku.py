@@ -1,4 +1,4 @@
-"""Haiku: parameters in dictionaries by the names of modules; two lines are ours.
+"""Haiku: parameters in dictionaries by the names of modules; three lines are ours.
 
 pip install ".[demo]" dm-haiku
 python examples/digits_haiku.py
@@ -21,22 +21,19 @@ def network(x):
 model = hk.without_apply_rng(hk.transform(network))
 
 
-def forward(params, x, dtype):
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
-    return model.apply(params, x.astype(dtype))
+def loss_fn(params, x, y):
+    return digits.cross_entropy(model.apply(params, x), y)
 
 
 def train(dtype, seed):
-    def loss_fn(params, x, y):
-        return digits.cross_entropy(forward(params, x, dtype), y)
-
+    fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
     tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
     params = jax.tree.map(jax.numpy.asarray, digits.first_weights(seed))  # as `model.init` has them
     opt_state = tx.init(params)
 
     @jax.jit
     def step(params, opt_state, x, y):
-        loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x, y)  # ours
+        loss, grads = gs.value_and_grad(fun, opt_state)(params, x, y)  # ours
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -44,7 +41,7 @@ def train(dtype, seed):
     for x, y in digits.batches(seed):
         params, opt_state, loss = step(params, opt_state, x, y)
         losses.append(loss)
-    right = digits.accuracy(forward(params, digits.TEST[0], dtype))
+    right = digits.accuracy(model.apply(params, digits.TEST[0]))
     return [float(loss) for loss in losses], right
 
 

@@ -1,4 +1,4 @@
-"""Flax Linen and its `TrainState`: two lines are ours.
+"""Flax Linen and its `TrainState`: three lines are ours.
 
 pip install ".[demo,flax]"
 python examples/digits_linen.py
@@ -15,16 +15,14 @@ import digits
 
 
 class Network(nn.Module):
-    dtype: str
-
     @nn.compact
     def __call__(self, x):
-        x = nn.relu(nn.Dense(digits.HIDDEN, dtype=self.dtype, name="hidden")(x))
-        return nn.Dense(digits.CLASSES, dtype=self.dtype, name="output")(x)
+        x = nn.relu(nn.Dense(digits.HIDDEN, name="hidden")(x))
+        return nn.Dense(digits.CLASSES, name="output")(x)
 
 
 def train(dtype, seed):
-    model = Network(dtype)
+    model = Network()
     weights = digits.first_weights(seed)  # as `model.init` names them
     params = {n: {"kernel": w["w"], "bias": w["b"]} for n, w in weights.items()}
     tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
@@ -35,7 +33,8 @@ def train(dtype, seed):
         def loss_fn(params):
             return digits.cross_entropy(state.apply_fn({"params": params}, x), y)
 
-        loss, grads = gs.value_and_grad(loss_fn, state.opt_state)(state.params)  # ours
+        fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
+        loss, grads = gs.value_and_grad(fun, state.opt_state)(state.params)  # ours
         return state.apply_gradients(grads=grads), loss
 
     losses = []

@@ -1,4 +1,4 @@
-"""optax, and parameters in plain dictionaries: two lines are ours.
+"""optax, and parameters in plain dictionaries: three lines are ours.
 
 pip install ".[demo]"
 python examples/digits_optax.py
@@ -12,23 +12,24 @@ import gainstage as gs
 import digits
 
 
-def network(params, x, dtype):
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
-    x = jax.nn.relu(x.astype(dtype) @ params["hidden"]["w"] + params["hidden"]["b"])
+def network(params, x):
+    x = jax.nn.relu(x @ params["hidden"]["w"] + params["hidden"]["b"])
     return x @ params["output"]["w"] + params["output"]["b"]
 
 
-def train(dtype, seed):
-    def loss_fn(params, x, y):
-        return digits.cross_entropy(network(params, x, dtype), y)
+def loss_fn(params, x, y):
+    return digits.cross_entropy(network(params, x), y)
 
+
+def train(dtype, seed):
+    fun = gs.autocast(loss_fn) if dtype == "float16" else loss_fn  # ours
     tx = gs.loss_scaled(optax.adam(digits.RATE, eps=digits.EPSILON))  # ours
     params = jax.tree.map(jax.numpy.asarray, digits.first_weights(seed))
     opt_state = tx.init(params)
 
     @jax.jit
     def step(params, opt_state, x, y):
-        loss, grads = gs.value_and_grad(loss_fn, opt_state)(params, x, y)  # ours
+        loss, grads = gs.value_and_grad(fun, opt_state)(params, x, y)  # ours
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -36,7 +37,7 @@ def train(dtype, seed):
     for x, y in digits.batches(seed):
         params, opt_state, loss = step(params, opt_state, x, y)
         losses.append(loss)
-    right = digits.accuracy(network(params, digits.TEST[0], dtype))
+    right = digits.accuracy(network(params, digits.TEST[0]))
     return [float(loss) for loss in losses], right
 
 
