@@ -151,6 +151,20 @@ def test_devices_of_shard_map_retry_together(check_vma, reduces):
     assert error(grads, np.asarray(plain)) < 0.01
 
 
+def test_devices_of_pmap_retry_together():
+    """The mean of the devices' gradients is that of one device, though one overflows."""
+    x, y = (v.reshape(8, -1, 16) for v in (X, Y.at[:512].multiply(2.0**6)))
+
+    def grads_of(fun, w, x, y):
+        return lax.pmean(jax.grad(fun)(w, x, y), "data")
+
+    plain, own = (
+        jax.pmap(functools.partial(grads_of, fun), "data", in_axes=(None, 0, 0))(W, x, y)[0]
+        for fun in (loss_fn, gs.self_scaled(loss_fn, 2.0**22))
+    )
+    assert error(own, np.asarray(plain)) < 0.01
+
+
 def test_models_change_in_the_try_that_counts():
     """Running means of an NNX model move once, whatever the number of retries."""
     nnx = pytest.importorskip("flax.nnx")

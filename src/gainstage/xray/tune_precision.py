@@ -22,6 +22,7 @@ from gainstage.transforms.replay import SINGLE, Operand, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.places import frames_of, line_of, scope_of
 from gainstage.xray.progress import counted
+from gainstage.xray.remedies import whole_error
 
 __all__ = ["tune_precision"]
 
@@ -152,8 +153,12 @@ class _Tuner:
         self._shares: list[float] = []
         for group in range(self.groups):
             found = switched(jnp.arange(self.groups) == group, self._scale)
-            self._shares.append(_error(found, self._exact))
+            self._shares.append(self._error(found))
             tick()
+
+    def _error(self, found: Sequence[Any]) -> float:
+        """The error of the gradients, which stand behind the loss."""
+        return whole_error(found[1:], 1.0, self._exact[1:], 1.0)
 
     def plan(self, dtype: str, max_error: float) -> PrecisionPlan:
         """The first plan whose error is below the bound, as measured."""
@@ -168,7 +173,7 @@ class _Tuner:
         halves = {path for path, group in self._group.items() if group in chosen} - self._wide
         plan = self._table(dtype, halves, predicted, 0.0)
         program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
-        measured = _error(program(self._scale, self._arrays), self._exact)
+        measured = self._error(program(self._scale, self._arrays))
         return self._table(dtype, halves, predicted, measured)
 
     def _with(self, arrays: Sequence[jax.Array]) -> PyTree:
@@ -283,14 +288,6 @@ def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:
     scales = (jnp.float32(2.0**exponent) for exponent in range(15, 0, -3))
     fits = (s for s in scales if all(bool(jnp.isfinite(x).all()) for x in gradients(s)))
     return next(fits, jnp.float32(1))
-
-
-def _error(found: Sequence[Any], exact: Sequence[Any]) -> float:
-    """The norm of the difference of the gradients, relative to the gradients."""
-    pairs = zip(map(np.asarray, found[1:]), exact[1:], strict=True)
-    off = sum(float(np.sum(np.square(a.astype(np.float64) - b))) for a, b in pairs)
-    norm = sum(float(np.sum(np.square(b.astype(np.float64)))) for b in exact[1:])
-    return (off / norm) ** 0.5 if norm else 0.0
 
 
 def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
