@@ -1,4 +1,8 @@
-"""Conversions of values to arrays."""
+"""Arrays: which values are arrays, conversions to them, and pytrees without theirs."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +10,33 @@ import numpy as np
 import numpy.typing as npt
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # the classes of arrays
+_ARRAY = object()  # marks the place of an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A pytree without its arrays, as `partition` returns it. It can be hashed if the rest can."""
+
+    structure: Any
+    leaves: tuple[Any, ...]  # `_ARRAY` in the place of an array; others are functions and the like
+
+    @property
+    def others(self) -> list[Any]:
+        """The leaves that are not arrays."""
+        return [leaf for leaf in self.leaves if leaf is not _ARRAY]
+
+    def combine(self, arrays: Iterable[Any]) -> Any:
+        """The pytree with these arrays."""
+        each = iter(arrays)
+        leaves = [next(each) if leaf is _ARRAY else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def partition(tree: Any, kinds: tuple[type, ...] = ARRAYS) -> tuple[list[Any], Static]:
+    """Splits a pytree into its arrays, the leaves of these kinds, and the rest."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = tuple(_ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves)
+    return [leaf for leaf in leaves if isinstance(leaf, kinds)], Static(structure, places)
 
 
 def strong(value: npt.ArrayLike) -> jax.Array:

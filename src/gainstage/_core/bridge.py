@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 
 from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
-from gainstage._core.arrays import ARRAYS
+from gainstage._core.arrays import Static, partition
 from gainstage._core.checks import brief
 from gainstage._core.signals import deferred_signals
 from gainstage._core.types import P, PyTree, R, State, Structure
@@ -286,26 +286,19 @@ def compiled_if_eager(fn: Callable[P, R]) -> Callable[P, R]:
     """
     untyped: Callable[..., R] = fn
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def program(structure: Structure, constants: tuple[Any, ...], arrays: list[Any]) -> R:
-        rest = iter(arrays)
-        leaves = [next(rest) if leaf is _ARRAY else leaf for leaf in constants]
-        args, kwargs = jax.tree.unflatten(structure, leaves)
+    @functools.partial(jax.jit, static_argnums=0)
+    def program(static: Static, arrays: list[Any]) -> R:
+        args, kwargs = static.combine(arrays)
         return untyped(*args, **kwargs)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if is_inside():
             return fn(*args, **kwargs)
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
-        constants = [_ARRAY if isinstance(leaf, ARRAYS) else leaf for leaf in leaves]
-        return program(structure, tuple(constants), arrays)
+        arrays, static = partition((args, kwargs))
+        return program(static, arrays)
 
     return call
-
-
-_ARRAY = object()  # marks the place of an array
 
 
 def select(

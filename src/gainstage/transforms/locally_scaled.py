@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gainstage._core import checks
+from gainstage._core.arrays import partition
 from gainstage._core.gradients import float32_or_wider
 from gainstage._core.types import P, PyTree, R, Scalar, Tree
 from gainstage._core.unscaled import SETTLED
@@ -54,16 +55,10 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         SETTLED.add("local")
         factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
-        leaves, structure = jax.tree.flatten(args)
-        arrays = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-
-        def of_arrays(*values: ArrayLike) -> R:
-            chosen = dict(zip(arrays, values, strict=True))
-            whole = [chosen.get(i, leaf) for i, leaf in enumerate(leaves)]
-            return untyped(*jax.tree.unflatten(structure, whole))
-
-        converted, closed_over = jax.closure_convert(of_arrays, *(leaves[i] for i in arrays))
-        values = _times([*(leaves[i] for i in arrays), *closed_over], 1 / factor)
+        arrays, static = partition(args)
+        of_arrays: Callable[..., R] = lambda *values: untyped(*static.combine(values))  # noqa: E731
+        converted, closed_over = jax.closure_convert(of_arrays, *arrays)
+        values = _times([*arrays, *closed_over], 1 / factor)
         return _times(converted(*values), factor)
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say

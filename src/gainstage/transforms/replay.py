@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs, models
 from gainstage._core._jax import AbstractValue, ClosedJaxpr, JaxprEqn
-from gainstage._core.arrays import ARRAYS
+from gainstage._core.arrays import partition
 from gainstage._core.bridge import assign, read, recorded
 from gainstage._core.jaxprs import AnyJaxpr, Path
 from gainstage._core.types import P, PyTree, R
@@ -81,22 +81,18 @@ def traced(
 
     @functools.wraps(fun)
     def again(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, ARRAYS)]
+        arrays, static = partition((args, kwargs))
         variables: list[Any] = []
         runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
 
         def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, list[PyTree]]:
-            whole = list(leaves)
-            for i, array in zip(places, arrays, strict=True):
-                whole[i] = array
-            args, kwargs = jax.tree.unflatten(structure, whole)
+            args, kwargs = static.combine(arrays)
             with recorded(runs_now) as assigned:
                 result = untyped(*args, **kwargs)
                 variables[:] = assigned
                 return result, read(assigned), models.states((args, kwargs))
 
-        arrays = [prepare(leaves[i]) for i in places]
+        arrays = list(map(prepare, arrays))
         program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
         found = run(program, arrays, (args, kwargs))
         result, new, states = jax.tree.unflatten(jax.tree.structure(shapes), found)
@@ -165,9 +161,4 @@ def _may_be_rounded(arguments: PyTree) -> list[bool]:
     args, kwargs = arguments
     parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
     own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
-    return [
-        bool(o)
-        for o, part in zip(own, parts, strict=True)
-        for leaf in jax.tree.leaves(part)
-        if isinstance(leaf, ARRAYS)
-    ]
+    return [bool(o) for o, part in zip(own, parts, strict=True) for _ in partition(part)[0]]

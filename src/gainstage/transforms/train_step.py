@@ -1,6 +1,5 @@
 """A whole train step as one compiled program, for optax loops."""
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from jax.stages import Wrapped
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
-from gainstage._core.arrays import ARRAYS
+from gainstage._core.arrays import ARRAYS, Static, partition
 from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
@@ -200,7 +199,7 @@ class TrainStep(Generic[Params, P, *More]):
             if donates:
                 new = without_scalars(results[0])[1]
                 self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
-            return model.with_arrays(arrays), *results
+            return model.combine(arrays), *results
 
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
@@ -237,8 +236,8 @@ class TrainStep(Generic[Params, P, *More]):
         free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
         return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
 
-    def _checked(self, params: PyTree) -> tuple[list[Any], "_Model"]:
-        arrays, model = _split(params)
+    def _checked(self, params: PyTree) -> tuple[list[Any], Static]:
+        arrays, model = partition(params, (*ARRAYS, jax.ShapeDtypeStruct))
         using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
         if using is jax.value_and_grad and (others := model.others):
             raise TypeError(
@@ -250,7 +249,7 @@ class TrainStep(Generic[Params, P, *More]):
     def _run(
         self,
         shardings: Sequence[Any],
-        model: "_Model",
+        model: Static,
         arrays: list[Any],
         opt_state: OptState,
         scalars: list[Any],
@@ -274,12 +273,12 @@ class TrainStep(Generic[Params, P, *More]):
     def _take(
         self,
         shardings: Sequence[Any],
-        model: "_Model",
+        model: Static,
         arrays: list[Any],
         opt_state: OptState,
         batch: Sequence[PyTree],
     ) -> tuple[Any, ...]:
-        params = model.with_arrays(arrays)
+        params = model.combine(arrays)
         scale = loss_scaled_state(opt_state).loss_scale.scale
         using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
         differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, using)
@@ -297,7 +296,7 @@ class TrainStep(Generic[Params, P, *More]):
                     extra["shardings"] = found
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
         params = apply_updates(params, updates, opt_state)
-        new, after = _split(params)
+        new, after = partition(params)
         if after != model:
             raise ValueError(
                 "Expected a loss_fn that does not change the structure of the model; got one that "
@@ -306,27 +305,6 @@ class TrainStep(Generic[Params, P, *More]):
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
         arrays = keep_if_applied(new, arrays, opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else [])
-
-
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    """A pytree without its arrays."""
-
-    structure: Structure
-    leaves: tuple[Any, ...]  # `_ARRAY` in the place of an array; others are functions and the like
-
-    @property
-    def others(self) -> list[Any]:
-        """The leaves that are not arrays."""
-        return [x for x in self.leaves if x is not _ARRAY]
-
-    def with_arrays(self, arrays: list[Any]) -> PyTree:
-        """The pytree with these arrays."""
-        each = iter(arrays)
-        return self.structure.unflatten(next(each) if x is _ARRAY else x for x in self.leaves)
-
-
-_ARRAY = object()  # marks the place of an array
 
 
 def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
@@ -356,14 +334,6 @@ def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTre
 def _firsts(*trees: PyTree) -> list[Any]:
     """The first array of each tree."""
     return [leaves[0] for leaves in map(jax.tree.leaves, trees) if leaves]
-
-
-def _split(params: PyTree) -> tuple[list[Any], _Model]:
-    """Splits a pytree into its arrays and the rest."""
-    leaves, structure = jax.tree.flatten(params)
-    kinds = (*ARRAYS, jax.ShapeDtypeStruct)
-    arrays = [x for x in leaves if isinstance(x, kinds)]
-    return arrays, _Model(structure, tuple(_ARRAY if isinstance(x, kinds) else x for x in leaves))
 
 
 class _Shardings(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 
 from gainstage._core import models
 from gainstage._core._jax import ClosedJaxpr
-from gainstage._core.arrays import ARRAYS
+from gainstage._core.arrays import ARRAYS, partition
 from gainstage._core.types import PyTree, Using
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.numbers import is_floating
@@ -45,27 +45,24 @@ def program_of(
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
     chosen = {n % max(len(args), 1) for n in np.atleast_1d(argnums).tolist()}
     words = _argument_names(loss_fn, len(args))
-    names, arrays, is_parameter = [], [], []
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tuple(args))
+    names, is_parameter = [], []
     # A number in the batch is an argument; one inside a model, such as a dropout rate, is not.
-    places = [i for i, (path, leaf) in enumerate(leaves) if _is_array(leaf, len(path) == 1)]
-    for i in places:
-        path, leaf = leaves[i]
+    args = tuple(jnp.asarray(x) if type(x) in (float, complex) else x for x in args)
+    arrays, static = partition(args)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(args)
+    for path, leaf in [(path, leaf) for path, leaf in leaves if isinstance(leaf, ARRAYS)]:
         number = path[0].idx
         is_parameter.append(number in chosen and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
         own = is_parameter[-1] and len(chosen) == 1
         names.append(_name(path[1:], words[number], own))
-        arrays.append(jnp.asarray(leaf) if not _is_key(leaf) else leaf)
+    arrays = [x if _is_key(x) else jnp.asarray(x) for x in arrays]
 
     def step(scale: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-        whole = [leaf for _, leaf in leaves]
-        for i, array in zip(places, arrays, strict=True):
-            whole[i] = array
         found = using or models.VALUE_AND_GRAD[models.library(*(type(args[n]) for n in chosen))]
         differentiate = scaled_value_and_grad(
             loss_fn, scale, has_aux, functools.partial(found, **by)
         )
-        (_, (loss, _)), grads = differentiate(*jax.tree.unflatten(structure, whole))
+        (_, (loss, _)), grads = differentiate(*static.combine(arrays))
         return loss, grads
 
     jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)
@@ -104,11 +101,6 @@ def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):
         known = []
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
-
-
-def _is_array(leaf: object, is_whole: bool) -> bool:
-    arrays = isinstance(leaf, ARRAYS)
-    return arrays or (is_whole and type(leaf) in (float, complex))
 
 
 def _is_key(leaf: object) -> bool:

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from gainstage._core import checks, gradients, jaxprs, models
 from gainstage._core._jax import JaxprEqn, Literal, Var
-from gainstage._core.arrays import ARRAYS
+from gainstage._core.arrays import partition
 from gainstage._core.jaxprs import Path
 from gainstage._core.precision import is_float32
 from gainstage._core.types import PyTree, Using
@@ -119,9 +119,7 @@ class _Tuner:
         using: Using | None,
     ):
         self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
-        self._leaves, self._structure = jax.tree.flatten(tuple(args))
-        self._places = [i for i, x in enumerate(self._leaves) if isinstance(x, ARRAYS)]
-        self._arrays = [self._leaves[i] for i in self._places]
+        self._arrays, self._static = partition(tuple(args))
         self._library = models.library(*map(type, args[:1]))
         programs: list[Any] = []
         visited = set()
@@ -176,19 +174,13 @@ class _Tuner:
         measured = self._error(program(self._scale, self._arrays))
         return self._table(dtype, halves, predicted, measured)
 
-    def _with(self, arrays: Sequence[jax.Array]) -> PyTree:
-        whole = list(self._leaves)
-        for i, array in zip(self._places, arrays, strict=True):
-            whole[i] = array
-        return jax.tree.unflatten(self._structure, whole)
-
     def _gradients_of(
         self, fun: Callable[..., Any], scale: jax.Array, arrays: Sequence[Any]
     ) -> list[jax.Array]:
         """The loss and the gradients of a function, in float32."""
         using = self._using or models.VALUE_AND_GRAD[self._library]
         differentiate = scaled_value_and_grad(fun, scale, self._has_aux, using)
-        (_, (loss, _)), grads = differentiate(*self._with(arrays))
+        (_, (loss, _)), grads = differentiate(*self._static.combine(arrays))
         true = gradients.unscale(grads, scale)
         return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
 
@@ -214,7 +206,7 @@ class _Tuner:
         measured = replayed(self._fun, compute)
 
         def ranges(arrays: Sequence[Any]) -> None:
-            measured(*self._with(arrays))
+            measured(*self._static.combine(arrays))
 
         jax.jit(ranges)(self._arrays)
         jax.effects_barrier()
