@@ -119,6 +119,16 @@ def condition(name: str, value: npt.ArrayLike) -> jax.Array:
     return jnp.asarray(value)
 
 
+def transformation(name: str, value: object) -> None:
+    """Raises a TypeError if `value` has not the methods of an `optax.GradientTransformation`."""
+    if hasattr(value, "init") and hasattr(value, "update"):
+        return
+    advice = " Use gainstage.to_optax(optimizer)." if hasattr(value, "stateless_apply") else ""
+    advice = " Pass its `tx`." if hasattr(value, "tx") else advice  # as an `nnx.Optimizer` has
+    what = f"Expected an optax.GradientTransformation for {name}; got {brief(value)}."
+    raise TypeError(f"{what}{advice}")
+
+
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:
     bounds = [(">", above), (">=", low), ("<=", high), ("<", below)]
     return " and ".join([what, *(f"{sign} {b:g}" for sign, b in bounds if math.isfinite(b))])

@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from gainstage._core.types import Tree
+from gainstage._core._jax import Tracer
+from gainstage._core.types import PyTree, Tree
 from gainstage._core.variable import Variable
 
 UNDIVIDED = 1024  # elements: smaller state is not sharded further
@@ -71,6 +72,19 @@ def _check_divides(variable: Variable, sharding: NamedSharding) -> None:
                 f"Expected dimension {i} of {variable.name!r}, of size {size}, to be a multiple of "
                 f"{math.prod(parts.values())}, over mesh axes {parts}."
             )
+
+
+def on_mesh(x: object) -> NamedSharding | None:
+    """The sharding of an array, or of its description, if it is on a mesh. That of a traced array
+    is not known."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def replicated_like(tree: PyTree) -> NamedSharding | None:
+    """The sharding of an array that is replicated over the mesh of a pytree; None off a mesh."""
+    found = next(filter(None, map(on_mesh, jax.tree.leaves(tree))), None)
+    return found and NamedSharding(found.mesh, PartitionSpec())
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:

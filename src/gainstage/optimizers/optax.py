@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gainstage._core import checks
 from gainstage._core.bridge import read
 from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients, upcast
@@ -65,8 +66,7 @@ class Optax(Optimizer):
         master_weights: bool = False,
         **options: Unpack[WrapperOptions],
     ):
-        if not (hasattr(tx, "init") and hasattr(tx, "update")):
-            raise TypeError(f"Expected an optax.GradientTransformation for tx; got {tx!r}.")
+        checks.transformation("tx", tx)
         if unknown := options.keys() - WrapperOptions.__annotations__.keys():
             raise TypeError(f"Expected no {sorted(unknown)[0]} for Optax; got {options}.")
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)

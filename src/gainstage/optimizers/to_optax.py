@@ -7,12 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
-from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.run import check_verbs
 from gainstage._core.saving import unique_names
+from gainstage._core.sharding import on_mesh
 from gainstage._core.store import Wrapper
 from gainstage._core.types import OptState, PyTree, Structure
 from gainstage._core.variable import Variable
@@ -105,9 +104,7 @@ def _unscaled(
         with jax.ensure_compile_time_eval():
             variables = [
                 Variable(
-                    jax.ShapeDtypeStruct(
-                        jnp.shape(p), jnp.result_type(p), sharding=_sharding_of(p)
-                    ),
+                    jax.ShapeDtypeStruct(jnp.shape(p), jnp.result_type(p), sharding=on_mesh(p)),
                     name=jax.tree_util.keystr(path, simple=True, separator="/"),
                 )
                 for path, p in named
@@ -157,8 +154,3 @@ def _unscaled(
         return [state[names[total]] for total in mine._store.accumulators]
 
     return optax.GradientTransformationExtraArgs(init, update), sums_in
-
-
-def _sharding_of(x: object) -> NamedSharding | None:
-    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.dtypes import float0
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
@@ -20,6 +20,8 @@ from gainstage._core.sharding import (
     axis_names,
     check_axes,
     divided_over,
+    on_mesh,
+    replicated_like,
     typed_like,
     typed_sharding,
 )
@@ -129,11 +131,7 @@ def loss_scaled_within(
         over: the mesh axes of `shard_state_over`.
     """
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        advice = " Use gainstage.to_optax(optimizer)." if hasattr(tx, "stateless_apply") else ""
-        advice = " Pass its `tx`." if hasattr(tx, "tx") else advice  # as an `nnx.Optimizer` has
-        what = f"Expected an optax.GradientTransformation for tx; got {brief(tx)}."
-        raise TypeError(f"{what}{advice}")
+    checks.transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, limits=limits)
@@ -316,16 +314,16 @@ def _sharded_init(
     known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
     if any(isinstance(x, Tracer) for x in known.values()):
         return create(params)
-    shardings = {path: getattr(x, "sharding", None) for path, x in known.items()}
+    shardings = {path: on_mesh(x) for path, x in known.items()}
     check_axes(over, list(shardings.values()))
-    mesh = next(s.mesh for s in shardings.values() if isinstance(s, NamedSharding))
+    everywhere = replicated_like(params)
 
-    def sharding_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def sharding_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding | None:
         for i in range(len(path) + 1):  # `path` ends with the path of its parameter
             sharding = shardings.get(path[i:])
-            if isinstance(sharding, NamedSharding) and known[path[i:]].shape == leaf.shape:
+            if sharding is not None and known[path[i:]].shape == leaf.shape:
                 return divided_over(sharding, leaf.shape, over)
-        return NamedSharding(mesh, PartitionSpec())
+        return everywhere
 
     state = jax.eval_shape(create, params)
     places = jax.tree_util.tree_map_with_path(sharding_of, state)
@@ -350,14 +348,7 @@ def _on_mesh_of(params: PyTree, state: LossScaledState) -> LossScaledState:
     """The state, with arrays that are not on a mesh replicated over the parameters' mesh.
 
     Slots already have their parameter's sharding, if `params` are arrays that are not traced."""
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    spread = [sharding for sharding in shardings if isinstance(sharding, NamedSharding)]
-    if not spread or any(isinstance(x, Tracer) for x in jax.tree.leaves((params, state))):
+    everywhere = replicated_like(params)
+    if everywhere is None or any(isinstance(x, Tracer) for x in jax.tree.leaves((params, state))):
         return state
-    everywhere = NamedSharding(spread[0].mesh, PartitionSpec())
-
-    def placed(x: jax.Array) -> jax.Array:
-        there = isinstance(getattr(x, "sharding", None), NamedSharding)
-        return x if there else jax.device_put(x, everywhere)
-
-    return jax.tree.map(placed, state)
+    return jax.tree.map(lambda x: x if on_mesh(x) else jax.device_put(x, everywhere), state)

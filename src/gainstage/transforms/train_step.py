@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
 from gainstage._core import checks, gradients, models
@@ -33,6 +33,7 @@ from gainstage._core.scaled_state import (
     with_scalars,
     without_scalars,
 )
+from gainstage._core.sharding import on_mesh, replicated_like
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import (
     Aux,
@@ -146,10 +147,7 @@ def train_step(
 
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        advice = " Pass its `tx`." if hasattr(tx, "tx") else ""  # as an `nnx.Optimizer` has
-        what = f"Expected an optax.GradientTransformation for tx; got {brief(tx)}."
-        raise TypeError(f"{what}{advice}")
+    checks.transformation("tx", tx)
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     retries = checks.integer("retries", retries, low=0)
@@ -356,19 +354,17 @@ def _on_mesh(
     An array on no chosen device is replicated. JAX would do so too, but compile the next step
     again, which gets it back from the mesh.
     """
+    everywhere = None if is_inside() else replicated_like((arrays, opt_state, batch))
+    if everywhere is None:
+        return arrays, opt_state, None
     structure: Structure
     leaves, structure = jax.tree.flatten((arrays, opt_state))
-    found = [getattr(x, "sharding", None) for x in [*leaves, *jax.tree.leaves(batch)]]
-    mesh = next((s.mesh for s in found if isinstance(s, NamedSharding)), None)
-    if mesh is None or is_inside():
-        return arrays, opt_state, None
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shardings = found[: len(leaves)]
-    for i, sharding in enumerate(shardings):
-        x = leaves[i]
-        if isinstance(sharding, NamedSharding) or getattr(x, "committed", False):
-            continue
-        shardings[i] = everywhere
-        leaves[i] = jax.device_put(x, everywhere) if isinstance(x, ARRAYS) else x
+    shardings = [
+        x.sharding if on_mesh(x) or getattr(x, "committed", False) else everywhere for x in leaves
+    ]
+    leaves = [
+        jax.device_put(x, everywhere) if sharding is everywhere and isinstance(x, ARRAYS) else x
+        for x, sharding in zip(leaves, shardings, strict=True)
+    ]
     arrays, opt_state = structure.unflatten(leaves)
     return arrays, opt_state, _Shardings(tuple(shardings), structure)
