@@ -40,12 +40,6 @@ class StepOptions(Options):
         limits = {name: getattr(self, name) for name in sorted(CLIPS)}
         return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
 
-    @property
-    def limits_of_steps(self) -> dict[str, float]:
-        """The clip option whose norm must be finite in each step; none with accumulation, which
-        clips the mean."""
-        return {} if self.gradient_accumulation_steps else self.limits
-
     def under(self, over: Mapping[str, Any]) -> "StepOptions":
         """These options, overridden by the options `over` of a wrapper."""
         if not over:

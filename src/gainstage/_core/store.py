@@ -88,10 +88,6 @@ class ScalingWrapper(Wrapper):
         """Shares the rule's state with another object, which holds these variables."""
         self.state = self.state._replace(scale=scale)
 
-    def set_option(self, name: str, value: Any) -> None:
-        """Sets an option of the wrapper."""
-        self.over = {**self.over, name: value}
-
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         scale = self.state.scale
         first = store.scaling(self.scaling).first(read(scale), len(variables))
@@ -180,11 +176,6 @@ class Store:
         return self.options if wrapper is None else self.options.under(wrapper.over)
 
     @property
-    def skips(self) -> bool:
-        """Whether non-finite steps are skipped."""
-        return self.wrapper is not None or self.in_force.loss_scale_factor is not None
-
-    @property
     def window(self) -> AccumulationWindow | None:
         """The accumulation window; None if each step is an update."""
         options = self.in_force
@@ -245,7 +236,8 @@ class Store:
 
     def _counter(self, window: AccumulationWindow | None, policy: str) -> Variable | None:
         """The window count that `on_bad_microbatch` needs, if any."""
-        if policy != "extend" and not (window and self.skips):
+        skips = self.wrapper is not None or self.in_force.loss_scale_factor is not None
+        if policy != "extend" and not (window and skips):
             missing = "loss scale" if window else "gradient_accumulation_steps"
             raise ValueError(
                 f"Expected gradient_accumulation_steps and a loss scale for "

@@ -232,10 +232,6 @@ class Optimizer(Configurable, Arguments):
     def learning_rate(self, learning_rate: Rate) -> None:
         self._store.set_rate(learning_rate)
 
-    @property
-    def _index(self) -> dict[Variable, int]:
-        return self._store.index
-
     # ── an optimizer is written with these ───────────────────────────────────────────────────
 
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -692,7 +688,8 @@ class Optimizer(Configurable, Arguments):
             (_, state), applied = self._scaled_step(scaling, both, grads, rate, loss, apply_if)
             return state, applied
         step = self._make_step(loss)
-        read = norms(grads, step.options.limits_of_steps, step.shardings)
+        limits = {} if step.window else step.options.limits  # a window clips its mean
+        read = norms(grads, limits, step.shardings)
 
         def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
             return None, step(state, gradients.divided(grads), read, rate)

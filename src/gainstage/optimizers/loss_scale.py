@@ -258,7 +258,7 @@ class LossScaleOptimizer(Optimizer):
         return over[name] if name in over else getattr(self._store.options, name)
 
     def _set_option(self, name: str, value: object) -> None:
-        self._wrapper.set_option(name, self._checked_option(name, value))
+        self._wrapper.over[name] = self._checked_option(name, value)
         (self._given.discard if value is None else self._given.add)(name)
         self._store.changed()
 
@@ -275,7 +275,7 @@ class LossScaleOptimizer(Optimizer):
         built = self.built
         self.inner_optimizer.build(var_list)
         if not built:
-            replicate(self.name, self.mesh, self._slots.all, list(self._index))
+            replicate(self.name, self.mesh, self._slots.all, list(self._store.index))
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

@@ -265,13 +265,10 @@ class _Walk:
         return [*carry, *(self._stacked(column) for column in zip(*rows, strict=True))]
 
     def _taken(self, value: Value, i: int) -> Value:
-        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
         if not hasattr(value.x, "dtype"):
             return value
-        x = _take(value.x, i, take)
-        ref = (
-            x if value.ref is value.x else None if value.ref is None else _take(value.ref, i, take)
-        )
+        x = value.x[i]
+        ref = x if value.ref is value.x else None if value.ref is None else value.ref[i]
         return Value(x, ref, value.note.parts[i] if value.note.parts else value.note)
 
     def _stacked(self, column: Sequence[Value]) -> Value:
@@ -313,10 +310,6 @@ def _scaled(value: Value, tag: int) -> ArrayLike:
         return value.x
     factor = jnp.float32(2.0 ** (tag - value.note.tag))
     return (value.x * factor).astype(value.x.dtype)
-
-
-def _take(x: jax.Array, i: int, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else take(x)
 
 
 def _together(each: Sequence[Numbers]) -> Numbers:
