@@ -83,6 +83,7 @@ class LossScaleOptimizer(Optimizer):
     telemetry: Fixed[bool] = Fixed()
     underflow_every: Fixed[int | None] = Fixed()
     _wrapper_type = ScalingWrapper
+    _min_scale = DynamicLossScale.min_scale
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
@@ -134,12 +135,9 @@ class LossScaleOptimizer(Optimizer):
         checks.loss_scale("initial_scale", initial_scale)
         checks.integer("dynamic_growth_steps", growth_steps, low=1)
         if rule is not None:
-            if given:
-                both = " or ".join(f"`{name}`" for name in sorted(given))
-                raise ValueError(f"`rule` cannot be combined with {both}; set it on the rule.")
-            return as_rule("rule", rule)
+            return as_rule("rule", rule, given)
         if dynamic:
-            return DynamicLossScale(initial_scale, growth_steps)
+            return DynamicLossScale(initial_scale, growth_steps, min_scale=self._min_scale)
         if "initial_scale" not in given:
             raise ValueError("Expected initial_scale for dynamic=False; got none.")
         if "dynamic_growth_steps" in given:
