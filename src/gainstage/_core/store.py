@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from gainstage._core import gradients
 from gainstage._core.bridge import read, variables_like
+from gainstage._core.checks import brief
 from gainstage._core.scaling import WINDOWS, AccumulationWindow, Scaling, ScalingState, Select
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
 from gainstage._core.slots import Slots
@@ -187,6 +188,25 @@ class Store:
         options, policy = self.in_force, self.window or Select()
         factor, limits = options.loss_scale_factor, options.limits
         return dataclasses.replace(scaling, factor=factor, limits=limits, policy=policy)
+
+    def place_of(self, variable: Variable, owner: str) -> int:
+        """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""
+        if variable not in self.index:
+            names = [v.name for v in self.index]
+            name = getattr(variable, "name", variable)
+            again = " It is another variable of that name." if name in names else ""
+            raise ValueError(
+                f"Expected variables that {owner!r} was built with, {brief(names)}; "
+                f"got {name!r}.{again} An optimizer trains the variables that it was built with: "
+                f"assign to them, or create a new optimizer for new ones."
+            )
+        return self.index[variable]
+
+    def has_average(self) -> jax.Array:
+        """Whether any step has updated the moving averages."""
+        count = None if self.window_count is None else self.window_count.value()
+        state = self.state._replace(iterations=self.iterations.value(), window_count=count)
+        return (self.window or AccumulationWindow(1)).has_started(state)
 
     @property
     def state(self) -> StepState:

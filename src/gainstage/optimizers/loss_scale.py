@@ -238,7 +238,7 @@ class LossScaleOptimizer(Optimizer):
         self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
     ) -> tuple[PyTree, Given]:
         scaling = self._store.scaling(self._wrapper.scaling)
-        return self._inner._scaled_step(scaling, state, grads, rate, loss, apply_if)
+        return self._inner._make_step(loss).scaled(scaling, state, grads, rate, loss, apply_if)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
