@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -48,21 +48,23 @@ class Computed(Variable):
 
 
 class Wrapper:
-    """What wraps an optimizer, as its store sees it.
+    """What takes the steps of an optimizer instead of it.
 
     Args:
         owner: the name of the object that takes the steps.
         over: its options, which override the optimizer's.
-        whole: the owner's store, if the owner takes the steps of several optimizers.
     """
 
-    def __init__(
-        self, owner: str, over: Mapping[str, Any] | None = None, whole: "Store | None" = None
-    ):
-        self.owner, self.over, self.whole = owner, dict(over or {}), whole
+    trains_several: ClassVar[bool] = False  # whether it is around several optimizers
+
+    def __init__(self, owner: str, over: Mapping[str, Any] | None = None):
+        self.owner, self.over = owner, dict(over or {})
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Creates the state that depends on the weights; called before the store is built."""
+
+    def changed(self) -> None:
+        """Called when a constant of the optimizer's step has changed."""
 
 
 # The public names of a rule's state.
@@ -136,11 +138,11 @@ class Store:
 
     @property
     def wrapper(self) -> Wrapper | None:
-        """The wrapper that skips non-finite steps, if there is one."""
+        """What takes the steps of this optimizer, if it does not itself."""
         return None if self._wrapper is None else self._wrapper()
 
     def set_wrapper(self, wrapper: Wrapper) -> None:
-        """Sets the wrapper, which then skips steps and overrides options."""
+        """Sets the wrapper, which then takes the steps and overrides options."""
         self._wrapper = weakref.ref(wrapper)
         self.changed()
 
@@ -148,8 +150,8 @@ class Store:
         """Marks compiled steps as outdated."""
         if not self.iterations._is_bound:  # else the step itself is being traced
             self.version += 1
-            if self.wrapper is not None and self.wrapper.whole is not None:
-                self.wrapper.whole.changed()
+            if self.wrapper is not None:
+                self.wrapper.changed()
 
     def set_options(self, options: StepOptions) -> None:
         """Sets the options; those of the wrapper stay."""

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.run import VarList, WithLoss, loss_of
+from gainstage._core.gradients import WithLoss, loss_of
+from gainstage._core.of_loss import VarList
 from gainstage._core.store import ScalingWrapper, Store
 from gainstage._core.types import Given, PyTree, Scalar
 from gainstage._core.variable import Variable

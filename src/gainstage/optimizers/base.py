@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import assign, bound, functional, read, variables_in, write
-from gainstage._core.checks import brief
+from gainstage._core.checks import brief, overrides
 from gainstage._core.configurable import Configurable, deserialize
-from gainstage._core.gradients import Gradients
+from gainstage._core.gradients import Gradients, WithLoss, loss_of
+from gainstage._core.of_loss import VarList, assign_if_applied, check_floating, differentiate
 from gainstage._core.options import (
     ARGUMENTS,
     BEFORE_BUILD,
@@ -21,19 +22,7 @@ from gainstage._core.options import (
     OptimizerOptions,
     check_option,
 )
-from gainstage._core.run import (
-    Runner,
-    VarList,
-    WithLoss,
-    assign_if_applied,
-    by_place,
-    check_bound,
-    check_floating,
-    differentiate,
-    fitted,
-    loss_of,
-    overrides,
-)
+from gainstage._core.run import Runner, by_place, check_bound, fitted
 from gainstage._core.saving import shown, wrong_count
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.slots import Initializer
@@ -551,7 +540,7 @@ class Optimizer(Configurable, Arguments):
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients in the order of the variables, with None for each that is missing."""
         wrapper = self._store.wrapper
-        if wrapper is not None and wrapper.whole is not None:
+        if wrapper is not None and wrapper.trains_several:
             raise ValueError(
                 f"{self.name!r} is one of the optimizers of {wrapper.owner!r}, which takes their "
                 f"steps together; call its `apply`, or that of its LossScaleOptimizer."

@@ -8,6 +8,7 @@ import jax
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import read
+from gainstage._core.checks import check_verbs
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import (
     BEFORE_BUILD,
@@ -18,7 +19,6 @@ from gainstage._core.options import (
     check_option,
 )
 from gainstage._core.readings import all_finite
-from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import applied_in, observed_in, states_in
 from gainstage._core.scaling import Scaling

@@ -202,7 +202,8 @@ class _Walk:
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             aval = jaxprs.array(var)
             if is_floating(aval):
-                result = self._result(eqn, values, path, turns, place, note, aval, x, ref)
+                value = Value(x, ref, note)
+                result = self._result(eqn, values, path, turns, place, value, aval)
                 self.results.append(result)
                 found.append(Value(x, ref, note._replace(id=result.id)))
             else:
@@ -211,8 +212,9 @@ class _Walk:
 
     def _result(
         self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path, place: Place,
-        note: Note, aval: ShapedArray, x: ArrayLike, ref: ArrayLike,
+        value: Value, aval: ShapedArray,
     ) -> Result:  # fmt: skip
+        x, ref, note = value
         numbers = numbers_of(x)
         same = x is ref
         reference = numbers if same else numbers_of(ref)
@@ -220,9 +222,10 @@ class _Walk:
         is_born = bool(numbers.bad) and not any(self._is_bad(v) for v in values)
         operands = tuple(v.note.id for v in values if v.note.id is not None)
         return Result(
-            len(self.results), path, turns, eqn.primitive.name, place, aval.dtype, aval.shape,
-            note.is_backward, operands, numbers, reference, error, is_born,
-            self._derivative_of(eqn, values),
+            id=len(self.results), path=path, turns=turns, op=eqn.primitive.name, place=place,
+            dtype=aval.dtype, shape=aval.shape, is_backward=note.is_backward, operands=operands,
+            numbers=numbers, ref=reference, error=error, is_born=is_born,
+            derivative_of=self._derivative_of(eqn, values),
         )  # fmt: skip
 
     def _derivative_of(self, eqn: JaxprEqn, values: list[Value]) -> str:
