@@ -83,13 +83,13 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Call
         raise ValueError(
             f"Expected one of {sorted(DTYPES)}, or a PrecisionPlan, for plan; got {plan!r}."
         )
-    cast.is_autocast = True
+    cast.autocast_plan = plan
     return cast
 
 
-def is_cast(fun: Callable[..., Any]) -> bool:
-    """Whether `autocast` returned this function."""
-    return getattr(fun, "is_autocast", False)
+def plan_of(fun: Callable[..., Any]) -> str | PrecisionPlan | None:
+    """The plan with which `autocast` returned this function; None if it did not."""
+    return getattr(fun, "autocast_plan", None)
 
 
 class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement

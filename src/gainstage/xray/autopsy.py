@@ -24,6 +24,7 @@ def main(
     output: Path | None = None,
     has_aux: bool = False,
     using: str | None = None,
+    plan: Path | None = None,
 ) -> int:
     """Prints the X-ray of a capsule, and writes its page.
 
@@ -35,6 +36,7 @@ def main(
         has_aux: whether the loss function returns (loss, aux).
         using: the function that differentiates, as "module:function"; by default as
             for `gainstage.value_and_grad`.
+        plan: the file for a plan of `gainstage.autocast`, if the X-ray has one; None for none.
 
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
@@ -67,6 +69,11 @@ def main(
             "The step is finite here, and was not in its run. Another version, platform or loss "
             "function may be the reason."
         )
+    if plan is not None and found.plan is None:
+        print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
+    elif plan is not None:
+        found.plan.save(plan)
+        print(f"See {plan}: gainstage.autocast(fun, gainstage.PrecisionPlan.load({str(plan)!r})).")
     if output is not None:
         found.to_html(output)
         print(f"See {output}.")

@@ -23,7 +23,7 @@ MARGIN = 1  # powers of two below the largest scale that fits
 class Remedy(NamedTuple):
     """A change that was tried, and its outcome."""
 
-    kind: str  # "scale", "float32" or "local"
+    kind: str  # "scale", "float32", "local" or "plan"
     change: str  # the change, as text
     places: tuple[str, ...]  # the lines or layers that it changes
     scale: float  # the loss scale
