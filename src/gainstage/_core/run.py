@@ -5,7 +5,7 @@ import itertools
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,15 +67,26 @@ class Runner:
         )
         self._decisions: list[Any] | None = None  # whether steps were applied, if requested
 
-    @contextlib.contextmanager
-    def decisions(self) -> Iterator[list[Any]]:
-        """Collects whether each step inside the `with` was applied; None means always."""
+    def take(self, apply_gradients: Callable[[WithLoss], object], pairs: WithLoss) -> list[Any]:
+        """Takes a step with what `differentiate` returned, and assigns what the loss assigned.
+
+        Args:
+            apply_gradients: the method that takes the step, with this runner.
+            pairs: the gradients with their variables; if none has a gradient, there is no step.
+
+        Returns:
+            Bool scalars: the step was applied if all are True.
+        """
         decisions: list[Any] = []
         self._decisions = decisions
         try:
-            yield decisions
+            apply_gradients(pairs)
         finally:
             self._decisions = None
+        conditions = [applied for applied in decisions if applied is not None]
+        if decisions and pairs.assigned:
+            _assign_if(conditions, pairs.assigned)
+        return conditions
 
     def checked(
         self,
@@ -230,17 +241,10 @@ def _with_aux(result: object) -> tuple[Any, Any]:
     return result
 
 
-def assign_if_applied(new: Mapping[Variable, jax.Array], decisions: Sequence[Any]) -> None:
-    """Assigns the values that a loss has assigned, if its step was applied.
-
-    Args:
-        new: the variables with their values.
-        decisions: the list from `Runner.decisions`; empty if no step was taken.
-    """
-    if not decisions or not new:
-        return
+def _assign_if(conditions: list[Any], new: Mapping[Variable, jax.Array]) -> None:
+    """Assigns the values that a loss has assigned, if all conditions are True."""
     variables, values = list(new), list(new.values())
-    if conditions := [applied for applied in decisions if applied is not None]:
+    if conditions:
         values = _selected(conditions, values, read(variables))
     assign(variables, values)
 

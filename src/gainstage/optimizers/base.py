@@ -26,7 +26,6 @@ from gainstage._core.run import (
     Runner,
     VarList,
     WithLoss,
-    assign_if_applied,
     by_place,
     check_bound,
     check_floating,
@@ -471,9 +470,7 @@ class Optimizer(Configurable, Arguments):
         """
         has_aux = checks.flag("has_aux", has_aux)
         pairs = self._loss_and_gradients(loss, var_list, has_aux=has_aux, may_assign=True)
-        with self._runner.decisions() as decisions:
-            self.apply_gradients(pairs)
-        assign_if_applied(pairs.assigned, decisions)
+        self._runner.take(self.apply_gradients, pairs)
         return (pairs.loss, pairs.aux) if has_aux else pairs.loss
 
     def compute_gradients(
