@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from gainstage import fp8, schedules
 from gainstage._core._lazy import lazy
 from gainstage._core.bridge import functional, jit
+from gainstage._core.models import WithLossScale
 from gainstage._core.scaled_state import LossScaledState
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
@@ -30,6 +31,7 @@ from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.updates import apply_updates, keep_if_applied, step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
+from gainstage.transforms.with_loss_scale import with_loss_scale
 
 if TYPE_CHECKING:
     from gainstage import compat as compat
@@ -64,6 +66,7 @@ __all__ = [
     "StepInfo",
     "Underflow",
     "Variable",
+    "WithLossScale",
     "apply_updates",
     "autocast",
     "deserialize",
@@ -86,4 +89,5 @@ __all__ = [
     "to_optax",
     "train_step",
     "value_and_grad",
+    "with_loss_scale",
 ]

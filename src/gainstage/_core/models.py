@@ -1,12 +1,13 @@
 """Models of Flax NNX and Equinox: what differentiates them, and what of them is trained.
 
-Neither library is imported here: whoever has a model has imported it.
+Neither library is imported here: whoever has a model has imported it. Parameters of any kind may
+carry the loss scale, as a leaf beside them or as a variable of an NNX model.
 """
 
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -14,6 +15,15 @@ from gainstage._core.types import PyTree
 
 Model = TypeVar("Model")
 NNX, EQUINOX = "flax.nnx", "equinox"
+SCALE = "loss_scale"  # the attribute of an NNX model that is its loss scale
+IS_SCALE = "is_loss_scale"  # the metadata of that variable
+
+
+class WithLossScale(NamedTuple):
+    """Parameters with their loss scale, as `with_loss_scale` returns them."""
+
+    params: Any  # any pytree, to evaluate with
+    loss_scale: Any  # a float32 scalar
 
 
 def library(*kinds: type) -> str | None:
@@ -55,15 +65,58 @@ VALUE_AND_GRAD = {None: jax.value_and_grad, EQUINOX: _of_equinox, NNX: _of_nnx}
 
 
 def trainable(params: PyTree) -> PyTree:
-    """What is trained: the parameters of a model, as a pytree; other pytrees as they are."""
+    """What is trained: the parameters of a model, as a pytree; other pytrees as they are. The loss
+    scale is not among them."""
+    if isinstance(params, WithLossScale):
+        return trainable(params.params)
     found = library(type(params))
     if found == NNX:
         nnx = sys.modules[NNX]
-        return nnx.state(params, nnx.Param)
+        params = nnx.state(params, nnx.Param)
+    if carries_scale(getattr(params, SCALE, None)):  # the state of an NNX model
+        return without_scale(params)[0]
     if found == EQUINOX:
         eqx = sys.modules[EQUINOX]
         return eqx.filter(params, eqx.is_inexact_array)
     return params
+
+
+def carries_scale(node: object) -> bool:
+    """Whether a node of a pytree is `WithLossScale`, or the variable of an NNX model that is its
+    loss scale."""
+    variable = getattr(sys.modules.get(NNX), "Variable", ())
+    is_marked = isinstance(node, variable) and bool(node.get_metadata(IS_SCALE, False))
+    return is_marked or isinstance(node, WithLossScale)
+
+
+def scales_in(tree: PyTree) -> list[Any]:
+    """The nodes of a pytree that carry a loss scale."""
+    nodes = jax.tree.leaves(tree, is_leaf=carries_scale)
+    return [node for node in nodes if carries_scale(node)]
+
+
+def without_scale(tree: PyTree) -> tuple[PyTree, Any]:
+    """Parameters, or their gradients, without the loss scale that they carry; and the scale, which
+    is a variable or an array in the state of an NNX model."""
+    if isinstance(tree, WithLossScale):
+        return tree.params, tree.loss_scale
+    rest = jax.tree.map(lambda x: x, tree)
+    return rest, rest.pop(SCALE)
+
+
+def with_scale(like: PyTree, rest: PyTree, scale: jax.Array) -> PyTree:
+    """A pytree of the structure of `like`, which carries a scale, from its two parts."""
+    if isinstance(like, WithLossScale):
+        return WithLossScale(rest, scale)
+    whole = jax.tree.map(lambda x: x, rest)
+    whole[SCALE] = jax.tree.map(lambda _: scale, like[SCALE])
+    return whole
+
+
+def set_scale(model: Model, scale: jax.Array) -> Model:
+    """Gives an NNX model a loss scale, and returns it."""
+    setattr(model, SCALE, sys.modules[NNX].Param(scale, **{IS_SCALE: True}))
+    return model
 
 
 def is_nnx(params: PyTree, grads: PyTree) -> bool:

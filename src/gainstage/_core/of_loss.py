@@ -90,17 +90,10 @@ def _with_aux(result: object) -> tuple[Any, Any]:
     return result
 
 
-def assign_if_applied(new: Mapping[Variable, jax.Array], decisions: Sequence[Any]) -> None:
-    """Assigns the values that a loss has assigned, if its step was applied.
-
-    Args:
-        new: the variables with their values.
-        decisions: the list from `Runner.decisions`; empty if no step was taken.
-    """
-    if not decisions or not new:
-        return
+def assign_if(conditions: list[Any], new: Mapping[Variable, jax.Array]) -> None:
+    """Assigns the values that a loss has assigned, if all conditions are True."""
     variables, values = list(new), list(new.values())
-    if conditions := [applied for applied in decisions if applied is not None]:
+    if conditions:
         values = _selected(conditions, values, read(variables))
     assign(variables, values)
 

@@ -1,10 +1,9 @@
 """Runs a step on its variables: its gradients checked, compiled or inside another trace."""
 
-import contextlib
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +13,8 @@ from gainstage._core._jax import Tracer
 from gainstage._core.arrays import strong
 from gainstage._core.bridge import jit, run
 from gainstage._core.checks import brief
+from gainstage._core.gradients import WithLoss
+from gainstage._core.of_loss import assign_if
 from gainstage._core.saving import wrong_count
 from gainstage._core.variable import Variable
 
@@ -32,15 +33,26 @@ class Runner:
         )
         self._decisions: list[Any] | None = None  # whether steps were applied, if requested
 
-    @contextlib.contextmanager
-    def decisions(self) -> Iterator[list[Any]]:
-        """Collects whether each step inside the `with` was applied; None means always."""
+    def take(self, apply_gradients: Callable[[WithLoss], object], pairs: WithLoss) -> list[Any]:
+        """Takes a step with what `differentiate` returned, and assigns what the loss assigned.
+
+        Args:
+            apply_gradients: the method that takes the step, with this runner.
+            pairs: the gradients with their variables; if none has a gradient, there is no step.
+
+        Returns:
+            Bool scalars: the step was applied if all are True.
+        """
         decisions: list[Any] = []
         self._decisions = decisions
         try:
-            yield decisions
+            apply_gradients(pairs)
         finally:
             self._decisions = None
+        conditions = [applied for applied in decisions if applied is not None]
+        if decisions and pairs.assigned:
+            assign_if(conditions, pairs.assigned)
+        return conditions
 
     def checked(
         self,

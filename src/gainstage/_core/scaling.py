@@ -199,6 +199,7 @@ class Scaling:
         checked: Sequence[Any] | None = None,
         loss: jax.Array | None = None,
         apply_if: jax.Array | None = None,
+        repeated: jax.Array | None = None,
     ) -> StepResult:
         """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
@@ -215,6 +216,8 @@ class Scaling:
             loss: the true loss, if it is known.
             apply_if: a bool scalar. If False, the update is skipped; the scale still reacts to the
                 gradients.
+            repeated: a bool scalar. If True, the gradients were not finite at this scale, and were
+                computed again at a lower one: the scale is lowered, the update not skipped.
         """
         with_norm = state.observed is not None
         arrays = grads if checked is None else checked
@@ -248,6 +251,7 @@ class Scaling:
                 ordered=here,
             )
         due, good = policy.scale_due(inner, finite, counts)
+        good = good if repeated is None else good & ~repeated
         so_far = state.measured
         if due is not None:  # the scale is updated between windows, from the measurements of one
             measured = measured_of_both(so_far, measured)

@@ -13,7 +13,7 @@ from gainstage._core.bridge import assign, bound, functional, read, variables_in
 from gainstage._core.checks import brief, overrides
 from gainstage._core.configurable import Configurable, deserialize
 from gainstage._core.gradients import Gradients, WithLoss, loss_of
-from gainstage._core.of_loss import VarList, assign_if_applied, check_floating, differentiate
+from gainstage._core.of_loss import VarList, check_floating, differentiate
 from gainstage._core.options import (
     ARGUMENTS,
     BEFORE_BUILD,
@@ -446,9 +446,7 @@ class Optimizer(Configurable, Arguments):
         """
         has_aux = checks.flag("has_aux", has_aux)
         pairs = self._loss_and_gradients(loss, var_list, has_aux=has_aux, may_assign=True)
-        with self._runner.decisions() as decisions:
-            self.apply_gradients(pairs)
-        assign_if_applied(pairs.assigned, decisions)
+        self._runner.take(self.apply_gradients, pairs)
         return (pairs.loss, pairs.aux) if has_aux else pairs.loss
 
     def compute_gradients(

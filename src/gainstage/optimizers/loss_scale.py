@@ -31,10 +31,11 @@ from gainstage._core.types import Given, PyTree, Rate, Scalar
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.optax import Optax
+from gainstage.optimizers.retries import Retrying
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule
 
 
-class LossScaleOptimizer(Optimizer):
+class LossScaleOptimizer(Retrying):
     """An optimizer for float16: it scales the loss so that small gradients do not underflow.
 
     `minimize` multiplies the loss by the scale and divides the gradients by it, in float32. A step

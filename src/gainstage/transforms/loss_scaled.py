@@ -31,6 +31,12 @@ from gainstage._core.unscaled import SETTLED, warn
 from gainstage._core.variable import placed
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
+from gainstage.transforms.with_loss_scale import (
+    WithLossScaleState,
+    carried,
+    scale_at_first,
+    usable,
+)
 
 KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
@@ -71,7 +77,8 @@ def loss_scaled(
 
     Returns:
         A transformation to use instead of `tx`, also inside `optax.chain`. `init` and `update` take
-        an NNX or Equinox model as `params` too. `update` takes four more arguments. `value=` is the
+        an NNX or Equinox model as `params` too, and parameters of `with_loss_scale`, whose scale it
+        updates with them. `update` takes four more arguments. `value=` is the
         true loss, for rules and transformations that need it. `apply_if=` is a bool; False skips
         the update, even on finite gradients. `loss_scale=` is the scale of gradients that `update`
         has to unscale itself. `shardings=` is a `NamedSharding` per gradient, for gradients traced
@@ -130,6 +137,7 @@ def loss_scaled_within(
         warns: whether to warn once if no loss was scaled before an update.
         over: the mesh axes of `shard_state_over`.
     """
+    starts_at_own = rule is not None  # rather than at the scale that the parameters carry
     rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
     checks.transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
@@ -138,13 +146,19 @@ def loss_scaled_within(
     warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
 
     def init(params: PyTree) -> LossScaledState:
+        carries = scale_at_first(params)
         params = models.trainable(params)
         _check_leaves(params)
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = scaling.first(start(rule), len(leaves_and_none(params)))
-        state = LossScaledState(first.scale, inner, jnp.array(True), first.observed)
+        kind, scale = LossScaledState, first.scale
+        if carries is not None:
+            kind = WithLossScaleState
+            if not starts_at_own:
+                scale = scale._replace(scale=usable(carries, scale.scale))
+        state = kind(scale, inner, jnp.array(True), first.observed)
         return _on_mesh_of(params, state)
 
     def update(
@@ -165,7 +179,11 @@ def loss_scaled_within(
             raise _wrong_state(state)
         if own != jax.tree.structure(state.loss_scale) and not isinstance(rule, FixedLossScale):
             raise _wrong_rule(rule, state.loss_scale)
-        if warns and loss_scale is None and not SETTLED:
+        scale = None
+        if isinstance(state, WithLossScaleState) or isinstance(updates, models.WithLossScale):
+            updates, params, scale = carried(updates, state, params)
+            shardings, param_shardings = map(scale.dropped, (shardings, param_shardings))
+        elif warns and loss_scale is None and not SETTLED:
             warn()
         if models.library(type(params)):
             params = models.chosen(params, updates)
@@ -212,12 +230,15 @@ def loss_scaled_within(
             checked=leaves,
             loss=extra.get("value"),
             apply_if=apply_if,
+            repeated=scale and scale.repeated,
         )
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
-        return updates, LossScaledState(after.scale, inner, applied, after.observed)
+        if scale is not None:
+            updates = scale.joined(updates, after.scale.scale)
+        return updates, type(state)(after.scale, inner, applied, after.observed)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

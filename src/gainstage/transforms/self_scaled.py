@@ -1,5 +1,6 @@
 """Losses that scale their own gradients, for trainers that differentiate by themselves."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,12 @@ from gainstage._core.sharding import varying, varying_like
 from gainstage._core.types import P, PyTree, R
 from gainstage._core.unscaled import SETTLED
 from gainstage.transforms.replay import traced
+from gainstage.transforms.with_loss_scale import (
+    arguments_without_scales,
+    places_of_scales,
+    reported,
+    usable,
+)
 
 BACKOFF = 16.0  # a retry divides the scale by it
 
@@ -43,13 +50,14 @@ def self_scaled(
         loss_fn: a function that returns a scalar loss, or a tuple (loss, aux). It takes pytrees and
             models, by position or by name.
         scale: the factor of the loss at the first try, > 0 and at most `2**126`. A power of two
-            causes no rounding.
+            causes no rounding. Parameters of `with_loss_scale` carry their own instead.
         retries: the largest number of retries in a step, >= 0.
 
     Raises:
         TypeError: `loss_fn` is not callable, or `scale` or `retries` is not a number; from the
             call, the loss is not a scalar.
-        ValueError: `scale` is out of range, or `retries` is not an integer >= 0.
+        ValueError: `scale` is out of range, or `retries` is not an integer >= 0; from the call,
+            two arguments that are differentiated carry a scale.
 
     Examples:
         >>> import gainstage as gs
@@ -67,6 +75,12 @@ def self_scaled(
         raise TypeError(f"Expected a function for loss_fn; got {loss_fn!r}.")
     scale = checks.loss_scale("scale", scale)
     retries = checks.integer("retries", retries, low=0)
+    untyped: Callable[..., R] = loss_fn
+
+    @functools.wraps(loss_fn)
+    def of_parameters(*args: P.args, **kwargs: P.kwargs) -> R:
+        args, kwargs = arguments_without_scales((args, kwargs))
+        return untyped(*args, **kwargs)
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         SETTLED.add("local")
@@ -75,13 +89,13 @@ def self_scaled(
             raise TypeError(
                 f"Expected a scalar loss from loss_fn, or (loss, aux); got {brief(loss)}."
             )
-        return _with_own_scale(program, arrays, scale, retries)
+        return _with_own_scale(program, arrays, scale, retries, places_of_scales(arguments))
 
-    return traced(loss_fn, run, _varying)
+    return traced(of_parameters, run, _varying)
 
 
 def _with_own_scale(
-    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int
+    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int, places: Sequence[int]
 ) -> list[Any]:
     """The results of a program, the first of which is a loss, differentiated as in `self_scaled`.
 
@@ -89,8 +103,10 @@ def _with_own_scale(
         program: a jaxpr.
         arrays: its arguments.
         scale, retries: as for `self_scaled`.
+        places: the indices of the arrays that are loss scales among the parameters.
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
+    carried = [closed_over + i for i in places]
     variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
 
     def results_of(*values: Any) -> list[Any]:
@@ -106,6 +122,13 @@ def _with_own_scale(
             for i, primal in enumerate(primals)
             if primal.perturbed and jnp.issubdtype(jnp.result_type(primal.value), jnp.inexact)
         ]
+        updated = [i for i in chosen if i in carried]  # the scales that the trainer updates
+        chosen = [i for i in chosen if i not in carried]
+        if len(updated) > 1:
+            raise ValueError(
+                f"Expected one loss scale among the arguments that are differentiated; got "
+                f"{len(updated)}. One loss has one scale: with_loss_scale((first, second))."
+            )
 
         def at(scale: jax.Array) -> tuple[jax.Array, list[Any], list[Any]]:
             def scaled(*variables: Any) -> tuple[jax.Array, list[Any]]:
@@ -125,11 +148,14 @@ def _with_own_scale(
             return lower, state[1] + 1, *at(lower)
 
         first = jnp.asarray(scale, jnp.float32)
+        if carried:
+            first = usable(values[(updated or carried)[0]], first)
         state = (first, jnp.int32(0), *at(first))
         if retries:
             state = lax.while_loop(lambda s: ~s[2] & (s[1] < retries), retried, state)
-        *_, results, grads = state
+        _, count, _, results, grads = state
         each = dict(zip(chosen, grads, strict=True))
+        each |= {i: reported(count, values[i]) for i in updated}
         return results, [each.get(i) for i in range(len(values))]
 
     def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
@@ -138,8 +164,10 @@ def _with_own_scale(
             return (None,) * len(grads)
         of_loss = gradients.upcast(of_loss)
         return tuple(
-            g if g is None else (g * of_loss).astype(variable.aval.dtype)
-            for g, variable in zip(grads, variables, strict=True)
+            g
+            if g is None
+            else (g * (jnp.abs(of_loss) if i in carried else of_loss)).astype(variable.aval.dtype)
+            for i, (g, variable) in enumerate(zip(grads, variables, strict=True))
         )
 
     own.defvjp(forward, backward, symbolic_zeros=True)

@@ -119,6 +119,10 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         -0.5 1.0
     """
     applied = step_was_applied(opt_state)
+    if isinstance(params, models.WithLossScale):  # a skipped step lowers the scale
+        moved = (params.loss_scale + updates.loss_scale).astype(params.loss_scale.dtype)
+        new: PyTree = apply_updates(params.params, updates.params, opt_state)
+        return params._replace(params=new, loss_scale=moved)
 
     def one(param: jax.Array | None, update: jax.Array | None) -> jax.Array | None:
         if param is None or update is None or getattr(update, "dtype", None) == float0:
@@ -135,5 +139,10 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
 
     if models.is_nnx(params, updates):
         weights = models.chosen(params, updates)
-        return models.updated(params, jax.tree.map(one, weights, updates))
+        new = jax.tree.map(one, weights, updates)
+        if models.carries_scale(getattr(weights, models.SCALE, None)):
+            new[models.SCALE] = jax.tree.map(
+                jnp.add, *(x[models.SCALE] for x in (weights, updates))
+            )
+        return models.updated(params, new)
     return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)

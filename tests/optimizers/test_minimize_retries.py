@@ -1,0 +1,139 @@
+"""`minimize` takes a step with an overflow again, so that it costs no batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import gainstage as gs
+
+KEYS = jax.random.split(jax.random.key(0), 2)
+X = jax.random.normal(KEYS[0], (256, 16))
+Y = X @ jax.random.normal(KEYS[1], (16, 16))
+
+
+class Run:
+    """A model with a running mean, its optimizer, and its step: eager or compiled."""
+
+    def __init__(self, retries, start=2.0**40, compiled=True, inner=None, **options):
+        self.w = gs.Variable(jnp.zeros((16, 16)), name="w")
+        self.mean = gs.Variable(0.0, trainable=False, name="mean")
+        inner = gs.Adam(0.1, **options) if inner is None else inner
+        self.opt = gs.LossScaleOptimizer(inner, start, telemetry=True)
+        self.opt.build([self.w])
+
+        def step(x, y):
+            def loss():
+                self.mean.assign(self.mean + x.mean())
+                out = (x.astype(jnp.float16) @ self.w.value().astype(jnp.float16)).astype("float32")
+                return jnp.mean((out - y) ** 2), {"seen": x.sum()}
+
+            return self.opt.minimize(loss, [self.w], has_aux=True, retries=retries)
+
+        state = [self.w, self.mean, *self.opt.variables]
+        self.step = gs.jit(step, state, donate=True) if compiled else step
+
+    @property
+    def values(self):
+        return [v.numpy() for v in (self.w, self.mean, *self.opt.variables)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_from_a_scale_far_too_large_every_step_is_taken(compiled):
+    """Every step from 2**40 is applied, and its loss, aux and running mean are its own."""
+    run, usual = Run(40, compiled=compiled), Run(0, 2.0**10)
+    for i in range(5):
+        (loss, aux), (expected, _) = run.step(X + i, Y), usual.step(X + i, Y)
+        assert aux["seen"] == (X + i).sum()
+        assert loss == pytest.approx(float(expected), rel=1e-2)
+    assert run.opt.iterations == 5
+    np.testing.assert_allclose(run.w.numpy(), usual.w.numpy(), rtol=1e-2, atol=1e-3)
+    assert run.mean == pytest.approx(float(usual.mean), rel=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_retry_is_a_skipped_step_with_the_same_batch(compiled):
+    """Weights, slots, scale and telemetry are those of as many skipped steps, bit for bit."""
+    run, other = Run(40, compiled=compiled), Run(0, compiled=compiled)
+    run.step(X, Y)
+    while not gs.step_was_applied(other.opt) or other.opt.iterations == 0:
+        other.step(X, Y)
+    for one, expected in zip(run.values, other.values, strict=True):
+        np.testing.assert_array_equal(one, expected)
+
+
+def test_without_retries_nothing_changes():
+    """The program of a step without retries has no loop; one with retries has one."""
+    for retries, count in ((0, 0), (3, 1)):
+        assert Run(retries).step.lower(X, Y).as_text().count("stablehlo.while") == count
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_bad_data_is_skipped_after_the_last_retry(compiled):
+    """NaN in the data changes no weight and no mean; the scale is lowered once for each try."""
+    run = Run(3, compiled=compiled)
+    loss, _ = run.step(X.at[0].set(jnp.nan), Y)
+    assert np.isnan(loss)
+    assert not run.w.numpy().any()
+    assert run.mean == 0
+    assert run.opt.loss_scale == 2.0**36
+    assert gs.telemetry(run.opt).skipped_steps == 4
+
+
+def test_a_microbatch_is_taken_again():
+    """In a window of two, an overflow costs no microbatch."""
+    run, usual = Run(40, gradient_accumulation_steps=2), Run(0, 2.0**10)
+    for _ in range(2):
+        run.step(X, Y)
+    usual.step(X, Y)
+    assert run.opt.iterations == 1
+    np.testing.assert_allclose(run.w.numpy(), usual.w.numpy(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", [lambda: gs.Optax(optax.adam(0.1)), lambda: gs.SGD(0.1)])
+def test_around_other_optimizers(make):
+    """The inner optimizer takes one step."""
+    run = Run(40, inner=make())
+    run.step(X, Y)
+    assert run.opt.iterations == 1
+    assert np.isfinite(run.w.numpy()).all()
+    assert run.w.numpy().any()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_eight_devices_retry_together(kind):
+    """On a mesh the weights are those of one device."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    w = gs.Variable(jax.device_put(jnp.zeros((16, 16)), everywhere))
+    opt = gs.LossScaleOptimizer(gs.Adam(0.1), 2.0**40)
+    opt.build([w])
+
+    def step(x, y):
+        def loss():
+            out = (x.astype(jnp.float16) @ w.value().astype(jnp.float16)).astype(jnp.float32)
+            return jnp.mean((out - y) ** 2)
+
+        return opt.minimize(loss, [w], retries=40)
+
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("data"))
+        gs.jit(step, [w, *opt.variables])(*(jax.device_put(v, rows) for v in (X, Y)))
+    one = Run(40)
+    one.step(X, Y)
+    np.testing.assert_allclose(w.numpy(), one.w.numpy(), rtol=1e-2, atol=1e-3)
+    assert opt.loss_scale == one.opt.loss_scale
+
+
+def test_bad_retries_are_refused():
+    """The error names the argument and the value, and nothing has changed."""
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+    for retries in (-1, 0.5):
+        with pytest.raises(ValueError, match="for retries; got"):
+            opt.minimize(lambda: w**2, [w], retries=retries)
+    with pytest.raises(TypeError, match="retries; got True"):
+        opt.minimize(lambda: w**2, [w], retries=True)
+    assert w.value() == 1
