@@ -48,10 +48,10 @@ class Computed(Variable):
 
 
 class Wrapper:
-    """What takes the steps of an optimizer instead of it.
+    """What the store of a wrapped optimizer knows about the object around it.
 
     Args:
-        owner: the name of the object that takes the steps.
+        owner: the name of that object, which takes the steps.
         over: its options, which override the optimizer's.
     """
 
@@ -138,11 +138,11 @@ class Store:
 
     @property
     def wrapper(self) -> Wrapper | None:
-        """What takes the steps of this optimizer, if it does not itself."""
+        """The wrapper, if another object takes the steps of this optimizer."""
         return None if self._wrapper is None else self._wrapper()
 
     def set_wrapper(self, wrapper: Wrapper) -> None:
-        """Sets the wrapper, which then takes the steps and overrides options."""
+        """Sets the wrapper, whose options then override those of the optimizer."""
         self._wrapper = weakref.ref(wrapper)
         self.changed()
 

@@ -763,7 +763,7 @@ class Optimizer(Configurable, Arguments):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, JSON-serializable except for callables; the learning
-        rate is the current one. `jit_compile` and `mesh` are not included."""
+        rate is the current one. `jit_compile`, `mesh` and `shard_state_over` are not included."""
         ours = {p.name: p.default for p in PARAMETERS if p.kind is p.KEYWORD_ONLY}
         return {k: v for k, v in super().get_config().items() if k not in ours or v != ours[k]}
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gainstage._core import checks
+from gainstage._core.arrays import is_key
 from gainstage._core.bridge import read
 from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients, upcast
@@ -116,7 +117,7 @@ class Optax(Optimizer):
     def _init(self, values: list[jax.Array]) -> OptState:
         state = self.tx.init(upcast(values))
         self._key_kinds = [
-            jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in jax.tree.leaves(state)
+            jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in jax.tree.leaves(state)
         ]
         return jax.tree.map(_without_key, state)
 
@@ -195,9 +196,5 @@ class Optax(Optimizer):
                 self.assign_add(variable, rate * update)
 
 
-def _is_key(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _without_key(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf

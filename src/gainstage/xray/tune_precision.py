@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gainstage._core import checks, gradients, jaxprs, models
+from gainstage._core import checks, gradients, jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Var
 from gainstage._core.arrays import partition
 from gainstage._core.jaxprs import Path
@@ -35,7 +35,6 @@ SUMS = frozenset(
      "scatter-add", "scatter_add")
 )  # fmt: skip
 MAX_ERROR = 0.005  # the default of `tune_precision`
-REACHES = "it reaches"  # the reason of an operation with large numbers
 TRIES = 6  # loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 
@@ -136,7 +135,7 @@ def remedy_by_plan(
         tuner.measure(tick)
     plan = tuner.plan(dtype, MAX_ERROR)
     wide = [o for o in plan.operations if o.dtype != dtype]
-    places = tuple(dict.fromkeys(o.line for o in wide if o.reason.startswith(REACHES)))
+    places = tuple(dict.fromkeys(o.line for o in wide if o.path in tuner.hot))
     lines = f", such as {'; '.join(places[:3])}" if places else ""
     change = f"autocast with a plan that keeps {len(wide)} operations in float32{lines}"
     for power in range(TRIES):
@@ -165,7 +164,6 @@ class _Tuner:
     ):
         self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
         self._arrays, self._static = partition(tuple(args))
-        self._library = models.library(*map(type, args[:1]))
         programs: list[Any] = []
         visited = set()
 
@@ -193,8 +191,8 @@ class _Tuner:
         """Measures the ranges and the shares."""
         limit = float(jnp.finfo(self._dtype).max) / ROOM
         self._measure_ranges()
-        self._hot = {path for path, size in self._largest.items() if not size <= limit}
-        self._wide = self._hot | self._kept | self._earlier
+        self.hot = {path for path, size in self._largest.items() if not size <= limit}
+        self._wide = self.hot | self._kept | self._earlier
         self._wide |= {path for path, eqn in self._equations.items() if _is_sum(eqn)}
         switched, self._exact = self._switched()
         self._scale = _largest_scale(lambda s: switched(jnp.ones(self.groups, bool), s))
@@ -232,9 +230,9 @@ class _Tuner:
         self, fun: Callable[..., Any], scale: jax.Array, arrays: Sequence[Any]
     ) -> list[jax.Array]:
         """The loss and the gradients of a function, in float32."""
-        using = self._using or models.VALUE_AND_GRAD[self._library]
-        differentiate = scaled_value_and_grad(fun, scale, self._has_aux, using)
-        (_, (loss, _)), grads = differentiate(*self._static.combine(arrays))
+        args = self._static.combine(arrays)
+        differentiate = scaled_value_and_grad(fun, scale, self._has_aux, self._using, args)
+        (_, (loss, _)), grads = differentiate(*args)
         true = gradients.unscale(grads, scale)
         return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
 
@@ -319,7 +317,7 @@ class _Tuner:
             largest, share = self._largest[path], self._shares[self._group[path]]
             reason = "" if path in halves else "its share"
             reason = "an earlier plan" if path in self._earlier else reason
-            reason = f"{REACHES} {largest:.3g}" if path in self._hot else reason
+            reason = f"it reaches {largest:.3g}" if path in self.hot else reason
             reason = "a sum" if _is_sum(eqn) else reason
             reason = "keep_float32, or unused" if path in self._kept else reason
             own = dtype if path in halves else "float32"

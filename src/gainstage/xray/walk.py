@@ -14,7 +14,7 @@ from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, ShapedArray
 from gainstage._core.jaxprs import CALLBACKS, Path
 from gainstage._core.precision import HALF, down, in_dtype, is_half, up
-from gainstage.xray.numbers import Numbers, is_floating, numbers_of, relative_error
+from gainstage.xray.numbers import Numbers, is_floating, largest, numbers_of, relative_error
 from gainstage.xray.places import Note, Place, Places, layer_of
 from gainstage.xray.program import Program
 
@@ -49,6 +49,11 @@ class Result(NamedTuple):
     def is_half(self) -> bool:
         """Whether its dtype in the program has less than 32 bits."""
         return self.dtype in HALF
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the float32 reference is finite, but beyond that dtype."""
+        return self.is_half and not self.ref.bad and self.ref.max > largest(self.dtype) * 0.999
 
     @property
     def flushed(self) -> int:
