@@ -266,6 +266,24 @@ def test_it_works_over_and_under_transformations():
     assert error(tangent, jnp.cos(x @ w) * (x @ w)) < 3e-3
 
 
+def test_donated_arguments():
+    """A step that donates its parameters reuses their buffers, as the float32 step does."""
+
+    def step(fun):
+        def take(params, x):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(fun)(params, x))
+
+        return jax.jit(take, donate_argnums=0)
+
+    for fun in (network, gs.autocast(network)):
+        params = jax.tree.map(jnp.copy, PARAMS)
+        new = step(fun)(params, X)
+        assert all(p.is_deleted() for p in params.values())
+        assert all(p.dtype == jnp.float32 for p in new.values())
+        compiled = step(fun).lower(PARAMS, X).compile()
+        assert str(compiled.as_text()).count("may-alias") == len(PARAMS)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices(kind):
     """On a mesh the result has the sharding that it has in float32."""
