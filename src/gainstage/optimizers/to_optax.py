@@ -87,9 +87,8 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "params, and cast them in the loss."
         )
     tx, sums_in = _unscaled(inner, Wrapper("loss_scaled"))
-    return loss_scaled_within(
-        options.limits, sums_in, tx, opt.rule, opt.telemetry, opt.underflow_every
-    )
+    settings = opt.rule, opt.telemetry, opt.underflow_every
+    return loss_scaled_within(tx, *settings, limits=options.limits, sums_in=sums_in)
 
 
 def _unscaled(

@@ -78,11 +78,10 @@ def loss_scaled(
     Returns:
         A transformation to use instead of `tx`, also inside `optax.chain`. `init` and `update` take
         an NNX or Equinox model as `params` too, and parameters of `with_loss_scale`, whose scale it
-        updates with them. `update` takes four more arguments. `value=` is the
-        true loss, for rules and transformations that need it. `apply_if=` is a bool; False skips
-        the update, even on finite gradients. `loss_scale=` is the scale of gradients that `update`
-        has to unscale itself. `shardings=` is a `NamedSharding` per gradient, for gradients traced
-        on a mesh of Auto axes.
+        updates with them. `update` takes more arguments. `value=` is the true loss, for rules and
+        transformations that need it. `apply_if=` is a bool; False skips the update, even on finite
+        gradients. `loss_scale=` is the scale of gradients that `update` has to unscale itself.
+        `shardings=` is a `NamedSharding` per gradient, for gradients traced on a mesh of Auto axes.
 
     Raises:
         TypeError: `tx` is not a transformation, `rule` not a rule, or `telemetry` not a bool.
@@ -112,28 +111,36 @@ def loss_scaled(
     Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740. Sharded state:
     Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
     """
-    over = axis_names(shard_state_over)
-    sums_in = _sums_of_multi_steps
-    return loss_scaled_within({}, sums_in, tx, rule, telemetry, underflow_every, True, over)
+    return loss_scaled_within(
+        tx,
+        rule,
+        telemetry,
+        underflow_every,
+        limits={},
+        sums_in=_sums_of_multi_steps,
+        warns=True,
+        over=axis_names(shard_state_over),
+    )
 
 
 def loss_scaled_within(
+    tx: Transformation,
+    rule: Rule | None,
+    telemetry: bool,
+    underflow_every: int | None,
+    *,
     limits: Mapping[str, float],
     sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
-    tx: Transformation,
-    rule: Rule | None = None,
-    telemetry: bool = False,
-    underflow_every: int | None = None,
     warns: bool = False,
     over: tuple[str, ...] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """`loss_scaled` of a transformation that clips: a non-finite norm skips a step too.
 
     Args:
+        tx, rule, telemetry, underflow_every: as for `loss_scaled`.
         limits: the active clip option, as for `gradients.clip`.
         sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
             gradients are added; the sums must be finite. Empty if there are none.
-        tx, rule, telemetry, underflow_every: as for `loss_scaled`.
         warns: whether to warn once if no loss was scaled before an update.
         over: the mesh axes of `shard_state_over`.
     """
