@@ -28,6 +28,7 @@ from benchmarks.harness import between_marks, file_to_write
 from gainstage.demo import digits
 
 from . import DOCS, RESULTS
+from .tasks import demo_loss
 
 STORM = range(100, 145)
 COLUMNS = ("run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32")
@@ -55,10 +56,7 @@ def digits_task() -> Task:
             chosen = rng.choice(len(labels), digits.BATCH, replace=False)
             yield digits.Digits(images[chosen], labels[chosen])
 
-    def loss(weights: list[jax.Array], batch: Any, dtype: str) -> jax.Array:
-        return digits.loss(weights, batch, dtype)[0]
-
-    return Task(digits.initial_weights, loss, batches, 2e-3)
+    return Task(digits.initial_weights, demo_loss, batches, 2e-3)
 
 
 def text_task() -> Task:

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from sklearn import datasets
 
+import gainstage as gs
 from benchmarks import models
 from benchmarks.models import Params, cast
 from gainstage.demo import digits as demo
@@ -217,12 +218,17 @@ def drawn(rng: RNG, count: int = 256) -> demo.Digits:
     return jax.tree.map(lambda x: x[chosen], digits()[0])
 
 
+def demo_loss(params: Any, batch: demo.Digits, dtype: str) -> jax.Array:
+    """The demo's loss, computed in `dtype`."""
+    return (demo.loss if dtype == "float32" else gs.autocast(demo.loss, dtype))(params, batch)[0]
+
+
 def demo_digits(steps: int = 800) -> Task:
     """The demo's: digits are told apart, and drawn again with a weight of 5e-4."""
-    error = jax.jit(lambda params, held: demo.loss(params, held, "float32")[1])
+    error = jax.jit(lambda params, held: demo.loss(params, held)[1])
     return Task(
         init=lambda seed: jax.tree.map(jnp.asarray, demo.initial_weights(seed)),
-        loss=lambda params, batch, dtype: demo.loss(params, batch, dtype)[0],
+        loss=demo_loss,
         batch=drawn,
         score=lambda params: error(params, digits()[1]),
         optimizer=adam(2e-3, 0.0),

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 jax.config.update("jax_platforms", "cpu")  # as for a report
             autopsy = importlib.import_module("gainstage.xray.autopsy")
             where = (arguments.loss, arguments.like, arguments.output)
-            return autopsy.main(arguments.capsule, *where, arguments.has_aux, arguments.using)
+            how = (arguments.has_aux, arguments.using, arguments.plan)
+            return autopsy.main(arguments.capsule, *where, *how)
         demo = importlib.import_module("gainstage.demo")
         about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
         demo.main(arguments.output, *about)
@@ -133,6 +134,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar=function,
         help="a function without arguments that returns a model like that of the run, or a tuple "
         "of such arguments; needed for NNX and Equinox models",
+    )
+    autopsy.add_argument(
+        "--plan",
+        type=Path,
+        metavar="PLAN.json",
+        help="the file for a plan that keeps in float32 what was not finite, if the loss function "
+        "is what gainstage.autocast returned (default: none)",
     )
     autopsy.add_argument(
         "--output", type=_html, metavar="PAGE.html", help="the page's file (default: none)"

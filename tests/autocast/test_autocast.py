@@ -266,6 +266,24 @@ def test_it_works_over_and_under_transformations():
     assert error(tangent, jnp.cos(x @ w) * (x @ w)) < 3e-3
 
 
+def test_donated_arguments():
+    """A step that donates its parameters reuses their buffers, as the float32 step does."""
+
+    def step(fun):
+        def take(params, x):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(fun)(params, x))
+
+        return jax.jit(take, donate_argnums=0)
+
+    for fun in (network, gs.autocast(network)):
+        params = jax.tree.map(jnp.copy, PARAMS)
+        new = step(fun)(params, X)
+        assert all(p.is_deleted() for p in params.values())
+        assert all(p.dtype == jnp.float32 for p in new.values())
+        compiled = step(fun).lower(PARAMS, X).compile()
+        assert str(compiled.as_text()).count("may-alias") == len(PARAMS)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_eight_devices(kind):
     """On a mesh the result has the sharding that it has in float32."""
@@ -502,7 +520,16 @@ def test_random_programs(names):
     assert off <= 0.02 * norm + 1e-3
 
 
-@pytest.mark.parametrize("plan", ["half", "float32", None, 16, jnp.float64])
+def test_a_policy_is_a_plan():
+    """A policy with float32 variables names the dtype of products, or leaves the function alone."""
+    for name, dtype in {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}.items():
+        by_policy, by_name = (gs.autocast(network, p) for p in (gs.Policy(name), dtype))
+        programs = [str(jax.make_jaxpr(fun)(PARAMS, X)) for fun in (by_policy, by_name)]
+        assert programs[0] == programs[1]
+    assert gs.autocast(network, gs.Policy("float32")) is network
+
+
+@pytest.mark.parametrize("plan", ["half", "float32", None, 16, jnp.float64, gs.Policy("float16")])
 def test_an_unknown_plan_is_refused(plan):
     """The error names the value, and what there is."""
     with pytest.raises((ValueError, TypeError), match="plan"):

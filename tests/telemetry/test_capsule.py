@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage import diagnostics
 from gainstage.__main__ import main
 from gainstage.diagnostics import Capsule, read_capsule
+from gainstage.xray import autopsy
 from gainstage.xray import capsule as capsule_module
 
 TRAIN = """
@@ -590,7 +590,7 @@ def command(tmp_path, monkeypatch, capsys):
     (tmp_path / "train_it.py").write_text(MODULE)
     (tmp_path / "needs_it.py").write_text("import not_installed")
     (tmp_path / "script.py").write_text("raise SystemExit('which run?')")
-    monkeypatch.setattr(diagnostics, "xray", Seen, raising=False)
+    monkeypatch.setattr(autopsy, "xray", Seen)
     monkeypatch.setattr(sys, "path", sys.path[:])
     for name in ("train_it", "needs_it", "script"):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -48,3 +48,8 @@ def strong(value: npt.ArrayLike) -> jax.Array:
 def owned(value: npt.ArrayLike) -> npt.ArrayLike:
     """A copy of a numpy array, because JAX may still read memory that the caller then changes."""
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def is_key(leaf: object) -> bool:
+    """Whether a leaf is an array of typed random keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -114,7 +114,7 @@ def scopes(eqn: JaxprEqn) -> str:
 
 def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
     """The programs inside an equation that `rebuilt` can change, each with its place if the
-    equation has several. Functions with their own derivatives and what is `OPAQUE` have none."""
+    equation has several. Functions with their own derivatives and Pallas kernels have none."""
     name, params = eqn.primitive.name, eqn.params
     if name in ("remat", "remat2", "checkpoint", "scan", "shard_map"):
         return [(params["jaxpr"], None)]

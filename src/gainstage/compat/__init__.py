@@ -1,4 +1,4 @@
-"""Older TensorFlow APIs over the same objects: signatures and conversions, without own rules."""
+"""Older TensorFlow APIs over the same objects: signatures and conversions."""
 
 from typing import TYPE_CHECKING
 

@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import DTypeLike
 from sklearn import datasets
 from sklearn.model_selection import train_test_split
 
-from gainstage.demo.task import Array, Evaluation, Task, Weights, jit
+from gainstage.demo.task import Array, Evaluation, Task, Weights
 
 RECONSTRUCTION_WEIGHT = 5e-4  # Sabour et al., 2017, arXiv:1710.09829
 BATCH = 256
@@ -34,7 +33,6 @@ class Digits(NamedTuple):
 def task() -> Task:
     """Tells scikit-learn's digits apart and draws them again."""
     train, test = load_digits()
-    compute = jit(forward, static_argnames="dtype")
     return Task(
         title="Digits told apart and drawn again",
         steps=800,
@@ -42,12 +40,14 @@ def task() -> Task:
         optimizer=lambda steps: optax.adam(optax.cosine_decay_schedule(2e-3, steps), eps=1e-7),
         weights=initial_weights,
         batches=lambda seed: draw_batches(train, seed),
+        network=forward,
         loss=loss,
         weight=RECONSTRUCTION_WEIGHT,
         elements=BATCH * 64,
         ranks=1,
         other_ranks=(4,),
-        evaluate=lambda weights, dtype: evaluation(compute(weights, test.images, dtype), test),
+        test_images=test.images,
+        evaluate=lambda outputs: evaluation(outputs, test),
         references={"test image": Evaluation({}, mosaic(test.images, test.labels))},
         rows={
             "test_reconstruction_error": ("Reconstruction error, test", "{:.5f}"),
@@ -96,21 +96,19 @@ def draw_batches(data: Digits, seed: int) -> Iterator[Digits]:
             yield Digits(images[chosen], labels[chosen])
 
 
-def forward(weights: Weights, images: Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """The logits and the drawings of the network, which computes in `dtype`, in float32."""
-    pairs = zip(weights[::2], weights[1::2], strict=True)
-    layers = [(w.astype(dtype), b.astype(dtype)) for w, b in pairs]
-    understood = images.astype(dtype)
+def forward(weights: Weights, images: Array) -> tuple[jax.Array, jax.Array]:
+    """The logits and the drawings of the network."""
+    layers = list(zip(weights[::2], weights[1::2], strict=True))
+    understood = images
     for w, b in layers[:2]:
         understood = jax.nn.relu(understood @ w + b)
     (w, b), (w1, b1), (w2, b2) = layers[2:]
-    drawn = jax.nn.relu(understood @ w1 + b1) @ w2 + b2
-    return (understood @ w + b).astype(jnp.float32), drawn.astype(jnp.float32)
+    return understood @ w + b, jax.nn.relu(understood @ w1 + b1) @ w2 + b2
 
 
-def loss(weights: Weights, digits: Digits, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+def loss(weights: Weights, digits: Digits) -> tuple[jax.Array, jax.Array]:
     """What is minimized, and the reconstruction error in it."""
-    logits, drawn = forward(weights, digits.images, dtype)
+    logits, drawn = forward(weights, digits.images)
     cross_entropy = optax.losses.softmax_cross_entropy_with_integer_labels(logits, digits.labels)
     error = jnp.square(drawn - digits.images).mean()
     return cross_entropy.mean() + RECONSTRUCTION_WEIGHT * error, error

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-from gainstage.demo.task import Array, Evaluation, Task, Weights, jit
+from gainstage.demo.task import Array, Evaluation, Task, Weights
 
 PATCHES, SIZE, RANKS = 16, 32, 64
 NOISE = 25 / 255  # standard deviation
@@ -31,7 +31,6 @@ def task() -> Task:
     photographs = np.stack(datasets.load_sample_images().images).astype(np.float32) / 255
     clean = photographs[:, :, HELD_OUT]
     noisy, _ = with_noise(np.random.default_rng(0), clean)
-    denoised = jit(denoise, static_argnames="dtype")
     return Task(
         title="Photographs without their noise",
         steps=160,
@@ -42,12 +41,14 @@ def task() -> Task:
         ),
         weights=initial_weights,
         batches=lambda seed: draw_batches(photographs, seed),
+        network=denoise,
         loss=loss,
         weight=1.0,
         elements=PATCHES * SIZE * SIZE * 3,
         ranks=RANKS,
         other_ranks=(1, 4, 16),
-        evaluate=lambda weights, dtype: evaluation(denoised(weights, noisy, dtype), clean),
+        test_images=noisy,
+        evaluate=lambda images: evaluation(images, clean),
         references={"noisy": evaluation(noisy, clean), "original": Evaluation({}, crops(clean))},
         rows={
             "test_error": ("Squared error, test", "{:.5f}"),
@@ -76,13 +77,13 @@ def initial_weights(seed: int) -> list[np.ndarray]:
     ]
 
 
-def denoise(weights: Weights, noisy: Array, dtype: str) -> jax.Array:
-    """The images less the noise that the network finds, which computes in `dtype`."""
-    first, *blocks, last = [w.astype(dtype) for w in weights]
-    hidden = convolve(noisy.astype(dtype), first)
+def denoise(weights: Weights, noisy: Array) -> jax.Array:
+    """The images less the noise that the network finds."""
+    first, *blocks, last = weights
+    hidden = convolve(noisy, first)
     for kernel, kernel1 in zip(blocks[::2], blocks[1::2], strict=True):
         hidden += convolve(jax.nn.relu(convolve(hidden, kernel)), kernel1)
-    return noisy - convolve(hidden, last).astype(jnp.float32)
+    return noisy - convolve(hidden, last)
 
 
 def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -91,10 +92,10 @@ def convolve(images: jax.Array, kernel: jax.Array) -> jax.Array:
     return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=layout)
 
 
-def loss(weights: Weights, batch: Batch, dtype: str) -> tuple[jax.Array, jax.Array]:
+def loss(weights: Weights, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """The mean squared error, which is what is minimized."""
     noisy, clean = batch
-    error = jnp.square(denoise(weights, noisy, dtype) - clean).mean()
+    error = jnp.square(denoise(weights, noisy) - clean).mean()
     return error, error
 
 

@@ -38,13 +38,15 @@ class Task(NamedTuple):
     optimizer: Callable[[int], optax.GradientTransformation]  # for so many steps
     weights: Callable[[int], list[np.ndarray]]  # by seed
     batches: Callable[[int], Iterator[Any]]  # by seed, without end
-    loss: Callable[[Any, Any, str], tuple[jax.Array, jax.Array]]  # of (weights, batch, dtype):
+    network: Callable[[Any, Any], Any]  # of (weights, images), in float32
+    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]]  # of (weights, batch), in float32:
     # what is minimized, and the squared error in it
     weight: float  # of the squared error in the loss
     elements: int  # that the mean of this process's squared error is over
     ranks: int  # in the comparison of dtypes
     other_ranks: tuple[int, ...]  # with which float16 without scaling is trained as well
-    evaluate: Callable[[Weights, str], Evaluation]  # of (weights, dtype), on images not trained on
+    test_images: Array  # not trained on
+    evaluate: Callable[[Any], Evaluation]  # of what the network makes of the test images
     references: dict[str, Evaluation]  # images that no network has made
     rows: dict[str, tuple[str, str]]  # of the table: the title and the format of each measure
     error: str  # the measure in which modes are compared

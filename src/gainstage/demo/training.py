@@ -11,9 +11,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from gainstage._core.types import OptState, PyTree
+from gainstage._core.types import OptState, P, PyTree, R
 from gainstage.demo.task import Evaluation, Task, Weights, jit
 from gainstage.rules import DynamicLossScale, FixedLossScale
+from gainstage.transforms.autocast import autocast
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.updates import step_was_applied
@@ -26,6 +27,10 @@ class Mode(NamedTuple):
     name: str
     dtype: str
     scaled: bool
+
+    def cast(self, fun: Callable[P, R]) -> Callable[P, R]:
+        """A float32 function with its products in the dtype of this mode."""
+        return fun if self.dtype == "float32" else autocast(fun, self.dtype)
 
 
 FLOAT32 = Mode("float32", "float32", scaled=False)
@@ -76,16 +81,17 @@ class Trainer:
         self.task: Task = task
         self.mode: Mode = mode
         self.steps: int = steps
+        self._loss, self._network = mode.cast(task.loss), jit(mode.cast(task.network))
         # Without scaling the scale is 1, and a step that is not finite is skipped all the same.
         rule = DynamicLossScale(2.0**15, task.growth_steps) if mode.scaled else FixedLossScale(1.0)
         self.tx: optax.GradientTransformationExtraArgs = loss_scaled(task.optimizer(steps), rule)
-        self._take = train_step(self._loss, self.tx, has_aux=True, donate=False)
+        self._take = train_step(self._of_rank, self.tx, has_aux=True, donate=False)
         self._step = jit(self._taken, donate_argnums=(0, 1))
 
-    def _loss(
+    def _of_rank(
         self, weights: Weights, batch: PyTree, ranks: ArrayLike
     ) -> tuple[jax.Array, jax.Array]:
-        value, error = self.task.loss(weights, batch, self.mode.dtype)
+        value, error = self._loss(weights, batch)
         return value / ranks, error
 
     def _taken(
@@ -113,14 +119,13 @@ class Trainer:
         errors, scales, skipped = map(np.array, zip(*jax.device_get(history), strict=True))
         seconds = time.perf_counter() - start
         assert probe is not None
-        evaluation = self.task.evaluate(weights, self.mode.dtype)
+        evaluation = self.task.evaluate(self._network(weights, self.task.test_images))
         return Training(self.mode, ranks, errors, scales, skipped, seconds, probe, evaluation)
 
     def _probe(self, weights: Weights, batch: PyTree, ranks: np.float32, scale: float) -> Probe:
         """Compares the gradient of a batch with that of float32 at the same weights."""
-        loss = self.task.loss
-        exact = np.asarray(gradient(weights, batch, 1 / ranks, loss, "float32"))
-        held = np.asarray(gradient(weights, batch, scale / ranks, loss, self.mode.dtype))
+        exact = np.asarray(gradient(weights, batch, 1 / ranks, self.task.loss))
+        held = np.asarray(gradient(weights, batch, scale / ranks, self._loss))
         return Probe(
             exponents=np.log2(np.abs(exact[exact != 0])),
             scale=scale,
@@ -129,12 +134,12 @@ class Trainer:
         )
 
 
-@functools.partial(jit, static_argnames=("loss", "dtype"))
+@functools.partial(jit, static_argnames="loss")
 def gradient(
-    weights: Weights, batch: PyTree, factor: ArrayLike, loss: Callable[..., Any], dtype: str
+    weights: Weights, batch: PyTree, factor: ArrayLike, loss: Callable[..., Any]
 ) -> jax.Array:
     """All elements of the gradient of a loss times a factor, as they come out of the network."""
-    grads = jax.grad(lambda weights: loss(weights, batch, dtype)[0] * factor)(weights)
+    grads = jax.grad(lambda weights: loss(weights, batch)[0] * factor)(weights)
     return jnp.concatenate([jnp.ravel(g) for g in grads])
 
 

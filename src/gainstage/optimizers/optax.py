@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gainstage._core import checks
+from gainstage._core.arrays import is_key
 from gainstage._core.bridge import read
 from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients, upcast
@@ -116,7 +117,7 @@ class Optax(Optimizer):
     def _init(self, values: list[jax.Array]) -> OptState:
         state = self.tx.init(upcast(values))
         self._key_kinds = [
-            jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in jax.tree.leaves(state)
+            jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in jax.tree.leaves(state)
         ]
         return jax.tree.map(_without_key, state)
 
@@ -129,7 +130,7 @@ class Optax(Optimizer):
         return jax.tree.unflatten(structure, leaves)
 
     def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
-        state = self._init([values[variable] for variable in self._index])
+        state = self._init([values[variable] for variable in self._store.index])
         slots = jax.tree.leaves(self._state)
         return super()._first_values(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
 
@@ -174,7 +175,7 @@ class Optax(Optimizer):
         )
 
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
-        values = [variable.value() for variable in self._index]
+        values = [variable.value() for variable in self._store.index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
         old = self._state_with_keys()
@@ -190,14 +191,10 @@ class Optax(Optimizer):
 
         new = jax.tree.map(kept, new, old, is_leaf=is_of_variables)
         jax.tree.map(Variable.assign, self._state, jax.tree.map(_without_key, new))
-        for variable, gradient, update in zip(self._index, grads, updates, strict=True):
+        for variable, gradient, update in zip(self._store.index, grads, updates, strict=True):
             if gradient is not None:
                 self.assign_add(variable, rate * update)
 
 
-def _is_key(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _without_key(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf

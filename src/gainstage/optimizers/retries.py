@@ -9,7 +9,7 @@ from jax import lax
 
 from gainstage._core import checks
 from gainstage._core.bridge import functional, read, write
-from gainstage._core.run import VarList
+from gainstage._core.of_loss import VarList
 from gainstage._core.types import Aux, Scalar
 from gainstage._core.variable import is_tracing
 from gainstage.optimizers.base import Optimizer

@@ -14,6 +14,7 @@ from gainstage._core._jax import JaxprEqn, Tracer
 from gainstage._core.jaxprs import Path
 from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
+from gainstage.transforms.policy import Policy
 from gainstage.transforms.precision_plan import MOVES, PrecisionPlan
 from gainstage.transforms.replay import KEEP_SCOPE, SINGLE, Operand, as_written, replayed
 
@@ -29,7 +30,7 @@ FOLLOWERS = MOVES | frozenset(
 )  # fmt: skip
 
 
-def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Callable[P, R]:
+def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16") -> Callable[P, R]:
     """Returns a function that computes its products and convolutions in half precision.
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
@@ -51,8 +52,9 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Call
 
     Args:
         fun: a function of pytrees or models, such as a loss.
-        plan: "float16" or "bfloat16", the dtype of products; or what
-            `gainstage.diagnostics.tune_precision` has measured for `fun`.
+        plan: "float16" or "bfloat16", the dtype of products; what
+            `gainstage.diagnostics.tune_precision` has measured for `fun`; or a `gainstage.Policy`
+            with float32 variables. `Policy("float32")` leaves `fun` as it is.
 
     Raises:
         TypeError: `fun` is not callable.
@@ -72,6 +74,10 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Call
     """
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {fun!r}.")
+    if isinstance(plan, Policy) and plan.variable_dtype == "float32":
+        plan = plan.compute_dtype
+        if plan == "float32":
+            return fun
     cast: Any
     if isinstance(plan, PrecisionPlan):
         caster = _Caster(DTYPES[plan.dtype], plan)
@@ -81,15 +87,16 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan = "float16") -> Call
         cast = replayed(fun, caster.compute, caster.constant)
     else:
         raise ValueError(
-            f"Expected one of {sorted(DTYPES)}, or a PrecisionPlan, for plan; got {plan!r}."
+            f"Expected one of {sorted(DTYPES)}, a PrecisionPlan, or a Policy with float32 "
+            f"variables for plan; got {plan!r}."
         )
-    cast.is_autocast = True
+    cast.autocast_plan = plan
     return cast
 
 
-def is_cast(fun: Callable[..., Any]) -> bool:
-    """Whether `autocast` returned this function."""
-    return getattr(fun, "is_autocast", False)
+def plan_of(fun: Callable[..., Any]) -> str | PrecisionPlan | None:
+    """The plan with which `autocast` returned this function; None if it did not."""
+    return getattr(fun, "autocast_plan", None)
 
 
 class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
@@ -146,7 +153,7 @@ class _Caster:
         """Computes an operation, in half precision where that is right."""
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
-        held = [_dtype_of(value) == self._dtype for value in floats]
+        held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
         if self._computes(eqn, floats, held, path):
             xs = [
                 jnp.asarray(value.x, self._dtype) if is_wide else value.x
@@ -199,7 +206,3 @@ def _square(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         return jaxprs.bind(eqn, [x.astype(SINGLE)] * len(eqn.invars))[0]
 
     return jax.checkpoint(square, prevent_cse=False)(x)
-
-
-def _dtype_of(value: Operand) -> np.dtype | None:
-    return getattr(value.x, "dtype", None)

@@ -236,8 +236,8 @@ class TrainStep(Generic[Params, P, *More]):
 
     def _checked(self, params: PyTree) -> tuple[list[Any], Static]:
         arrays, model = partition(params, (*ARRAYS, jax.ShapeDtypeStruct))
-        using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
-        if using is jax.value_and_grad and (others := model.others):
+        is_plain = self._using in (None, jax.value_and_grad) and not models.library(type(params))
+        if is_plain and (others := model.others):
             raise TypeError(
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
@@ -278,8 +278,8 @@ class TrainStep(Generic[Params, P, *More]):
     ) -> tuple[Any, ...]:
         params = model.combine(arrays)
         scale = loss_scaled_state(opt_state).loss_scale.scale
-        using = self._using or models.VALUE_AND_GRAD[models.library(type(params))]
-        differentiate = scaled_value_and_grad(self._loss_fn, scale, self._has_aux, using)
+        how = self._has_aux, self._using, (params, *batch)
+        differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
         (_, (loss, aux)), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}

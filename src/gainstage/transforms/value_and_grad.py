@@ -78,16 +78,9 @@ def value_and_grad(
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
     scale = loss_scaled_state(opt_state).loss_scale.scale
-    by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
-    numbers = [
-        getattr(n, "argnum", n)  # of an `nnx.DiffState`
-        for n in (argnums if isinstance(argnums, Sequence) else [argnums])
-    ]
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        kinds = [type(args[n]) for n in numbers if -len(args) <= n < len(args)]
-        found = functools.partial(using or models.VALUE_AND_GRAD[models.library(*kinds)], **by)
-        differentiate = scaled_value_and_grad(fun, scale, has_aux, found)
+        differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
@@ -95,13 +88,19 @@ def value_and_grad(
 
 
 def scaled_value_and_grad(
-    fun: Callable[..., Any], scale: jax.Array, has_aux: bool, using: Using
+    fun: Callable[..., Any],
+    scale: jax.Array,
+    has_aux: bool,
+    using: Using | None,
+    args: Sequence[Any],
+    argnums: Any = 0,
 ) -> Callable[..., Any]:
     """A function that returns `((scaled loss, (true loss, aux)), scaled gradients)`.
 
     Args:
-        fun, has_aux, using: as for `value_and_grad`.
+        fun, has_aux, using, argnums: as for `value_and_grad`.
         scale: the factor of the loss.
+        args: the arguments of `fun`, whose library chooses what differentiates.
     """
 
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
@@ -115,7 +114,12 @@ def scaled_value_and_grad(
             )
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
-    return using(scaled, has_aux=True)
+    by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
+    chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
+    numbers = [getattr(n, "argnum", n) for n in chosen]  # of an `nnx.DiffState`
+    kinds = [type(args[n]) for n in numbers if -len(args) <= n < len(args)]
+    using = using or models.VALUE_AND_GRAD[models.library(*kinds)]
+    return using(scaled, has_aux=True, **by)
 
 
 def _shape(loss: Any) -> object:

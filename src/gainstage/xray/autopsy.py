@@ -15,6 +15,7 @@ import jax
 from gainstage.rules.base import as_power
 from gainstage.xray import capsule_file
 from gainstage.xray.capsule import BadStep, bad_step, made, settings, versions
+from gainstage.xray.xray import xray
 
 
 def main(
@@ -24,6 +25,7 @@ def main(
     output: Path | None = None,
     has_aux: bool = False,
     using: str | None = None,
+    plan: Path | None = None,
 ) -> int:
     """Prints the X-ray of a capsule, and writes its page.
 
@@ -35,6 +37,7 @@ def main(
         has_aux: whether the loss function returns (loss, aux).
         using: the function that differentiates, as "module:function"; by default as
             for `gainstage.value_and_grad`.
+        plan: the file for a plan of `gainstage.autocast`, if the X-ray has one; None for none.
 
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
@@ -50,7 +53,6 @@ def main(
         return 1
     print(_about(path, bad))
     try:
-        xray = importlib.import_module("gainstage.diagnostics").xray
         found = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
     except Exception as error:
         if isinstance(error, TypeError) and "Expected a scalar loss" in str(error):
@@ -67,6 +69,12 @@ def main(
             "The step is finite here, and was not in its run. Another version, platform or loss "
             "function may be the reason."
         )
+    if plan is not None and found.plan is not None:
+        found.plan.save(plan)
+        print(f"See {plan}: gainstage.autocast(fun, PrecisionPlan.load({str(plan)!r})), with")
+        print("PrecisionPlan from gainstage.diagnostics.")
+    elif plan is not None:
+        print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
     if output is not None:
         found.to_html(output)
         print(f"See {output}.")

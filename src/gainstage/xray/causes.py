@@ -60,7 +60,7 @@ def causes_of(ran: Ran) -> list[Cause]:
     if not found or born:
         found += _once(_born(ran, ran.results[i]) for i in born)
     if not found or (arguments and all(not ran.results[i].numbers.nan for i in arguments)):
-        found += _once(_mask(ran, ran.results[i]) for i in masks if ran.results[i].op != "constant")
+        found += _once(_mask(ran.results[i]) for i in masks if ran.results[i].op != "constant")
     return found or [_argument(ran.results[i]) for i in masks if ran.results[i].op == "constant"]
 
 
@@ -116,7 +116,7 @@ def _argument(result: Result) -> Cause:
     return _cause("argument" if result.op == "argument" else "constant", result, n.bad, message, "")
 
 
-def _mask(ran: Ran, result: Result) -> Cause:
+def _mask(result: Result) -> Cause:
     nan, elements = result.numbers.nan, _plural(result.numbers.size, "element")
     message = (
         f"{nan} of {elements} {_are(nan)} NaN, out of an infinity that stands in the program "
@@ -133,7 +133,7 @@ def _born(ran: Ran, result: Result) -> Cause:
         message = f"{not_finite}. The X-ray does not look inside of {result.op}"
         return _cause("unseen", result, n.bad, message)
     flushed = next((ran.results[i] for i in result.operands if ran.results[i].flushed), None)
-    if result.is_half and not ref.bad and ref.max > largest(result.dtype) * 0.999:
+    if result.overflows:
         message = (
             f"{counts} overflow{'s' * (n.bad == 1)}; float32 has {ref.max:.3g}, {result.dtype} "
             f"ends at {largest(result.dtype):.5g}"
@@ -204,13 +204,18 @@ def _flushed(ran: Ran, weights: dict[int, float]) -> list[Cause]:
     return found
 
 
-def lost_share(result: Result) -> float:
+def rounding(result: Result) -> float:
     """The error of rounding to subnormal numbers, relative to the root mean square."""
     ref = result.ref
     if not ref.rms or ref.bad:
         return 0.0
     others = (ref.size - ref.zero) / max(ref.size, 1)
-    return min(smallest(result.dtype) / 12**0.5 * others**0.5 / ref.rms, 1.0)
+    return smallest(result.dtype) / 12**0.5 * others**0.5 / ref.rms
+
+
+def lost_share(result: Result) -> float:
+    """`rounding`, at most 1."""
+    return min(rounding(result), 1.0)
 
 
 def importance(ran: Ran) -> dict[int, float]:

@@ -20,7 +20,7 @@ from gainstage._core._jax import JaxprEqn, user_frames
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 Frames = tuple[tuple[str, int, int], ...]
-HERE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # the folder of this package
+HERE = os.path.dirname(os.path.dirname(__file__))  # the folder of this package
 # The names of a layer's parameters in Flax, Keras, Equinox, Haiku and torch.
 OWN_NAMES = frozenset(
     ("kernel", "weight", "bias", "scale", "embedding", "embeddings", "gamma", "beta", "w", "b",

@@ -1,6 +1,5 @@
 """The program of a step (loss and gradients): a jaxpr with named arguments and results."""
 
-import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -10,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core import models
 from gainstage._core._jax import ClosedJaxpr
-from gainstage._core.arrays import ARRAYS, partition
+from gainstage._core.arrays import ARRAYS, is_key, partition
 from gainstage._core.types import PyTree, Using
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.numbers import is_floating
@@ -42,7 +40,6 @@ def program_of(
         loss_fn, argnums, has_aux, using: as for `gainstage.value_and_grad`.
         args: the arguments of `loss_fn`. Leaves that are not arrays are constants.
     """
-    by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
     chosen = {n % max(len(args), 1) for n in np.atleast_1d(argnums).tolist()}
     words = _argument_names(loss_fn, len(args))
     names, is_parameter = [], []
@@ -55,14 +52,12 @@ def program_of(
         is_parameter.append(number in chosen and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
         own = is_parameter[-1] and len(chosen) == 1
         names.append(_name(path[1:], words[number], own))
-    arrays = [x if _is_key(x) else jnp.asarray(x) for x in arrays]
+    arrays = [x if is_key(x) else jnp.asarray(x) for x in arrays]
 
     def step(scale: jax.Array, arrays: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-        found = using or models.VALUE_AND_GRAD[models.library(*(type(args[n]) for n in chosen))]
-        differentiate = scaled_value_and_grad(
-            loss_fn, scale, has_aux, functools.partial(found, **by)
-        )
-        (_, (loss, _)), grads = differentiate(*static.combine(arrays))
+        args = static.combine(arrays)
+        differentiate = scaled_value_and_grad(loss_fn, scale, has_aux, using, args, argnums)
+        (_, (loss, _)), grads = differentiate(*args)
         return loss, grads
 
     jaxpr, (_, shapes) = jax.make_jaxpr(step, return_shape=True)(jnp.float32(1), arrays)
@@ -101,7 +96,3 @@ def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:
     except (TypeError, ValueError):
         known = []
     return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
-
-
-def _is_key(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

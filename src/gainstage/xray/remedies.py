@@ -10,7 +10,6 @@ import numpy as np
 
 from gainstage.rules.base import as_power
 from gainstage.xray.causes import Cause, importance, lost_share
-from gainstage.xray.numbers import largest
 from gainstage.xray.places import layer_of
 from gainstage.xray.program import Program
 from gainstage.xray.walk import Changes, Ran, Result, run
@@ -23,7 +22,7 @@ MARGIN = 1  # powers of two below the largest scale that fits
 class Remedy(NamedTuple):
     """A change that was tried, and its outcome."""
 
-    kind: str  # "scale", "float32" or "local"
+    kind: str  # "scale", "float32", "local" or "plan"
     change: str  # the change, as text
     places: tuple[str, ...]  # the lines or layers that it changes
     scale: float  # the loss scale
@@ -150,8 +149,7 @@ def whole_error(
 
 def _outside(ran: Ran) -> list[Result]:
     """The results that exceed their dtype."""
-    half = (r for r in ran.results if r.is_half and not r.ref.bad)
-    return [r for r in half if r.ref.max > largest(r.dtype) * 0.999]
+    return [r for r in ran.results if r.overflows]
 
 
 def _lost(ran: Ran, causes: Sequence[Cause]) -> list[Result]:

@@ -1,6 +1,7 @@
 """Measures, operation by operation, what half precision does to a function's gradient."""
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat
@@ -10,19 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gainstage._core import checks, gradients, jaxprs, models
+from gainstage._core import checks, gradients, jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Var
 from gainstage._core.arrays import partition
 from gainstage._core.jaxprs import Path
 from gainstage._core.precision import is_float32
 from gainstage._core.types import PyTree, Using
-from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast, is_cast
+from gainstage.rules.base import as_power
+from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast, plan_of
 from gainstage.transforms.precision_plan import Operation, PrecisionPlan, operations_of
 from gainstage.transforms.replay import SINGLE, Operand, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.places import frames_of, line_of, scope_of
 from gainstage.xray.progress import counted
-from gainstage.xray.remedies import whole_error
+from gainstage.xray.remedies import Remedy, whole_error
 
 __all__ = ["tune_precision"]
 
@@ -32,6 +34,8 @@ SUMS = frozenset(
     ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
      "scatter-add", "scatter_add")
 )  # fmt: skip
+MAX_ERROR = 0.005  # the default of `tune_precision`
+TRIES = 6  # loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 
 
@@ -39,7 +43,7 @@ def tune_precision(
     fun: Callable[..., Any],
     *args: PyTree,
     dtype: str = "float16",
-    max_error: float = 0.005,
+    max_error: float = MAX_ERROR,
     has_aux: bool = False,
     using: Using | None = None,
     progress: bool = True,
@@ -88,7 +92,7 @@ def tune_precision(
     if dtype not in DTYPES:
         raise ValueError(f"Expected one of {sorted(DTYPES)} for dtype; got {dtype!r}.")
     max_error = checks.real("max_error", max_error, above=0.0)
-    if is_cast(fun):
+    if plan_of(fun) is not None:
         raise ValueError(
             f"Expected a float32 function for fun; got {fun!r}, which is under autocast already. "
             f"Pass the function that autocast was given: fun.__wrapped__."
@@ -107,6 +111,45 @@ def tune_precision(
     return plan
 
 
+def remedy_by_plan(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    scale: float,
+    has_aux: bool,
+    using: Using | None,
+    progress: bool,
+) -> tuple[PrecisionPlan, Remedy]:
+    """Tries a plan that is measured on the arguments of a bad step.
+
+    Args:
+        fun: a function under `autocast`. What its own plan keeps in float32 stays so.
+        args, has_aux, using, progress: as for `tune_precision`.
+        scale: the loss scale of the step.
+    """
+    before: Any = plan_of(fun)
+    known = isinstance(before, PrecisionPlan)
+    dtype = before.dtype if known else before
+    written: Any = inspect.unwrap(fun, stop=lambda f: plan_of(f) is None)
+    tuner = _Tuner(written, args, DTYPES[dtype], has_aux, using, before if known else None)
+    with counted(tuner.groups, "tune_precision", shows=progress) as tick:
+        tuner.measure(tick)
+    plan = tuner.plan(dtype, MAX_ERROR)
+    wide = [o for o in plan.operations if o.dtype != dtype]
+    places = tuple(dict.fromkeys(o.line for o in wide if o.path in tuner.hot))
+    lines = f", such as {'; '.join(places[:3])}" if places else ""
+    change = f"autocast with a plan that keeps {len(wide)} operations in float32{lines}"
+    for power in range(TRIES):
+        fits = scale / 16.0**power
+        found = tuner.run(plan, jnp.float32(fits))
+        is_finite = all(bool(jnp.isfinite(x).all()) for x in found)
+        if is_finite:
+            break
+    change += f", under a loss scale of {as_power(fits)}" if fits < scale else ""
+    return plan, Remedy(
+        "plan", change, places, fits, is_finite, float(found[0]), tuner.error(found)
+    )
+
+
 class _Tuner:
     """The measurements of one function."""
 
@@ -117,10 +160,10 @@ class _Tuner:
         dtype: np.dtype,
         has_aux: bool,
         using: Using | None,
+        before: PrecisionPlan | None = None,
     ):
         self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
         self._arrays, self._static = partition(tuple(args))
-        self._library = models.library(*map(type, args[:1]))
         programs: list[Any] = []
         visited = set()
 
@@ -133,6 +176,11 @@ class _Tuner:
         jax.eval_shape(lambda arrays: self._gradients_of(traced, one, arrays), self._arrays)
         self._equations = dict(operations_of(programs[0]))
         self._kept = self._equations.keys() - visited
+        earlier: set[Path] = set()
+        if before is not None:
+            before.check(programs[0])
+            earlier = {o.path for o in before.operations if o.dtype != before.dtype}
+        self._earlier = earlier - self._kept
         keys = {path: _key(eqn) for path, eqn in self._equations.items()}
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
         self._group = {path: numbers[key] for path, key in keys.items()}
@@ -143,18 +191,18 @@ class _Tuner:
         """Measures the ranges and the shares."""
         limit = float(jnp.finfo(self._dtype).max) / ROOM
         self._measure_ranges()
-        self._hot = {path for path, size in self._largest.items() if not size <= limit}
-        self._wide = self._hot | self._kept
+        self.hot = {path for path, size in self._largest.items() if not size <= limit}
+        self._wide = self.hot | self._kept | self._earlier
         self._wide |= {path for path, eqn in self._equations.items() if _is_sum(eqn)}
         switched, self._exact = self._switched()
         self._scale = _largest_scale(lambda s: switched(jnp.ones(self.groups, bool), s))
         self._shares: list[float] = []
         for group in range(self.groups):
             found = switched(jnp.arange(self.groups) == group, self._scale)
-            self._shares.append(self._error(found))
+            self._shares.append(self.error(found))
             tick()
 
-    def _error(self, found: Sequence[Any]) -> float:
+    def error(self, found: Sequence[Any]) -> float:
         """The error of the gradients, which stand behind the loss."""
         return whole_error(found[1:], 1.0, self._exact[1:], 1.0)
 
@@ -170,17 +218,21 @@ class _Tuner:
         chosen, predicted = self._chosen(bound)
         halves = {path for path, group in self._group.items() if group in chosen} - self._wide
         plan = self._table(dtype, halves, predicted, 0.0)
-        program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
-        measured = self._error(program(self._scale, self._arrays))
+        measured = self.error(self.run(plan, self._scale))
         return self._table(dtype, halves, predicted, measured)
+
+    def run(self, plan: PrecisionPlan, scale: jax.Array) -> list[jax.Array]:
+        """The loss and the gradients with a plan, at a loss scale."""
+        program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
+        return program(scale, self._arrays)
 
     def _gradients_of(
         self, fun: Callable[..., Any], scale: jax.Array, arrays: Sequence[Any]
     ) -> list[jax.Array]:
         """The loss and the gradients of a function, in float32."""
-        using = self._using or models.VALUE_AND_GRAD[self._library]
-        differentiate = scaled_value_and_grad(fun, scale, self._has_aux, using)
-        (_, (loss, _)), grads = differentiate(*self._static.combine(arrays))
+        args = self._static.combine(arrays)
+        differentiate = scaled_value_and_grad(fun, scale, self._has_aux, self._using, args)
+        (_, (loss, _)), grads = differentiate(*args)
         true = gradients.unscale(grads, scale)
         return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
 
@@ -264,7 +316,8 @@ class _Tuner:
         for path, eqn in self._equations.items():
             largest, share = self._largest[path], self._shares[self._group[path]]
             reason = "" if path in halves else "its share"
-            reason = f"it reaches {largest:.3g}" if path in self._hot else reason
+            reason = "an earlier plan" if path in self._earlier else reason
+            reason = f"it reaches {largest:.3g}" if path in self.hot else reason
             reason = "a sum" if _is_sum(eqn) else reason
             reason = "keep_float32, or unused" if path in self._kept else reason
             own = dtype if path in halves else "float32"

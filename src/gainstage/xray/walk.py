@@ -14,7 +14,7 @@ from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, ShapedArray
 from gainstage._core.jaxprs import CALLBACKS, Path
 from gainstage._core.precision import HALF, down, in_dtype, is_half, up
-from gainstage.xray.numbers import Numbers, is_floating, numbers_of, relative_error
+from gainstage.xray.numbers import Numbers, is_floating, largest, numbers_of, relative_error
 from gainstage.xray.places import Note, Place, Places, layer_of
 from gainstage.xray.program import Program
 
@@ -49,6 +49,11 @@ class Result(NamedTuple):
     def is_half(self) -> bool:
         """Whether its dtype in the program has less than 32 bits."""
         return self.dtype in HALF
+
+    @property
+    def overflows(self) -> bool:
+        """Whether the float32 reference is finite, but beyond that dtype."""
+        return self.is_half and not self.ref.bad and self.ref.max > largest(self.dtype) * 0.999
 
     @property
     def flushed(self) -> int:
@@ -202,7 +207,8 @@ class _Walk:
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             aval = jaxprs.array(var)
             if is_floating(aval):
-                result = self._result(eqn, values, path, turns, place, note, aval, x, ref)
+                value = Value(x, ref, note)
+                result = self._result(eqn, values, path, turns, place, value, aval)
                 self.results.append(result)
                 found.append(Value(x, ref, note._replace(id=result.id)))
             else:
@@ -211,8 +217,9 @@ class _Walk:
 
     def _result(
         self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path, place: Place,
-        note: Note, aval: ShapedArray, x: ArrayLike, ref: ArrayLike,
+        value: Value, aval: ShapedArray,
     ) -> Result:  # fmt: skip
+        x, ref, note = value
         numbers = numbers_of(x)
         same = x is ref
         reference = numbers if same else numbers_of(ref)
@@ -220,9 +227,10 @@ class _Walk:
         is_born = bool(numbers.bad) and not any(self._is_bad(v) for v in values)
         operands = tuple(v.note.id for v in values if v.note.id is not None)
         return Result(
-            len(self.results), path, turns, eqn.primitive.name, place, aval.dtype, aval.shape,
-            note.is_backward, operands, numbers, reference, error, is_born,
-            self._derivative_of(eqn, values),
+            id=len(self.results), path=path, turns=turns, op=eqn.primitive.name, place=place,
+            dtype=aval.dtype, shape=aval.shape, is_backward=note.is_backward, operands=operands,
+            numbers=numbers, ref=reference, error=error, is_born=is_born,
+            derivative_of=self._derivative_of(eqn, values),
         )  # fmt: skip
 
     def _derivative_of(self, eqn: JaxprEqn, values: list[Value]) -> str:
@@ -265,13 +273,10 @@ class _Walk:
         return [*carry, *(self._stacked(column) for column in zip(*rows, strict=True))]
 
     def _taken(self, value: Value, i: int) -> Value:
-        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
         if not hasattr(value.x, "dtype"):
             return value
-        x = _take(value.x, i, take)
-        ref = (
-            x if value.ref is value.x else None if value.ref is None else _take(value.ref, i, take)
-        )
+        x = value.x[i]
+        ref = x if value.ref is value.x else None if value.ref is None else value.ref[i]
         return Value(x, ref, value.note.parts[i] if value.note.parts else value.note)
 
     def _stacked(self, column: Sequence[Value]) -> Value:
@@ -313,10 +318,6 @@ def _scaled(value: Value, tag: int) -> ArrayLike:
         return value.x
     factor = jnp.float32(2.0 ** (tag - value.note.tag))
     return (value.x * factor).astype(value.x.dtype)
-
-
-def _take(x: jax.Array, i: int, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else take(x)
 
 
 def _together(each: Sequence[Numbers]) -> Numbers:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from gainstage.xray.causes import importance
-from gainstage.xray.numbers import largest, smallest
+from gainstage.xray.causes import importance, rounding
+from gainstage.xray.numbers import largest
 from gainstage.xray.places import layer_of
 from gainstage.xray.walk import Ran
 
@@ -43,8 +43,7 @@ def windows_of(ran: Ran, scale: float, error: float) -> dict[str, Window]:
         if not (result.is_backward and result.is_half and ref.rms > 0) or ref.bad:
             continue
         high = math.floor(math.log2(largest(result.dtype) / ref.max) + at)
-        share = smallest(result.dtype) / 12**0.5 / ref.rms
-        share *= ((ref.size - ref.zero) / ref.size) ** 0.5 * weights.get(result.id, 0.0)
+        share = rounding(result) * weights.get(result.id, 0.0)
         low = math.ceil(math.log2(share / error) + at) if share > 0 else -math.inf
         layer = layer_of(result.place)
         known = windows.get(layer, Window(*UNKNOWN))

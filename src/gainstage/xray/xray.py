@@ -1,5 +1,6 @@
 """X-ray of a step: which operation is not finite, in which layer, and how to fix it."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,15 +15,19 @@ from gainstage._core.jaxprs import OPAQUE
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import OptState, PyTree, Scalar, Using
 from gainstage.rules.base import as_power
+from gainstage.transforms.autocast import plan_of
+from gainstage.transforms.precision_plan import PrecisionPlan
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.program import Program, program_of
 from gainstage.xray.progress import counted
 from gainstage.xray.remedies import Remedy, remedies_for, whole_error
+from gainstage.xray.tune_precision import remedy_by_plan
 from gainstage.xray.walk import Changes, Ran, run
 from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
+ByPlan = Callable[[], tuple[PrecisionPlan, Remedy]]
 SHOWN_CAUSES = 3  # causes that are printed
 
 
@@ -41,8 +46,9 @@ def xray(
     """Runs one step operation by operation, with a float32 reference of every result.
 
     It finds the operations where non-finite numbers or flushed zeros start, computes which loss
-    scales fit, and tries changes. On two CPU cores, a step of a small network takes seconds and one
-    of 10 million parameters a minute, most of it to compile each operation.
+    scales fit, and tries changes. If `gainstage.autocast` returned `loss_fn`, one of them is a plan
+    that `tune_precision` measures on these arguments. On two CPU cores, a step of a small network
+    takes seconds and one of 10 million parameters a minute, most of it to compile each operation.
 
     Args:
         loss_fn: a function that returns a scalar loss, or (loss, aux).
@@ -86,8 +92,13 @@ def xray(
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
+    by_plan: ByPlan | None = None
+    if plan_of(loss_fn) is not None and argnums == 0:
+        by_plan = functools.partial(
+            remedy_by_plan, loss_fn, args, float(value), has_aux, using, progress
+        )
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
-        return Xray(program, float(value), tick, prescribe, compiled)
+        return Xray(program, float(value), tick, prescribe, compiled, by_plan)
 
 
 class Xray:
@@ -104,6 +115,8 @@ class Xray:
             gradient is not finite. If the gradient is below 1e-5 of all gradients together, the
             error is relative to all of them.
         remedies: changes that were tried, a list of `Remedy`.
+        plan: the plan for `gainstage.autocast` among the remedies, or None. It keeps the operations
+            in float32 that overflow here, and those of the plan of `loss_fn`.
         unseen: operations that the X-ray cannot look into, such as `shard_map` and Pallas kernels.
     """
 
@@ -114,6 +127,7 @@ class Xray:
         tick: Callable[[], Any],
         prescribe: bool = True,
         compiled: bool = True,
+        by_plan: ByPlan | None = None,
     ):
         self.scale = scale
         self.compiled_finite: bool | None = None
@@ -126,9 +140,13 @@ class Xray:
         self.gradient_errors: dict[str, float] = _errors(program, ran)
         self.unseen: list[str] = sorted({r.op for r in ran.results} & OPAQUE)
         self.remedies: list[Remedy] = []
+        self.plan: PrecisionPlan | None = None
         if prescribe:
             windows = self.windows()
             self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick)
+            if self.remedies and windows and by_plan is not None:
+                self.plan, remedy = by_plan()
+                self.remedies.append(remedy)
 
     def windows(self, error: float = 0.01) -> dict[str, Window]:
         """Returns the scales that fit each layer; empty if a float32 reference is not finite.
