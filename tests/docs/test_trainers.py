@@ -56,10 +56,94 @@ _, single = gpx.fit(
 print(history[-1], single[-1])
 assert abs(history[-1] - single[-1]) < 0.001 * abs(single[-1])
 """
+# Sampler, reference and trainer in one run. The loss is so small that float16 loses all gradients.
+GRPO = """
+import sys; sys.path.insert(0, "examples")
+import jax, jax.numpy as jnp, numpy as np, optax, tunix_float16 as example
+import gainstage as gs
+from tunix.rl import function_registry, rl_cluster
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
+class Tokenizer:
+    def encode(self, text, **names): return [int(word) for word in text.split()]
+    def decode(self, ids, **names): return " ".join(map(str, ids))
+    def bos_id(self): return 1
+    def eos_id(self): return 2
+    def pad_id(self): return 0
+found = []
+def reward(prompts, completions, **names):
+    rewards = [np.mean([word == "7" for word in text.split()] or [0.0]) for text in completions]
+    found.append(np.mean(rewards))
+    return rewards
+loss_of = function_registry.get_policy_loss_fn
+def small(name):
+    def loss_fn(*args, **names):
+        loss, aux = loss_of(name)(*args, **names)
+        return loss * 2.0**-24, aux
+    return loss_fn
+function_registry.get_policy_loss_fn = small
+def learned(lines, carries=False):
+    actor, tx = example.make_model(), optax.adam(3e-3, eps=1e-30)
+    if carries:
+        actor, tx = gs.with_loss_scale(actor, 2.0**60), gs.loss_scaled(tx)
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    role = rl_cluster.Role
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys((role.ACTOR, role.REFERENCE, role.ROLLOUT), mesh),
+        training_config=rl_cluster.RLTrainingConfig(
+            actor_optimizer=tx, eval_every_n_steps=99, max_steps=12
+        ),
+        rollout_config=RolloutConfig(
+            max_tokens_to_generate=8, max_prompt_length=4, kv_cache_size=32, temperature=1.0
+        ),
+    )
+    cluster = rl_cluster.RLCluster(
+        actor=actor, reference=example.make_model(), tokenizer=Tokenizer(), cluster_config=config
+    )
+    names = {"gs": gs, "GRPOLearner": GRPOLearner, "GRPOConfig": GRPOConfig, "cluster": cluster}
+    exec(lines, names | {"reward": reward}, names)
+    prompts = [{"prompts": np.array(["3 4 5", "9 8", "6", "5 5 5"])} for _ in range(12)]
+    found.clear()
+    names["learner"].train(prompts)
+    if carries:
+        scale = gs.loss_scale(cluster.actor_trainer.optimizer.opt_state)
+        assert cluster.actor_trainer.model.loss_scale[...] == scale < 2.0**60, scale
+    return np.mean(found[-3:])
+code = '''{code}'''
+plain, scaled, carried = learned(code.splitlines()[0]), learned(code), learned(code, True)
+print(plain, scaled, carried)
+assert plain < 0.2 < 0.8 < min(scaled, carried)
+"""
+BRAX = """
+import jax, jax.numpy as jnp
+import gainstage as gs
+from brax import envs
+from brax.training import gradients
+from brax.training.agents.ppo import train as ppo
+jax.device_put_replicated = lambda tree, devices: jax.tree.map(lambda x: jnp.stack([x]), tree)
+{code}
+found = []
+ppo.train(
+    environment=envs.get_environment("inverted_pendulum", backend="generalized"),
+    num_timesteps=30_000, episode_length=200, num_envs=64, batch_size=64, num_minibatches=4,
+    unroll_length=10, num_updates_per_batch=4, learning_rate=1e-3, entropy_cost=1e-3,
+    discounting=0.97, reward_scaling=0.1, normalize_observations=True, num_evals=2,
+    num_eval_envs=32, seed=1,
+    progress_fn=lambda step, metrics: found.append(float(metrics["eval/episode_reward"])),
+)
+print(found)
+assert found[0] < 20 < 150 < found[-1]
+"""
 
 
 @pytest.mark.parametrize(
-    ("title", "package", "script"), [("NumPyro", "numpyro", NUMPYRO), ("GPJax", "gpjax", GPJAX)]
+    ("title", "package", "script"),
+    [
+        ("Tunix, GRPO", "tunix", GRPO),
+        ("NumPyro", "numpyro", NUMPYRO),
+        ("GPJax", "gpjax", GPJAX),
+        ("Brax", "brax", BRAX),
+    ],
 )
 def test_the_lines_of_the_page_train(title, package, script):
     """In float16 a trainer reaches what it reaches in float32, with these lines alone."""

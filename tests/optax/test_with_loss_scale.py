@@ -402,6 +402,10 @@ def test_names_and_frozen_copies():
     assert grads.loss_scale < 0
     expected = jax.grad(gs.self_scaled(loss_fn))(params, X, Y)
     np.testing.assert_allclose(-grads.params["w"], expected.params["w"], rtol=1e-3)
+    frozen = jax.grad(
+        lambda scale: wrapped(params=params._replace(loss_scale=scale), target=target, x=X)
+    )
+    assert frozen(params.loss_scale) == 0  # without parameters nothing overflows
     with pytest.raises(ValueError, match="one loss scale among the arguments"):
         jax.grad(lambda both: wrapped(params=both[0], target=both[1], x=X))((params, target))
 

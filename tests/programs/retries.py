@@ -54,6 +54,17 @@ def main():
     }
     for name, fun in losses.items():
         found[name] = sizes(lowered_for_cuda(jax.value_and_grad(fun), params, batch))
+    own = gs.self_scaled(loss_fn)
+
+    def loop(params, state, batch):
+        loss, grads = jax.value_and_grad(own)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    carrying = planned(jax.eval_shape(gs.with_loss_scale, params))
+    for name, first in (("loop", params), ("loop, carrying", carrying)):
+        state = planned(jax.eval_shape(tx.init, first))
+        found[name] = sizes(lowered_for_cuda(loop, first, state, batch, donated=(0, 1)))
     print(json.dumps(found))
 
 

@@ -81,7 +81,7 @@ def trainable(params: PyTree) -> PyTree:
     return params
 
 
-def carries_scale(node: object) -> bool:
+def carries_scale(node: Any) -> bool:
     """Whether a node of a pytree is `WithLossScale`, or the variable of an NNX model that is its
     loss scale."""
     variable = getattr(sys.modules.get(NNX), "Variable", ())

@@ -131,16 +131,16 @@ def _with_own_scale(
             )
 
         def at(scale: jax.Array) -> tuple[jax.Array, list[Any], list[Any]]:
-            def scaled(*variables: Any) -> tuple[jax.Array, list[Any]]:
+            def scaled(variables: list[Any]) -> tuple[jax.Array, list[Any]]:
                 whole = list(values)
                 for i, x in zip(chosen, variables, strict=True):
                     whole[i] = x
                 results = results_of(*whole)
                 return gradients.scaled(results[0], scale), results
 
-            differentiate = jax.value_and_grad(scaled, tuple(range(len(chosen))), has_aux=True)
-            (_, results), grads = differentiate(*(values[i] for i in chosen))
-            true = gradients.unscale(list(grads), scale)  # here, where they are computed
+            differentiate = jax.value_and_grad(scaled, has_aux=True)
+            (_, results), grads = differentiate([values[i] for i in chosen])
+            true = gradients.unscale(grads, scale)  # here, where they are computed
             return _everywhere(all_finite(true)), results, true
 
         def retried(state: tuple[Any, ...]) -> tuple[Any, ...]:

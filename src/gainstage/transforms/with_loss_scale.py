@@ -1,6 +1,6 @@
 """Parameters that carry their loss scale into a trainer that differentiates by itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -155,9 +155,8 @@ class Carried(NamedTuple):
 
     def joined(self, updates: PyTree, scale: jax.Array) -> PyTree:
         """The updates of the parameters and of the scale, which becomes `scale`."""
-        dtype = self.scale.dtype
-        if jnp.issubdtype(dtype, jnp.floating):  # float16 has no 2**16
-            scale = jnp.minimum(scale, 2.0 ** (jnp.finfo(dtype).maxexp - 1))
+        largest = 2.0 ** (jnp.finfo(self.scale.dtype).maxexp - 1)  # float16 has no 2**16
+        scale = jnp.minimum(scale, largest)
         return models.with_scale(self.grads, updates, scale - self.scale.astype(jnp.float32))
 
 
@@ -174,7 +173,7 @@ def carried(
         params = models.chosen(params, grads)
     trees = {"gradients": grads} if params is None else {"gradients": grads, "params": params}
     for name, tree in trees.items():
-        if isinstance(tree, WithLossScale) or (hasattr(tree, "pop") and SCALE in tree):
+        if isinstance(tree, WithLossScale) or (isinstance(tree, Mapping) and SCALE in tree):
             continue
         raise ValueError(
             f"opt_state was made for parameters with a loss scale; the {name} have none. "
