@@ -122,7 +122,7 @@ def test_loss_scale_optimizer(name):
 
 def test_a_scale_without_reciprocal_is_refused():
     """Difference: TensorFlow takes a scale of 2**127, with which every update is 0."""
-    with pytest.raises(ValueError, match="initial_loss_scale"):
+    with pytest.raises(ValueError, match="for initial_scale"):
         make(OPTIMIZERS["new-overflow"])
 
 

@@ -40,7 +40,7 @@ LAYERS = [
     {"_core.boundary", "_core.bridge", "_core.gradients", "_core.options", "rules", "schedules"},
     {"_core.groups", "_core.readings"},
     {"_core.saving", "_core.stats"},
-    {"_core.run", "_core.scaled_state", "_core.scaling", "_core.slots"},
+    {"_core.of_loss", "_core.run", "_core.scaled_state", "_core.scaling", "_core.slots"},
     {"_core.step"},
     {"_core.store"},
     {"transforms"},

@@ -86,7 +86,7 @@ def test_programs_grow_linearly(group_small, few):
     sizes, seconds = [], []
     for count in (few, 4 * few):
         _, opt, grads = make("adam", [(64,)] * count, jnp.float32, group_small=group_small)
-        step = gs.jit(opt.apply, (list(opt._index), opt.variables), donate=True)
+        step = gs.jit(opt.apply, (list(opt._store.index), opt.variables), donate=True)
         lowered = step.lower(grads)
         start = time.perf_counter()
         sizes.append(len(lowered.compile().as_text()))

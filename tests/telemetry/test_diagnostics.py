@@ -526,7 +526,7 @@ def test_no_advice_contradicts_the_scale():
     """A run whose scale has fallen to 1 is not told that it needs scaling."""
     shares = {"zero": 0.0, "flushed": 0.1, "subnormal": 0.1, "error": 0.2, "unscaled_error": 0.2}
     run = skipping(range(100, 200))._replace(tensors={"w": KNOWN | shares})
-    assert findings(run).underflow_summary == [
+    assert findings(run).underflow.lead == [
         "Underflow: float16 is 20% off in w, and by more than 1% in 1 of 1 tensors."
     ]
 
@@ -608,7 +608,7 @@ def test_a_page_says_that_nothing_underflows():
                "error": 2e-4, "unscaled_error": 0.3}  # fmt: skip
     run = gapped(20, [])._replace(tensors={"w": KNOWN | healthy})
     found = findings(run)
-    assert found.underflow_summary == [
+    assert found.underflow.lead == [
         "Nothing underflows: float16 is at most 0.02% off.",
         "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
         "you need it.",
@@ -617,7 +617,7 @@ def test_a_page_says_that_nothing_underflows():
     assert "<h2>Underflow</h2><p>Nothing underflows" in text
     assert text.count("you need it.") == 1  # the run cannot be replayed
     old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
-    assert old.underflow_summary == []  # recorded before rounding errors were
+    assert old.underflow.lead == []  # recorded before rounding errors were
 
 
 def test_report_says_what_is_wrong(tmp_path, capsys):

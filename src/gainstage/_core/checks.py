@@ -3,6 +3,7 @@
 import math
 import numbers
 import reprlib
+from collections.abc import Sequence
 from typing import SupportsFloat
 
 import jax
@@ -132,3 +133,22 @@ def transformation(name: str, value: object) -> None:
 def _expected(what: str, above: float, low: float, high: float, below: float) -> str:
     bounds = [(">", above), (">=", low), ("<=", high), ("<", below)]
     return " and ".join([what, *(f"{sign} {b:g}" for sign, b in bounds if math.isfinite(b))])
+
+
+VERBS = ("minimize", "compute_gradients", "apply_gradients", "apply", "stateless_apply")
+
+
+def overrides(optimizer: object, name: str) -> type | None:
+    """The class of a user that overrides an attribute of our classes; None if there is none."""
+    owner = next(cls for cls in type(optimizer).__mro__ if name in vars(cls))
+    return None if owner.__module__.partition(".")[0] == "gainstage" else owner
+
+
+def check_verbs(optimizer: object, caller: str, verbs: Sequence[str] = VERBS) -> None:
+    """Raises a TypeError if the user's class overrides one of `verbs`, which `caller` bypasses."""
+    for verb in verbs:
+        if owner := overrides(optimizer, verb):
+            raise TypeError(
+                f"{owner.__name__} overrides {verb}, which {caller} does not call. Override "
+                f"update_step, or change the gradients before they are given to the optimizer."
+            )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core.bridge import bound, read
-from gainstage._core.gradients import Gradients
+from gainstage._core.gradients import Gradients, float32_or_wider
 from gainstage._core.packing import SMALL, join, offsets, part
 from gainstage._core.variable import Variable
 
@@ -62,12 +62,12 @@ def joined(grads: Gradients, like: Sequence[jax.Array]) -> jax.Array:
     return join(value.astype(jnp.result_type(*values)) for value in values)
 
 
-def groups_of(variables: Sequence[Variable], dtype_of: Callable[[Any], Any]) -> list[Group]:
+def groups_of(variables: Sequence[Variable]) -> list[Group]:
     """Groups small variables on one device, at least two each, with slots of one dtype."""
     small: dict[Any, list[Variable]] = {}
     for variable in variables:
         if variable.size <= SMALL and variable._sharding is None:
-            small.setdefault(dtype_of(variable.dtype), []).append(variable)
+            small.setdefault(float32_or_wider(variable.dtype), []).append(variable)
     parts = [alike[i : i + MOST] for alike in small.values() for i in range(0, len(alike), MOST)]
     several = [members for members in parts if len(members) > 1]
     return [Group(f"group_{i}", members) for i, members in enumerate(several)]

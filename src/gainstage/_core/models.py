@@ -75,7 +75,8 @@ def is_nnx(params: PyTree, grads: PyTree) -> bool:
 def chosen(params: PyTree, grads: PyTree) -> PyTree:
     """The parameters that have gradients, in the structure of `grads`."""
     if not is_nnx(params, grads):
-        return jax.tree.map(lambda g, p: None if g is None else p, grads, params, is_leaf=_is_none)
+        pick = lambda g, p: None if g is None else p  # noqa: E731
+        return jax.tree.map(pick, grads, params, is_leaf=lambda x: x is None)
     nnx = sys.modules[NNX]
     wanted = dict(nnx.to_flat_state(grads))
     pairs = [(at, value) for at, value in nnx.to_flat_state(nnx.state(params)) if at in wanted]
@@ -102,7 +103,3 @@ def updated(model: Model, new: PyTree) -> Model:
     """Updates an NNX model with these parameters and returns it."""
     sys.modules[NNX].update(model, new)
     return model
-
-
-def _is_none(x: object) -> bool:
-    return x is None

@@ -102,7 +102,7 @@ class Slots:
 
     def group(self, variables: Sequence[Variable]) -> None:
         """Makes small variables share buffers, unless they are kept apart."""
-        self.groups = [] if self._apart else groups_of(variables, gradients.float32_or_wider)
+        self.groups = [] if self._apart else groups_of(variables)
         for group in self.groups:
             self.group_of |= dict.fromkeys(group.members, group)
 

@@ -14,7 +14,7 @@ from gainstage._core.configurable import serialize
 from gainstage._core.gradients import Gradients
 from gainstage._core.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
 from gainstage._core.readings import norms as norms_of
-from gainstage._core.scaling import AccumulationWindow, ScalingState, run_if
+from gainstage._core.scaling import AccumulationWindow, Scaling, ScalingState, run_if
 from gainstage._core.types import Given, Rate
 from gainstage._core.variable import Variable, is_tracing, placed
 from gainstage.schedules import LearningRateSchedule
@@ -39,12 +39,6 @@ class StepOptions(Options):
         """The active clip option, if any, with its limit."""
         limits = {name: getattr(self, name) for name in sorted(CLIPS)}
         return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
-
-    @property
-    def limits_of_steps(self) -> dict[str, float]:
-        """The clip option whose norm must be finite in each step; none with accumulation, which
-        clips the mean."""
-        return {} if self.gradient_accumulation_steps else self.limits
 
     def under(self, over: Mapping[str, Any]) -> "StepOptions":
         """These options, overridden by the options `over` of a wrapper."""
@@ -184,6 +178,51 @@ class Step:
     shardings: Sequence[Any]
     decays: Sequence[bool]
     window: AccumulationWindow | None
+
+    def unscaled(
+        self, state: StepState, grads: Sequence[Any], rate: Given, apply_if: Given
+    ) -> tuple[StepState, Given]:
+        """Takes a step, unless `apply_if` is False; returns the state and whether it was taken
+        (None: always)."""
+        limits = {} if self.window else self.options.limits  # a window clips its mean
+        read = norms_of(grads, limits, self.shardings)
+
+        def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
+            return None, self(state, gradients.divided(grads), read, rate)
+
+        new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
+        return new, apply_if
+
+    def scaled(
+        self,
+        scaling: Scaling,
+        state: OptimizerState,
+        grads: Sequence[Any],
+        rate: Given,
+        loss: Given,
+        apply_if: Given,
+    ) -> tuple[OptimizerState, jax.Array]:
+        """Takes a step on scaled gradients, unless one is non-finite or `apply_if` is False."""
+        scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(state.scaling.scale)
+        pairs = zip(grads, self.shardings, strict=True)
+        grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
+
+        def update(norms: Any, state: StepState, mask: Given = None) -> tuple[None, StepState]:
+            true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
+            return None, self(state, gradients.divided(true, scale), norms, rate)
+
+        done = scaling.step(
+            update,
+            state.scaling,
+            state.step,
+            grads,
+            scale,
+            onto=state.step.accumulators,
+            shardings=self.shardings,
+            loss=loss,
+            apply_if=apply_if,
+        )
+        return OptimizerState(done.state, done.inner), done.applied
 
     def __call__(
         self,

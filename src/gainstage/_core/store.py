@@ -3,7 +3,7 @@
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from gainstage._core import gradients
 from gainstage._core.bridge import read, variables_like
+from gainstage._core.checks import brief
 from gainstage._core.scaling import WINDOWS, AccumulationWindow, Scaling, ScalingState, Select
 from gainstage._core.sharding import check_axes, replicate, sharding_of_state
 from gainstage._core.slots import Slots
@@ -47,21 +48,23 @@ class Computed(Variable):
 
 
 class Wrapper:
-    """What wraps an optimizer, as its store sees it.
+    """What takes the steps of an optimizer instead of it.
 
     Args:
         owner: the name of the object that takes the steps.
         over: its options, which override the optimizer's.
-        whole: the owner's store, if the owner takes the steps of several optimizers.
     """
 
-    def __init__(
-        self, owner: str, over: Mapping[str, Any] | None = None, whole: "Store | None" = None
-    ):
-        self.owner, self.over, self.whole = owner, dict(over or {}), whole
+    trains_several: ClassVar[bool] = False  # whether it is around several optimizers
+
+    def __init__(self, owner: str, over: Mapping[str, Any] | None = None):
+        self.owner, self.over = owner, dict(over or {})
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Creates the state that depends on the weights; called before the store is built."""
+
+    def changed(self) -> None:
+        """Called when a constant of the optimizer's step has changed."""
 
 
 # The public names of a rule's state.
@@ -87,10 +90,6 @@ class ScalingWrapper(Wrapper):
     def share(self, scale: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
         self.state = self.state._replace(scale=scale)
-
-    def set_option(self, name: str, value: Any) -> None:
-        """Sets an option of the wrapper."""
-        self.over = {**self.over, name: value}
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         scale = self.state.scale
@@ -139,11 +138,11 @@ class Store:
 
     @property
     def wrapper(self) -> Wrapper | None:
-        """The wrapper that skips non-finite steps, if there is one."""
+        """What takes the steps of this optimizer, if it does not itself."""
         return None if self._wrapper is None else self._wrapper()
 
     def set_wrapper(self, wrapper: Wrapper) -> None:
-        """Sets the wrapper, which then skips steps and overrides options."""
+        """Sets the wrapper, which then takes the steps and overrides options."""
         self._wrapper = weakref.ref(wrapper)
         self.changed()
 
@@ -151,8 +150,8 @@ class Store:
         """Marks compiled steps as outdated."""
         if not self.iterations._is_bound:  # else the step itself is being traced
             self.version += 1
-            if self.wrapper is not None and self.wrapper.whole is not None:
-                self.wrapper.whole.changed()
+            if self.wrapper is not None:
+                self.wrapper.changed()
 
     def set_options(self, options: StepOptions) -> None:
         """Sets the options; those of the wrapper stay."""
@@ -180,11 +179,6 @@ class Store:
         return self.options if wrapper is None else self.options.under(wrapper.over)
 
     @property
-    def skips(self) -> bool:
-        """Whether non-finite steps are skipped."""
-        return self.wrapper is not None or self.in_force.loss_scale_factor is not None
-
-    @property
     def window(self) -> AccumulationWindow | None:
         """The accumulation window; None if each step is an update."""
         options = self.in_force
@@ -196,6 +190,25 @@ class Store:
         options, policy = self.in_force, self.window or Select()
         factor, limits = options.loss_scale_factor, options.limits
         return dataclasses.replace(scaling, factor=factor, limits=limits, policy=policy)
+
+    def place_of(self, variable: Variable, owner: str) -> int:
+        """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""
+        if variable not in self.index:
+            names = [v.name for v in self.index]
+            name = getattr(variable, "name", variable)
+            again = " It is another variable of that name." if name in names else ""
+            raise ValueError(
+                f"Expected variables that {owner!r} was built with, {brief(names)}; "
+                f"got {name!r}.{again} An optimizer trains the variables that it was built with: "
+                f"assign to them, or create a new optimizer for new ones."
+            )
+        return self.index[variable]
+
+    def has_average(self) -> jax.Array:
+        """Whether any step has updated the moving averages."""
+        count = None if self.window_count is None else self.window_count.value()
+        state = self.state._replace(iterations=self.iterations.value(), window_count=count)
+        return (self.window or AccumulationWindow(1)).has_started(state)
 
     @property
     def state(self) -> StepState:
@@ -245,7 +258,8 @@ class Store:
 
     def _counter(self, window: AccumulationWindow | None, policy: str) -> Variable | None:
         """The window count that `on_bad_microbatch` needs, if any."""
-        if policy != "extend" and not (window and self.skips):
+        skips = self.wrapper is not None or self.in_force.loss_scale_factor is not None
+        if policy != "extend" and not (window and skips):
             missing = "loss scale" if window else "gradient_accumulation_steps"
             raise ValueError(
                 f"Expected gradient_accumulation_steps and a loss scale for "

@@ -17,8 +17,8 @@ from jax.typing import DTypeLike
 
 from gainstage import optimizers
 from gainstage._core import checks
+from gainstage._core.of_loss import VarList
 from gainstage._core.options import check_option
-from gainstage._core.run import VarList
 from gainstage._core.slots import Initializer
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from gainstage._core import checks, gradients
 from gainstage._core.bridge import assign, read
 from gainstage._core.configurable import explained
-from gainstage._core.run import VarList, WithLoss
+from gainstage._core.gradients import WithLoss
+from gainstage._core.of_loss import VarList
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.types import Given, PyTree
 from gainstage._core.variable import Variable

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.run import VarList, WithLoss, loss_of
+from gainstage._core.gradients import WithLoss, loss_of
+from gainstage._core.of_loss import VarList
 from gainstage._core.store import ScalingWrapper, Store
 from gainstage._core.types import Given, PyTree, Scalar
 from gainstage._core.variable import Variable
@@ -64,6 +65,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     """
 
     _wrapper_type = _Wrapper
+    _min_scale = live.FLOOR
 
     def __init__(
         self,
@@ -72,22 +74,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
     ):
-        dynamic = checks.flag("dynamic", dynamic)
-        if dynamic:
-            rule: rules.LossScale = rules.DynamicLossScale(
-                2.0**15 if initial_scale is None else initial_scale,
-                2000 if dynamic_growth_steps is None else dynamic_growth_steps,
-                min_scale=live.FLOOR,
-            )
-        elif initial_scale is None or dynamic_growth_steps is not None:
-            raise ValueError(
-                f"Expected initial_scale, and no dynamic_growth_steps, for dynamic=False; got "
-                f"{initial_scale!r} and {dynamic_growth_steps!r}."
-            )
-        else:
-            rule = rules.FixedLossScale(initial_scale)
-        self._given.clear()  # the rule has the given arguments
-        super().__init__(inner_optimizer, rule=rule)
+        scales = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        given: dict[str, Any] = {name: value for name, value in scales.items() if value is not None}
+        self._given = set(given)
+        super().__init__(inner_optimizer, dynamic=dynamic, **given)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
 
     @property

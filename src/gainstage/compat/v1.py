@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gainstage import optimizers
 from gainstage._core import checks
-from gainstage._core.run import check_verbs
+from gainstage._core.checks import check_verbs
 from gainstage._core.sharding import varying_axes
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable

@@ -55,7 +55,7 @@ def assert_consistent(optimizer: Optimizer) -> None:
 
 
 def _facts(optimizer: Optimizer) -> dict[str, Any]:
-    trainable, state = list(optimizer._index), optimizer.variables
+    trainable, state = list(optimizer._store.index), optimizer.variables
     facts: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "version of gainstage": __version__,

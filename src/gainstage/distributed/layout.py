@@ -38,7 +38,7 @@ def describe_layout(optimizer: Optimizer) -> str:
     """
     if not optimizer.built:
         raise ValueError(f"Expected {optimizer.name!r} to be built before describe_layout.")
-    variables, state = list(optimizer._index), optimizer.variables
+    variables, state = list(optimizer._store.index), optimizer.variables
     rows = [["variable", "shape", "dtype", "layout", "bytes", "state", "layout", "bytes"]]
     for variable in variables:
         own = optimizer._store.state_of(variable)

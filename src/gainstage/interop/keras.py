@@ -256,13 +256,7 @@ def _accumulators(optimizer: Any) -> list[Any]:
 def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:
     if rule is None:
         return DynamicLossScale(initial_scale, growth_steps)
-    rule = as_rule("rule", rule)
-    given = set()
-    if initial_scale not in (2.0**15, float(start(rule).scale)):  # a configuration has the second
-        given.add("`initial_scale`")
-    if growth_steps != 2000:
-        given.add("`dynamic_growth_steps`")
-    if given:
-        both = " or ".join(sorted(given))
-        raise ValueError(f"`rule` cannot be combined with {both}; set it on the rule.")
-    return rule
+    first = float(start(as_rule("rule", rule)).scale)  # a configuration has it too
+    given = {"initial_scale"} if initial_scale not in (2.0**15, first) else set()
+    given |= {"dynamic_growth_steps"} if growth_steps != 2000 else set()
+    return as_rule("rule", rule, given)

@@ -16,10 +16,9 @@ from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
 from gainstage._core.bridge import functional
-from gainstage._core.checks import brief
+from gainstage._core.checks import brief, check_verbs
 from gainstage._core.configurable import deserialize, family, serialize
 from gainstage._core.options import OPTIONS, Options
-from gainstage._core.run import check_verbs
 from gainstage._core.signals import deferred_signals
 from gainstage._core.step import LearningRate
 from gainstage._core.types import PyTree

@@ -10,9 +10,10 @@ from jax.typing import DTypeLike
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import assign, bound, functional, read, variables_in, write
-from gainstage._core.checks import brief
+from gainstage._core.checks import brief, overrides
 from gainstage._core.configurable import Configurable, deserialize
-from gainstage._core.gradients import Gradients
+from gainstage._core.gradients import Gradients, WithLoss, loss_of
+from gainstage._core.of_loss import VarList, assign_if_applied, check_floating, differentiate
 from gainstage._core.options import (
     ARGUMENTS,
     BEFORE_BUILD,
@@ -21,22 +22,9 @@ from gainstage._core.options import (
     OptimizerOptions,
     check_option,
 )
-from gainstage._core.readings import norms
-from gainstage._core.run import (
-    Runner,
-    VarList,
-    WithLoss,
-    assign_if_applied,
-    by_place,
-    check_bound,
-    check_floating,
-    differentiate,
-    fitted,
-    loss_of,
-    overrides,
-)
+from gainstage._core.run import Runner, by_place, check_bound, fitted
 from gainstage._core.saving import shown, wrong_count
-from gainstage._core.scaling import AccumulationWindow, Scaling, ScalingState, run_if
+from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.slots import Initializer
 from gainstage._core.step import OptimizerState, Step, StepOptions, StepState
 from gainstage._core.store import Computed, Store
@@ -232,10 +220,6 @@ class Optimizer(Configurable, Arguments):
     def learning_rate(self, learning_rate: Rate) -> None:
         self._store.set_rate(learning_rate)
 
-    @property
-    def _index(self) -> dict[Variable, int]:
-        return self._store.index
-
     # ── an optimizer is written with these ───────────────────────────────────────────────────
 
     def build(self, var_list: Sequence[Variable]) -> None:
@@ -373,16 +357,7 @@ class Optimizer(Configurable, Arguments):
 
     def _get_variable_index(self, variable: Variable) -> int:
         """The index of a variable in the list that the optimizer was built with."""
-        if variable not in self._store.index:
-            names = [v.name for v in self._store.index]
-            name = getattr(variable, "name", variable)
-            again = " It is another variable of that name." if name in names else ""
-            raise ValueError(
-                f"Expected variables that {self.name!r} was built with, {brief(names)}; "
-                f"got {name!r}.{again} An optimizer trains the variables that it was built with: "
-                f"assign to them, or create a new optimizer for new ones."
-            )
-        return self._store.index[variable]
+        return self._store.place_of(variable, self.name)
 
     def exclude_from_weight_decay(
         self,
@@ -565,7 +540,7 @@ class Optimizer(Configurable, Arguments):
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients in the order of the variables, with None for each that is missing."""
         wrapper = self._store.wrapper
-        if wrapper is not None and wrapper.whole is not None:
+        if wrapper is not None and wrapper.trains_several:
             raise ValueError(
                 f"{self.name!r} is one of the optimizers of {wrapper.owner!r}, which takes their "
                 f"steps together; call its `apply`, or that of its LossScaleOptimizer."
@@ -647,12 +622,8 @@ class Optimizer(Configurable, Arguments):
         if not store.in_force.use_ema:
             return
         places = [(variable, self._get_variable_index(variable)) for variable in var_list]
-        count = None if store.window_count is None else store.window_count.value()
-        state = store.state._replace(iterations=store.iterations.value(), window_count=count)
-        # Before that there is no average.
-        started = (store.window or AccumulationWindow(1)).has_started(state)
-        pairs = [(store.averages[place].value(), v.value()) for v, place in places]
-        values = [jnp.where(started, average, value) for average, value in pairs]
+        started = store.has_average()
+        values = [jnp.where(started, store.averages[i].value(), v.value()) for v, i in places]
         assign([variable for variable, _ in places], values)
 
     def _built_variables(self, caller: str) -> list[Variable]:
@@ -684,53 +655,13 @@ class Optimizer(Configurable, Arguments):
     ) -> tuple[PyTree, Given]:
         """One step as a pure function: returns the new values of `_step_state`, and whether it was
         applied (None: always)."""
-        if self._store.in_force.loss_scale_factor is not None:
-            scaling, both = (
-                self._store.scaling(Scaling()),
-                OptimizerState(ScalingState(None), state),
-            )
-            (_, state), applied = self._scaled_step(scaling, both, grads, rate, loss, apply_if)
-            return state, applied
         step = self._make_step(loss)
-        read = norms(grads, step.options.limits_of_steps, step.shardings)
-
-        def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
-            return None, step(state, gradients.divided(grads), read, rate)
-
-        new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
-        return new, apply_if
-
-    def _scaled_step(
-        self,
-        scaling: Scaling,
-        state: OptimizerState,
-        grads: list[Any],
-        rate: Given,
-        loss: Given,
-        apply_if: Given,
-    ) -> tuple[OptimizerState, Given]:
-        """`_step` on scaled gradients, skipped if one is non-finite."""
-        step = self._make_step(loss)
-        scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(state.scaling.scale)
-        pairs = zip(grads, step.shardings, strict=True)
-        grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
-
-        def update(norms: Any, state: StepState, mask: Given = None) -> tuple[None, StepState]:
-            true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
-            return None, step(state, gradients.divided(true, scale), norms, rate)
-
-        done = scaling.step(
-            update,
-            state.scaling,
-            state.step,
-            grads,
-            scale,
-            onto=state.step.accumulators,
-            shardings=step.shardings,
-            loss=loss,
-            apply_if=apply_if,
-        )
-        return OptimizerState(done.state, done.inner), done.applied
+        if self._store.in_force.loss_scale_factor is None:
+            return step.unscaled(state, grads, rate, apply_if)
+        both = OptimizerState(ScalingState(None), state)
+        scaling = self._store.scaling(Scaling())
+        (_, state), applied = step.scaled(scaling, both, grads, rate, loss, apply_if)
+        return state, applied
 
     def _make_step(self, loss: Given = None) -> Step:
         """The step for the current options and variables."""

@@ -8,6 +8,7 @@ import jax
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import read
+from gainstage._core.checks import check_verbs
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import (
     BEFORE_BUILD,
@@ -18,7 +19,6 @@ from gainstage._core.options import (
     check_option,
 )
 from gainstage._core.readings import all_finite
-from gainstage._core.run import check_verbs
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import applied_in, observed_in, states_in
 from gainstage._core.scaling import Scaling
@@ -83,6 +83,7 @@ class LossScaleOptimizer(Optimizer):
     telemetry: Fixed[bool] = Fixed()
     underflow_every: Fixed[int | None] = Fixed()
     _wrapper_type = ScalingWrapper
+    _min_scale = DynamicLossScale.min_scale
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
@@ -134,12 +135,9 @@ class LossScaleOptimizer(Optimizer):
         checks.loss_scale("initial_scale", initial_scale)
         checks.integer("dynamic_growth_steps", growth_steps, low=1)
         if rule is not None:
-            if given:
-                both = " or ".join(f"`{name}`" for name in sorted(given))
-                raise ValueError(f"`rule` cannot be combined with {both}; set it on the rule.")
-            return as_rule("rule", rule)
+            return as_rule("rule", rule, given)
         if dynamic:
-            return DynamicLossScale(initial_scale, growth_steps)
+            return DynamicLossScale(initial_scale, growth_steps, min_scale=self._min_scale)
         if "initial_scale" not in given:
             raise ValueError("Expected initial_scale for dynamic=False; got none.")
         if "dynamic_growth_steps" in given:
@@ -240,7 +238,7 @@ class LossScaleOptimizer(Optimizer):
         self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
     ) -> tuple[PyTree, Given]:
         scaling = self._store.scaling(self._wrapper.scaling)
-        return self._inner._scaled_step(scaling, state, grads, rate, loss, apply_if)
+        return self._inner._make_step(loss).scaled(scaling, state, grads, rate, loss, apply_if)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
@@ -258,7 +256,7 @@ class LossScaleOptimizer(Optimizer):
         return over[name] if name in over else getattr(self._store.options, name)
 
     def _set_option(self, name: str, value: object) -> None:
-        self._wrapper.set_option(name, self._checked_option(name, value))
+        self._wrapper.over[name] = self._checked_option(name, value)
         (self._given.discard if value is None else self._given.add)(name)
         self._store.changed()
 
@@ -275,7 +273,7 @@ class LossScaleOptimizer(Optimizer):
         built = self.built
         self.inner_optimizer.build(var_list)
         if not built:
-            replicate(self.name, self.mesh, self._slots.all, list(self._index))
+            replicate(self.name, self.mesh, self._slots.all, list(self._store.index))
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

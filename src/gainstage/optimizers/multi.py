@@ -1,22 +1,34 @@
 """Several optimizers as one: each trains its own variables, all in one step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
 
 from gainstage._core.bridge import variables_in
-from gainstage._core.checks import brief
+from gainstage._core.checks import brief, check_verbs
 from gainstage._core.gradients import Gradients
 from gainstage._core.options import DEFAULTS, WrapperOptions
-from gainstage._core.run import check_verbs
 from gainstage._core.scaled_state import states_in
-from gainstage._core.store import Wrapper
+from gainstage._core.store import Store, Wrapper
 from gainstage._core.types import Given, Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.optimizers.optax import Optax
+
+
+class _Whole(Wrapper):
+    """A `MultiOptimizer`, around each of its optimizers."""
+
+    trains_several = True
+
+    def __init__(self, owner: str, over: Mapping[str, Any], store: Store):
+        super().__init__(owner, over)
+        self._store = store
+
+    def changed(self) -> None:
+        self._store.changed()
 
 
 class MultiOptimizer(Optimizer):
@@ -83,7 +95,7 @@ class MultiOptimizer(Optimizer):
         self._known = variables_in([v for _, variables in pairs for v in variables])
         self.optimizers_and_variables = pairs
         over = {name: value for name, value in DEFAULTS.items() if name != "weight_decay"}
-        self._wrapper = Wrapper(self.name, over, self._store)
+        self._wrapper = _Whole(self.name, over, self._store)
         self._attach()
 
     def _attach(self) -> None:

@@ -129,7 +129,7 @@ class Optax(Optimizer):
         return jax.tree.unflatten(structure, leaves)
 
     def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
-        state = self._init([values[variable] for variable in self._index])
+        state = self._init([values[variable] for variable in self._store.index])
         slots = jax.tree.leaves(self._state)
         return super()._first_values(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
 
@@ -174,7 +174,7 @@ class Optax(Optimizer):
         )
 
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
-        values = [variable.value() for variable in self._index]
+        values = [variable.value() for variable in self._store.index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]
         old = self._state_with_keys()
@@ -190,7 +190,7 @@ class Optax(Optimizer):
 
         new = jax.tree.map(kept, new, old, is_leaf=is_of_variables)
         jax.tree.map(Variable.assign, self._state, jax.tree.map(_without_key, new))
-        for variable, gradient, update in zip(self._index, grads, updates, strict=True):
+        for variable, gradient, update in zip(self._store.index, grads, updates, strict=True):
             if gradient is not None:
                 self.assign_add(variable, rate * update)
 

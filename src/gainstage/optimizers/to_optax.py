@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage._core.checks import brief
-from gainstage._core.run import check_verbs
+from gainstage._core.checks import brief, check_verbs
 from gainstage._core.saving import unique_names
 from gainstage._core.sharding import on_mesh
 from gainstage._core.store import Wrapper

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
@@ -261,12 +261,16 @@ def advance(
     return jax.tree.map(lambda x, old: jnp.asarray(x, jnp.result_type(old)), new, state)
 
 
-def as_rule(name: str, value: object) -> LossScale:
+def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale:
     """Returns `value` as a rule: itself, or the rule of a live object of `gainstage.compat`.
 
     Raises:
         TypeError: `value` is neither.
+        ValueError: the caller has passed `others`, arguments of the rule, too.
     """
+    if others:
+        both = " or ".join(f"`{other}`" for other in sorted(others))
+        raise ValueError(f"`{name}` cannot be combined with {both}; set it on the rule.")
     value = getattr(value, "rule", value)
     if not isinstance(value, LossScale):
         raise TypeError(

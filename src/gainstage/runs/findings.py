@@ -51,11 +51,6 @@ class Findings(NamedTuple):
         """The tables, in the order in which they are shown."""
         return [self.skips, self.overflows, self.underflow, self.numbers, self.replay]
 
-    @property
-    def underflow_summary(self) -> Sequence[str]:
-        """Sentences on underflow."""
-        return self.underflow.lead
-
 
 def findings(run: Run, capsules: Mapping[str, int] = NOTHING) -> Findings:
     """Returns the findings on a run: its numbers, its alarms, and what other rules would do.

@@ -146,7 +146,7 @@ class _Caster:
         """Computes an operation, in half precision where that is right."""
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
-        held = [_dtype_of(value) == self._dtype for value in floats]
+        held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
         if self._computes(eqn, floats, held, path):
             xs = [
                 jnp.asarray(value.x, self._dtype) if is_wide else value.x
@@ -199,7 +199,3 @@ def _square(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
         return jaxprs.bind(eqn, [x.astype(SINGLE)] * len(eqn.invars))[0]
 
     return jax.checkpoint(square, prevent_cse=False)(x)
-
-
-def _dtype_of(value: Operand) -> np.dtype | None:
-    return getattr(value.x, "dtype", None)

@@ -60,7 +60,7 @@ def causes_of(ran: Ran) -> list[Cause]:
     if not found or born:
         found += _once(_born(ran, ran.results[i]) for i in born)
     if not found or (arguments and all(not ran.results[i].numbers.nan for i in arguments)):
-        found += _once(_mask(ran, ran.results[i]) for i in masks if ran.results[i].op != "constant")
+        found += _once(_mask(ran.results[i]) for i in masks if ran.results[i].op != "constant")
     return found or [_argument(ran.results[i]) for i in masks if ran.results[i].op == "constant"]
 
 
@@ -116,7 +116,7 @@ def _argument(result: Result) -> Cause:
     return _cause("argument" if result.op == "argument" else "constant", result, n.bad, message, "")
 
 
-def _mask(ran: Ran, result: Result) -> Cause:
+def _mask(result: Result) -> Cause:
     nan, elements = result.numbers.nan, _plural(result.numbers.size, "element")
     message = (
         f"{nan} of {elements} {_are(nan)} NaN, out of an infinity that stands in the program "

@@ -202,7 +202,8 @@ class _Walk:
         for var, x, ref in zip(eqn.outvars, xs, refs, strict=True):
             aval = jaxprs.array(var)
             if is_floating(aval):
-                result = self._result(eqn, values, path, turns, place, note, aval, x, ref)
+                value = Value(x, ref, note)
+                result = self._result(eqn, values, path, turns, place, value, aval)
                 self.results.append(result)
                 found.append(Value(x, ref, note._replace(id=result.id)))
             else:
@@ -211,8 +212,9 @@ class _Walk:
 
     def _result(
         self, eqn: JaxprEqn, values: list[Value], path: Path, turns: Path, place: Place,
-        note: Note, aval: ShapedArray, x: ArrayLike, ref: ArrayLike,
+        value: Value, aval: ShapedArray,
     ) -> Result:  # fmt: skip
+        x, ref, note = value
         numbers = numbers_of(x)
         same = x is ref
         reference = numbers if same else numbers_of(ref)
@@ -220,9 +222,10 @@ class _Walk:
         is_born = bool(numbers.bad) and not any(self._is_bad(v) for v in values)
         operands = tuple(v.note.id for v in values if v.note.id is not None)
         return Result(
-            len(self.results), path, turns, eqn.primitive.name, place, aval.dtype, aval.shape,
-            note.is_backward, operands, numbers, reference, error, is_born,
-            self._derivative_of(eqn, values),
+            id=len(self.results), path=path, turns=turns, op=eqn.primitive.name, place=place,
+            dtype=aval.dtype, shape=aval.shape, is_backward=note.is_backward, operands=operands,
+            numbers=numbers, ref=reference, error=error, is_born=is_born,
+            derivative_of=self._derivative_of(eqn, values),
         )  # fmt: skip
 
     def _derivative_of(self, eqn: JaxprEqn, values: list[Value]) -> str:
@@ -265,13 +268,10 @@ class _Walk:
         return [*carry, *(self._stacked(column) for column in zip(*rows, strict=True))]
 
     def _taken(self, value: Value, i: int) -> Value:
-        take = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
         if not hasattr(value.x, "dtype"):
             return value
-        x = _take(value.x, i, take)
-        ref = (
-            x if value.ref is value.x else None if value.ref is None else _take(value.ref, i, take)
-        )
+        x = value.x[i]
+        ref = x if value.ref is value.x else None if value.ref is None else value.ref[i]
         return Value(x, ref, value.note.parts[i] if value.note.parts else value.note)
 
     def _stacked(self, column: Sequence[Value]) -> Value:
@@ -313,10 +313,6 @@ def _scaled(value: Value, tag: int) -> ArrayLike:
         return value.x
     factor = jnp.float32(2.0 ** (tag - value.note.tag))
     return (value.x * factor).astype(value.x.dtype)
-
-
-def _take(x: jax.Array, i: int, take: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    return x[i] if jnp.issubdtype(x.dtype, jax.dtypes.extended) else take(x)
 
 
 def _together(each: Sequence[Numbers]) -> Numbers:
