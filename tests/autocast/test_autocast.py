@@ -110,6 +110,31 @@ def test_what_overflows_stays_in_float32():
     assert off(loss, w, x, scale=1.0) < 1e-3
 
 
+def test_the_gradient_of_a_bias_is_summed_in_float32():
+    """The sum over many rows is as exact as one row; in float16 it would be far off."""
+
+    def loss(params, x):
+        return jnp.mean(jnp.exp(jnp.tanh(x @ params["a"] + params["b"])))
+
+    x = draw(5, 65536, 8)
+    cast = gs.autocast(loss)
+    found = jax.grad(lambda b: cast({**PARAMS, "b": b}, x) * 2.0**10)(PARAMS["b"]) / 2**10
+    assert error(found, jax.grad(loss)(PARAMS, x)["b"]) < 4e-4
+
+
+def test_derivatives_of_the_uses_of_a_value_are_added_in_float32():
+    """The derivatives of a mean and a variance, which cancel, leave a small sum that is right."""
+
+    def loss(params, x):
+        h = x @ params["a"]
+        mean = h.mean(0)
+        h = (h - mean) / jnp.sqrt(jnp.mean(h**2, 0) - mean**2)
+        return jnp.mean(jnp.tanh(h) ** 3 * jnp.arange(16.0))
+
+    offset = 100 + 2 * X
+    assert off(loss, {"a": PARAMS["a"]}, offset) < 0.1
+
+
 def test_what_is_not_float32_stays():
     """Float64, bfloat16, integers, booleans and keys are computed as without autocast."""
     with jax.enable_x64(True):
