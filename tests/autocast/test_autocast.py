@@ -110,6 +110,38 @@ def test_what_overflows_stays_in_float32():
     assert off(loss, w, x, scale=1.0) < 1e-3
 
 
+@pytest.mark.parametrize("use", [jnp.add, jnp.multiply])
+@pytest.mark.parametrize("shape", [(), (16,)])
+def test_the_gradient_of_a_bias_or_a_factor_is_summed_in_float32(use, shape):
+    """The derivative is summed over the batch in float32, and so is a second derivative."""
+
+    def loss(b, x):
+        return jnp.mean(jnp.tanh(use(x @ PARAMS["a"], b)))
+
+    b, x = jnp.ones(shape) / 2, draw(5, 1024, 8)
+    cast = gs.autocast(loss)
+    program = jax.make_jaxpr(jax.grad(cast))(b, x)
+    assert products(cast, b, x) == [{"float16"}]
+    sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
+    assert {str(v.aval.dtype) for eqn in sums for v in eqn.invars} == {"float32"}
+    assert off(loss, b, x) < 1e-3
+    first, second = (jax.grad(lambda b, f=f: jax.grad(f)(b, x).sum()) for f in (cast, loss))
+    assert error(first(b), second(b)) < 0.01
+
+
+def test_derivatives_of_the_uses_of_a_value_are_added_in_float32():
+    """The derivatives of a mean and a variance, which cancel, leave a small sum that is right."""
+
+    def loss(params, x):
+        h = x @ params["a"]
+        mean = h.mean(0)
+        h = (h - mean) / jnp.sqrt(jnp.mean(h**2, 0) - mean**2)
+        return jnp.mean(jnp.tanh(h) ** 3 * jnp.arange(16.0))
+
+    offset = 100 + 2 * X
+    assert off(loss, {"a": PARAMS["a"]}, offset) < 0.1
+
+
 def test_what_is_not_float32_stays():
     """Float64, bfloat16, integers, booleans and keys are computed as without autocast."""
     with jax.enable_x64(True):

@@ -1,6 +1,7 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,13 +156,15 @@ class _Caster:
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
         if self._computes(eqn, floats, held, path):
+            if eqn.primitive.name == "mul" and _broadcast(eqn, values):
+                return [Operand(self._product(eqn, *values))]
             xs = [
-                jnp.asarray(value.x, self._dtype) if is_wide else value.x
+                self._rounded(eqn, value) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
             ]
             return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
         if _squares(eqn) and all(held) and held:
-            return [Operand(_square(eqn, floats[0].x))]
+            return [Operand(_square(eqn, floats[0]))]
         results = [value.x for value in as_written(eqn, values)]
         if eqn.primitive.name.startswith("custom_") and held and all(held):
             # An activation with its own derivative, such as `relu`: others follow its result.
@@ -172,6 +175,30 @@ class _Caster:
             ]
         is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
         return [Operand(x, is_moved) for x in results]
+
+    def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
+        """An operand of an operation in half precision."""
+        x = value.x
+        if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
+            # The derivative of a bias is a sum over an axis, which stays in float32.
+            x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
+        return jnp.asarray(x, self._dtype)
+
+    def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
+        """A product with a broadcast operand, whose derivative is summed in float32."""
+        shape = jaxprs.array(eqn.outvars[0]).shape
+
+        @jax.custom_jvp
+        def product(*xs: jax.Array) -> jax.Array:
+            return jaxprs.bind(eqn, [x.astype(self._dtype) for x in xs])[0]
+
+        @product.defjvp
+        def derivative(primals: Any, tangents: Any) -> Any:
+            x, y = (x.astype(self._dtype) for x in primals)
+            dx, dy = (jnp.broadcast_to(d, shape).astype(self._dtype) for d in tangents)
+            return product(*primals), dx * y + x * dy
+
+        return product(*(v.float32 if _broadcast(eqn, [v]) else v.x for v in values))
 
     def _computes(
         self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: tuple[int, ...]
@@ -192,6 +219,12 @@ class _Caster:
         return eqn.primitive.name in FOLLOWERS and any(held) and fits and not _squares(eqn)
 
 
+def _broadcast(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
+    """Those arrays among the operands that an equation broadcasts."""
+    shape = jaxprs.array(eqn.outvars[0]).shape
+    return [v for v in values if isinstance(v.x, jax.Array) and v.x.shape != shape]
+
+
 def _squares(eqn: JaxprEqn) -> bool:
     """Whether an equation squares its operand, as a variance does."""
     name = eqn.primitive.name
@@ -199,10 +232,19 @@ def _squares(eqn: JaxprEqn) -> bool:
     return twice or name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
 
 
-def _square(eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+def _square(eqn: JaxprEqn, value: Operand) -> jax.Array:
     """The square in float32 of a half-precision array, which the backward pass keeps instead."""
 
-    def square(x: jax.Array) -> jax.Array:
-        return jaxprs.bind(eqn, [x.astype(SINGLE)] * len(eqn.invars))[0]
+    @jax.custom_jvp
+    def square(wide: jax.Array, kept: jax.Array) -> jax.Array:
+        return jaxprs.bind(eqn, [wide] * len(eqn.invars))[0]
 
-    return jax.checkpoint(square, prevent_cse=False)(x)
+    @square.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def product(kept: jax.Array, tangent: jax.Array) -> jax.Array:
+            return 2 * kept.astype(SINGLE) * tangent
+
+        return square(*primals), product(primals[1], tangents[0])
+
+    return square(value.float32, value.x)

@@ -30,6 +30,11 @@ class Operand:
     # whether it may be rounded: a parameter, in any shape, or a constant that half precision holds
     is_free: bool = dataclasses.field(default=False, metadata={"static": True})
 
+    @functools.cached_property
+    def float32(self) -> jax.Array:
+        """The value in float32. One cast serves all uses, so cotangents are added in float32."""
+        return self.x.astype(SINGLE)
+
 
 # `(equation, operands, path) -> results` of an operation.
 Compute = Callable[[JaxprEqn, list[Operand], Path], list[Operand]]
@@ -137,7 +142,8 @@ def _function_of(
         return as_written(eqn, values) if kept else compute(eqn, values, path)
 
     def evaluate(*values: Operand) -> list[Operand]:
-        found = jaxprs.run(program, values, equation, constant, constant, path)
+        own = [Operand(value.x, value.is_free) for value in values]  # casts belong to one trace
+        found = jaxprs.run(program, own, equation, constant, constant, path)
         return [*map(settled, found, types), *found[len(types) :]]
 
     return evaluate
@@ -153,7 +159,7 @@ def settled(value: Operand, aval: AbstractValue) -> Operand:
     """A value in the dtype that it has in the program."""
     is_float32 = getattr(aval, "dtype", None) == SINGLE and hasattr(value.x, "dtype")
     is_rounded = is_float32 and value.x.dtype != SINGLE
-    return Operand(value.x.astype(SINGLE)) if is_rounded else Operand(value.x)
+    return Operand(value.float32 if is_rounded else value.x)
 
 
 def _may_be_rounded(arguments: PyTree) -> list[bool]:
