@@ -110,16 +110,23 @@ def test_what_overflows_stays_in_float32():
     assert off(loss, w, x, scale=1.0) < 1e-3
 
 
-def test_the_gradient_of_a_bias_is_summed_in_float32():
-    """The sum over many rows is as exact as one row; in float16 it would be far off."""
+@pytest.mark.parametrize("use", [jnp.add, jnp.multiply])
+@pytest.mark.parametrize("shape", [(), (16,)])
+def test_the_gradient_of_a_bias_or_a_factor_is_summed_in_float32(use, shape):
+    """The derivative is summed over the batch in float32, and so is a second derivative."""
 
-    def loss(params, x):
-        return jnp.mean(jnp.exp(jnp.tanh(x @ params["a"] + params["b"])))
+    def loss(b, x):
+        return jnp.mean(jnp.tanh(use(x @ PARAMS["a"], b)) ** 2)
 
-    x = draw(5, 65536, 8)
+    b, x = jnp.ones(shape) / 2, draw(5, 1024, 8)
     cast = gs.autocast(loss)
-    found = jax.grad(lambda b: cast({**PARAMS, "b": b}, x) * 2.0**10)(PARAMS["b"]) / 2**10
-    assert error(found, jax.grad(loss)(PARAMS, x)["b"]) < 4e-4
+    program = jax.make_jaxpr(jax.grad(cast))(b, x)
+    assert products(cast, b, x) == [{"float16"}]
+    sums = [eqn for eqn in program.eqns if eqn.primitive.name == "reduce_sum"]
+    assert {str(v.aval.dtype) for eqn in sums for v in eqn.invars} == {"float32"}
+    assert off(loss, b, x) < 1e-3
+    first, second = (jax.hessian(lambda b, f=f: 2.0**10 * f(b, x)) for f in (cast, loss))
+    assert error(first(b), second(b)) < 0.01
 
 
 def test_derivatives_of_the_uses_of_a_value_are_added_in_float32():

@@ -149,6 +149,8 @@ class _Caster:
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
         if self._computes(eqn, floats, held, path):
+            if eqn.primitive.name == "mul" and _broadcast(eqn, values):
+                return [Operand(self._product(eqn, *values))]
             xs = [
                 self._rounded(eqn, value) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
@@ -169,11 +171,27 @@ class _Caster:
 
     def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
         """An operand of an operation in half precision."""
-        x, shape = value.x, jaxprs.array(eqn.outvars[0]).shape
-        if eqn.primitive.name in ("add", "sub") and isinstance(x, jax.Array) and x.shape != shape:
+        x = value.x
+        if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
             # The derivative of a bias is a sum over an axis, which stays in float32.
-            x = jnp.broadcast_to(value.float32, shape)
+            x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
         return jnp.asarray(x, self._dtype)
+
+    def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
+        """A product with a broadcast operand, whose derivative is summed in float32."""
+        shape = jaxprs.array(eqn.outvars[0]).shape
+
+        @jax.custom_jvp
+        def product(*xs: jax.Array) -> jax.Array:
+            return jaxprs.bind(eqn, [x.astype(self._dtype) for x in xs])[0]
+
+        @product.defjvp
+        def derivative(primals: Any, tangents: Any) -> Any:
+            x, y = (x.astype(self._dtype) for x in primals)
+            dx, dy = (jnp.broadcast_to(d, shape).astype(self._dtype) for d in tangents)
+            return product(*primals), dx * y + x * dy
+
+        return product(*(v.float32 if _broadcast(eqn, [v]) else v.x for v in values))
 
     def _computes(
         self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: tuple[int, ...]
@@ -192,6 +210,12 @@ class _Caster:
             return bool(floats)
         fits = all(is_held or v.is_free for is_held, v in zip(held, floats, strict=True))
         return eqn.primitive.name in FOLLOWERS and any(held) and fits and not _squares(eqn)
+
+
+def _broadcast(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
+    """Those arrays among the operands that an equation broadcasts."""
+    shape = jaxprs.array(eqn.outvars[0]).shape
+    return [v for v in values if isinstance(v.x, jax.Array) and v.x.shape != shape]
 
 
 def _squares(eqn: JaxprEqn) -> bool:
