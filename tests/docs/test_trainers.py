@@ -53,7 +53,13 @@ def objective(p, d): return -gpx.objectives.conjugate_mll(p, d)
 _, single = gpx.fit(
     model=posterior, objective=objective, train_data=data, optim=optax.adam(0.02), verbose=False
 )
-print(history[-1], single[-1])
+carrying, adapted = gpx.fit(
+    model=gs.with_loss_scale(posterior, 2.0**126), objective=gs.self_scaled(objective),
+    train_data=data, optim=gs.loss_scaled(optax.adam(0.02)), verbose=False,
+)
+print(history[-1], single[-1], adapted[-1], carrying.loss_scale)
+assert carrying.loss_scale < 2.0**126
+assert abs(adapted[-1] - single[-1]) < 0.001 * abs(single[-1])
 assert abs(history[-1] - single[-1]) < 0.001 * abs(single[-1])
 """
 # Sampler, reference and trainer in one run. The loss is so small that float16 loses all gradients.

@@ -246,6 +246,7 @@ def test_an_equinox_model():
         return jnp.mean((jax.vmap(half)(x.astype("float16")).astype("float32") - y) ** 2) * FACTOR
 
     model = gs.with_loss_scale(eqx.nn.MLP(16, 16, 64, 1, key=KEYS[2]), 2.0**40)
+    assert isinstance(model, eqx.Module)  # some trainers take nothing else
     tx = gs.loss_scaled(optax.adam(0.01))
     state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 
@@ -262,6 +263,10 @@ def test_an_equinox_model():
     assert losses[-1] < 0.2 * losses[0]
     assert model.loss_scale == gs.loss_scale(state) < 2.0**40
     jax.vmap(model.params)(X)
+    step, before = gs.train_step(of_mlp, tx), float(of_mlp(model.params, X, Y))
+    model, state, loss = step(model, state, X, Y)
+    assert loss == pytest.approx(before, rel=1e-3)
+    assert of_mlp(model.params, X, Y) < before
 
 
 def test_under_scan_and_vmap():

@@ -4,6 +4,7 @@ Neither library is imported here: whoever has a model has imported it. Parameter
 carry the loss scale, as a leaf beside them or as a variable of an NNX model.
 """
 
+import abc
 import functools
 import sys
 from collections.abc import Callable, Sequence
@@ -19,11 +20,35 @@ SCALE = "loss_scale"  # the attribute of an NNX model that is its loss scale
 IS_SCALE = "is_loss_scale"  # the metadata of that variable
 
 
+class Carrier(abc.ABC):
+    """Parameters beside their loss scale, in a class of this package or of Equinox."""
+
+    params: Any  # any pytree, to evaluate with
+    loss_scale: Any  # a float32 scalar
+
+
+@Carrier.register
 class WithLossScale(NamedTuple):
     """Parameters with their loss scale, as `with_loss_scale` returns them."""
 
     params: Any  # any pytree, to evaluate with
     loss_scale: Any  # a float32 scalar
+
+
+@functools.cache
+def carrier_for(kind: str | None) -> Callable[[Any, Any], Any]:
+    """The class for parameters of a library. Trainers of Equinox models may take only modules."""
+    if kind != EQUINOX:
+        return WithLossScale
+
+    class ModelWithLossScale(sys.modules[EQUINOX].Module):  # type: ignore[misc]
+        """`WithLossScale` as a module of Equinox."""
+
+        params: Any
+        loss_scale: Any
+
+    made: Any = Carrier.register(ModelWithLossScale)
+    return made
 
 
 def library(*kinds: type) -> str | None:
@@ -67,7 +92,7 @@ VALUE_AND_GRAD = {None: jax.value_and_grad, EQUINOX: _of_equinox, NNX: _of_nnx}
 def trainable(params: PyTree) -> PyTree:
     """What is trained: the parameters of a model, as a pytree; other pytrees as they are. The loss
     scale is not among them."""
-    if isinstance(params, WithLossScale):
+    if isinstance(params, Carrier):
         return trainable(params.params)
     found = library(type(params))
     if found == NNX:
@@ -86,7 +111,7 @@ def carries_scale(node: Any) -> bool:
     loss scale."""
     variable = getattr(sys.modules.get(NNX), "Variable", ())
     is_marked = isinstance(node, variable) and bool(node.get_metadata(IS_SCALE, False))
-    return is_marked or isinstance(node, WithLossScale)
+    return is_marked or isinstance(node, Carrier)
 
 
 def scales_in(tree: PyTree) -> list[Any]:
@@ -98,7 +123,7 @@ def scales_in(tree: PyTree) -> list[Any]:
 def without_scale(tree: PyTree) -> tuple[PyTree, Any]:
     """Parameters, or their gradients, without the loss scale that they carry; and the scale, which
     is a variable or an array in the state of an NNX model."""
-    if isinstance(tree, WithLossScale):
+    if isinstance(tree, Carrier):
         return tree.params, tree.loss_scale
     rest = jax.tree.map(lambda x: x, tree)
     return rest, rest.pop(SCALE)
@@ -106,8 +131,8 @@ def without_scale(tree: PyTree) -> tuple[PyTree, Any]:
 
 def with_scale(like: PyTree, rest: PyTree, scale: jax.Array) -> PyTree:
     """A pytree of the structure of `like`, which carries a scale, from its two parts."""
-    if isinstance(like, WithLossScale):
-        return WithLossScale(rest, scale)
+    if isinstance(like, Carrier):
+        return carrier_for(library(type(like)))(rest, scale)
     whole = jax.tree.map(lambda x: x, rest)
     whole[SCALE] = jax.tree.map(lambda _: scale, like[SCALE])
     return whole

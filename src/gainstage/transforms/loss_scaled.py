@@ -187,7 +187,7 @@ def loss_scaled_within(
         if own != jax.tree.structure(state.loss_scale) and not isinstance(rule, FixedLossScale):
             raise _wrong_rule(rule, state.loss_scale)
         scale = None
-        if isinstance(state, WithLossScaleState) or isinstance(updates, models.WithLossScale):
+        if isinstance(state, WithLossScaleState) or isinstance(updates, models.Carrier):
             updates, params, scale = carried(updates, state, params)
             shardings, param_shardings = map(scale.dropped, (shardings, param_shardings))
         elif warns and loss_scale is None and not SETTLED:

@@ -119,10 +119,10 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         -0.5 1.0
     """
     applied = step_was_applied(opt_state)
-    if isinstance(params, models.WithLossScale):  # a skipped step lowers the scale
+    if isinstance(params, models.Carrier):  # a skipped step lowers the scale
         moved = (params.loss_scale + updates.loss_scale).astype(params.loss_scale.dtype)
         new: PyTree = apply_updates(params.params, updates.params, opt_state)
-        return params._replace(params=new, loss_scale=moved)
+        return models.with_scale(params, new, moved)
 
     def one(param: jax.Array | None, update: jax.Array | None) -> jax.Array | None:
         if param is None or update is None or getattr(update, "dtype", None) == float0:

@@ -105,7 +105,7 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        args = tuple(x.params if isinstance(x, models.WithLossScale) else x for x in args)
+        args = tuple(x.params if isinstance(x, models.Carrier) else x for x in args)
         loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             raise TypeError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gainstage._core import checks, models
 from gainstage._core.arrays import partition
 from gainstage._core.checks import LARGEST, SMALLEST, brief
-from gainstage._core.models import SCALE, WithLossScale
+from gainstage._core.models import SCALE, Carrier
 from gainstage._core.scaled_state import LossScaledState
 from gainstage._core.sharding import replicated_like, varying_like
 from gainstage._core.types import PyTree
@@ -26,8 +26,8 @@ def with_loss_scale(params: PyTree, scale: float = 2.0**15) -> PyTree:
     the scale among the parameters, and the transformation updates it there: the scale adapts, as
     in `train_step`. A step that was retried is applied, and lowers the scale for the next one.
 
-    - Arrays and pytrees, also Equinox models, become a `WithLossScale`: evaluate with `.params`.
-      `loss_fn` is called with the parameters alone.
+    - Arrays and pytrees become a `WithLossScale`, and Equinox models a module with the same two
+      attributes: evaluate with `.params`. `loss_fn` is called with the parameters alone.
     - A model of Flax NNX gets the attribute `loss_scale`, an `nnx.Param`, and is returned itself.
     - What a trainer does to the scale, such as weight decay or a cast, is undone by the next
       update, because the state of `loss_scaled` has the scale too. A step ignores a non-finite
@@ -65,8 +65,9 @@ def with_loss_scale(params: PyTree, scale: float = 2.0**15) -> PyTree:
         raise ValueError("params carry a loss scale already. Call with_loss_scale once.")
     leaf, everywhere = jnp.float32(scale), replicated_like(params)
     leaf = leaf if everywhere is None else jax.device_put(leaf, everywhere)
-    if models.library(type(params)) != models.NNX:
-        return WithLossScale(params, leaf)
+    kind = models.library(type(params))
+    if kind != models.NNX:
+        return models.carrier_for(kind)(params, leaf)
     if hasattr(params, SCALE):
         raise ValueError(
             f"Expected a model without the attribute {SCALE!r}; got {brief(params.loss_scale)}. "
@@ -95,10 +96,10 @@ def arguments_without_scales(arguments: PyTree) -> PyTree:
     """The arguments of a loss, with the parameters of each `WithLossScale` in its place."""
 
     def stops(node: object) -> bool:
-        return isinstance(node, WithLossScale) or models.library(type(node)) == models.NNX
+        return isinstance(node, Carrier) or models.library(type(node)) == models.NNX
 
     return jax.tree.map(
-        lambda node: node.params if isinstance(node, WithLossScale) else node,
+        lambda node: node.params if isinstance(node, Carrier) else node,
         arguments,
         is_leaf=stops,
     )
@@ -173,7 +174,7 @@ def carried(
         params = models.chosen(params, grads)
     trees = {"gradients": grads} if params is None else {"gradients": grads, "params": params}
     for name, tree in trees.items():
-        if isinstance(tree, WithLossScale) or (isinstance(tree, Mapping) and SCALE in tree):
+        if isinstance(tree, Carrier) or (isinstance(tree, Mapping) and SCALE in tree):
             continue
         raise ValueError(
             f"opt_state was made for parameters with a loss scale; the {name} have none. "
@@ -198,7 +199,7 @@ def carried(
 
 def _scalar_in(scale: Any) -> Any:
     """The loss scale that a node carries, which is in a variable, or is an array itself."""
-    if isinstance(scale, WithLossScale):
+    if isinstance(scale, Carrier):
         scale = scale.loss_scale
     scale = scale.get_value() if hasattr(scale, "get_value") else scale
     is_scalar = getattr(scale, "shape", None) == ()
