@@ -35,7 +35,7 @@ SUMS = frozenset(
      "scatter-add", "scatter_add")
 )  # fmt: skip
 MAX_ERROR = 0.005  # the default of `tune_precision`
-TRIES = 6  # loss scales, each a sixteenth of the one before
+TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 
 
@@ -138,16 +138,13 @@ def remedy_by_plan(
     places = tuple(dict.fromkeys(o.line for o in wide if o.path in tuner.hot))
     lines = f", such as {'; '.join(places[:3])}" if places else ""
     change = f"autocast with a plan that keeps {len(wide)} operations in float32{lines}"
-    for power in range(TRIES):
-        fits = scale / 16.0**power
+    fits, found = scale, tuner.run(plan, jnp.float32(scale))
+    while not _finite(found) and fits > scale / 16.0**TRIES:
+        fits /= 16.0
         found = tuner.run(plan, jnp.float32(fits))
-        is_finite = all(bool(jnp.isfinite(x).all()) for x in found)
-        if is_finite:
-            break
     change += f", under a loss scale of {as_power(fits)}" if fits < scale else ""
-    return plan, Remedy(
-        "plan", change, places, fits, is_finite, float(found[0]), tuner.error(found)
-    )
+    outcome = _finite(found), float(found[0]), tuner.error(found)
+    return plan, Remedy("plan", change, places, fits, *outcome)
 
 
 class _Tuner:
@@ -331,8 +328,12 @@ class _Tuner:
 def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:
     """The largest loss scale, at most `2**15`, at which a function's results are finite, or 1."""
     scales = (jnp.float32(2.0**exponent) for exponent in range(15, 0, -3))
-    fits = (s for s in scales if all(bool(jnp.isfinite(x).all()) for x in gradients(s)))
+    fits = (s for s in scales if _finite(gradients(s)))
     return next(fits, jnp.float32(1))
+
+
+def _finite(arrays: Sequence[jax.Array]) -> bool:
+    return all(bool(jnp.isfinite(x).all()) for x in arrays)
 
 
 def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
