@@ -84,7 +84,7 @@ def cost_table(models: Row) -> str:
     for name, row in models.items():
         counts = [row["products"][arm] for arm in ("autocast", "plan")]
         ratios = row["compile"]["ratios"]
-        times = [ratios.get(arm, {}).get("both") for arm in ARMS[1:]]
+        times = [ratios.get(arm) for arm in ARMS[1:]]
         lines.append(
             [
                 name,
