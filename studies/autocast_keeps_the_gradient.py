@@ -284,13 +284,14 @@ def tuning(blocks: int, width: int = TUNED["width"]) -> dict[str, Any]:
         start = time.perf_counter()
         jax.block_until_ready(program(model.params, batch))
         steps.append(time.perf_counter() - start)
-    start = time.perf_counter()
+    start, of_all_threads = time.perf_counter(), time.process_time()
     plan = tuned(model, batch, BOUND)
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
         "operations": len(plan.operations),
         "gradient_s": statistics.median(steps),
         "tune_s": time.perf_counter() - start,
+        "cpu_s": time.process_time() - of_all_threads,
     }
 
 
