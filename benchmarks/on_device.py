@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import gainstage as gs
 from gainstage import _doctor, fp8
@@ -207,6 +208,38 @@ def train_step(name: str, dtype: str, until: float, options: Any) -> dict[str, A
     return compare(train_steps.case(name, dtype, make, baselines), until, options)
 
 
+def autocast(name: str, quick: bool, until: float, options: Any) -> dict[str, Any]:
+    """A train step of a model written in float32: as it is, by hand in float16, and cast."""
+    from studies.autocast_models import MODELS  # some need Flax or Equinox
+
+    written = MODELS[name](large=not quick)
+    batch, cast = written.batch(0), gs.autocast(written.loss)
+    peaks: dict[str, float] = {}
+
+    def build(variant: str, loss: Any, rule: gs.LossScale, retries: int = 0) -> harness.Variant:
+        tx = gs.loss_scaled(optax.adam(1e-3), rule)
+        state = tx.init(written.params)
+        step = gs.train_step(loss, tx, retries=retries)
+        sizes = step.lower(written.params, state, batch).compile().memory_analysis()
+        arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+        peaks[variant] = (arrays - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
+        return train_steps.compiled(step, models.Model(written.params, batch, loss), state)
+
+    scaled = gs.DynamicLossScale(2.0**12)
+    losses: dict[str, tuple[Any, ...]] = {
+        "float32": (written.loss, gs.FixedLossScale(1.0)),
+        "by hand": (written.by_hand, scaled),
+        "autocast": (cast, scaled),
+        "autocast, retries": (cast, scaled, 8),
+    }
+    builders = {v: partial(build, v, *how) for v, how in losses.items() if how[0] is not None}
+    case = harness.Case({"model": name}, lambda: (builders, batch), ["float32", "by hand"])
+    cell = compare(case, until, options)
+    for variant, numbers in cell["variants"].items():
+        numbers["peak_gb"] = peaks[variant]
+    return cell
+
+
 def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
     """Forward and backward pass of eight products, by dtype: memory between, and time."""
     width, rows = (64, 128) if quick else (4096, 8192)
@@ -301,6 +334,14 @@ def train_step_cells(quick: bool) -> dict[str, Measure]:
     return {", ".join(cell): partial(train_step, *cell) for cell in chosen}
 
 
+def autocast_cells(quick: bool) -> dict[str, Measure]:
+    """The models of the study of autocast, in its order."""
+    from studies.autocast_models import MODELS
+
+    chosen = ["mixture of experts"] if quick else MODELS
+    return {name: partial(autocast, name, quick) for name in chosen}
+
+
 def campaign_cells(quick: bool) -> dict[str, Measure]:
     """Adam on float16 variables, with each option and rule."""
     places = [0] if quick else sorted(range(14), key=lambda place: place % 3)  # by rule
@@ -319,8 +360,10 @@ PARTS = {
         lambda quick: {"doctor": doctor}),
     "master_weights": Part("Master weights are a run in float32, rounded", 30,
         lambda quick: {d: partial(master_weights, d, quick) for d in ("bfloat16", "float16")}),
-    "optimizer_steps": Part("An optimizer step beside optax", 130, optimizer_steps),
-    "train_steps": Part("A train step beside optax", 110, train_step_cells),
+    "optimizer_steps": Part("An optimizer step beside optax", 100, optimizer_steps),
+    "train_steps": Part("A train step beside optax", 80, train_step_cells),
+    "autocast": Part("Models in float32, by hand in float16, and under autocast", 60,
+        autocast_cells),
     "select": Part("Skipping by a select, and by a conditional", 35,
         lambda quick: cells(CHECKS, *product(["tiny20"] if quick else ["gpt2", "one"], ["adam"]))),
     "torch": Part("An optimizer step beside PyTorch's fused one", 60, torch_cells),
@@ -455,6 +498,7 @@ def tell(title: str, numbers: dict[str, Any]) -> None:
             for baseline, ratio in one["ratios"].items()
         ]
         words += [f"{one['gb_s']:.0f} GB/s"] if "gb_s" in one else []
+        words += [f"{one['peak_gb']:.3g} GB at most"] if "peak_gb" in one else []
         print(f"  {name:28}{', '.join(words)}, compiled in {one['compile_s']:.1f} s")
     for name, value in numbers.items():
         if name not in ("variants", "labels", "baselines", "repeats") and value != {}:

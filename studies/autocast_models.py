@@ -224,11 +224,12 @@ def transformer_in_a_scan(large: bool = False) -> Model:
     return Model(loss, params, sentences(count, length, letters))
 
 
-def resnet(large: bool = False) -> Model:
+def resnet(large: bool = False, activation: str = "relu") -> Model:
     """Three residual blocks with BatchNorm, in Flax Linen."""
     from flax import linen as nn
 
     width, count = (64, 256) if large else (16, 32)
+    activate = getattr(nn, activation)
 
     class Block(nn.Module):
         channels: int
@@ -240,11 +241,11 @@ def resnet(large: bool = False) -> Model:
             conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
             norm = functools.partial(nn.BatchNorm, use_running_average=False, dtype=self.dtype)
             strides = (self.stride, self.stride)
-            y = nn.relu(norm()(conv(self.channels, (3, 3), strides)(x)))
+            y = activate(norm()(conv(self.channels, (3, 3), strides)(x)))
             y = norm()(conv(self.channels, (3, 3))(y))
             if x.shape != y.shape:
                 x = norm()(conv(self.channels, (1, 1), strides)(x))
-            return nn.relu(x + y)
+            return activate(x + y)
 
     class ResNet(nn.Module):
         dtype: Any
@@ -252,7 +253,7 @@ def resnet(large: bool = False) -> Model:
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
             x = nn.Conv(width, (3, 3), use_bias=False, dtype=self.dtype)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
+            x = activate(nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x))
             for channels, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
                 x = Block(channels, stride, self.dtype)(x)
             return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2)))
@@ -564,6 +565,7 @@ MODELS: dict[str, Callable[..., Model]] = {
     "transformer (NNX)": transformer,
     "transformer in a scan (Equinox)": transformer_in_a_scan,
     "ResNet, BatchNorm (Linen)": resnet,
+    "ResNet with swish (Linen)": functools.partial(resnet, activation="swish"),
     "diffusion, U-Net (Linen)": diffusion,
     "LSTM (Linen)": lstm,
     "ViT (NNX)": vit,

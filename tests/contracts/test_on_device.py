@@ -67,12 +67,26 @@ def test_all_of_it_on_small_sizes(bare, tmp_path):
             assert cell["missing"] == {}
             assert len(cell["variants"]) >= 4
             assert all(cell["baselines"][0] in v["ratios"] for v in cell["variants"].values())
+    for cell in parts["autocast"].values():
+        assert cell["missing"] == {}
+        assert all(one["peak_gb"] > 0 for one in cell["variants"].values())
     faults = parts["faults"]["configuration 0"]
     assert faults["survived"] == faults["safe"] == faults["tried"] > 0
     for masters in parts["master_weights"].values():
         assert masters["masters away from float32"] < 1e-3 < masters["without masters"]
         assert masters["weights that are not the masters rounded"] == 0
     assert all("ms" in parts["fp8_memory"]["products"][dtype] for dtype in on_device.DTYPES)
+
+
+def test_models_under_autocast_are_measured():
+    """Each variant takes a step and says how much memory it needs; retries need little more."""
+    options = Namespace(rounds=2, shortest=0.0)
+    cell = on_device.autocast("mixture of experts", True, time.perf_counter() + 100, options)
+    assert cell["missing"] == {}
+    assert set(cell["variants"]) == {"float32", "by hand", "autocast", "autocast, retries"}
+    peaks = {name: one["peak_gb"] for name, one in cell["variants"].items()}
+    assert peaks["autocast, retries"] < 1.2 * peaks["autocast"]
+    assert cell["baselines"] == ["float32", "by hand"]
 
 
 def parts(monkeypatch, **measures):
