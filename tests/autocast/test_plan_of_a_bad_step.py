@@ -62,7 +62,7 @@ def test_the_x_ray_of_a_loss_under_autocast_has_a_plan(module):
     remedy = seen.remedies[-1]
     assert (remedy.kind, remedy.is_finite) == ("plan", True)
     assert remedy.error < 0.005
-    assert "autocast with a plan that keeps" in str(seen)
+    assert "autocast with this X-ray's plan: " in str(seen)
     found, expected = true_gradients(module, seen.plan, remedy.scale)
     off = optax.tree_utils.tree_norm(jax.tree.map(jnp.subtract, found, expected))
     assert float(off / optax.tree_utils.tree_norm(expected)) < 0.005

@@ -81,6 +81,36 @@ def test_what_comes_near_the_largest_number_stays_in_float32():
     assert max(o.largest for o in plan.operations) == pytest.approx(float(largest), rel=1e-4)
 
 
+def test_a_plan_of_a_small_batch_holds_for_a_large_one():
+    """A sum grows with the batch, and what divides it is in float32: the loss stays finite."""
+
+    def loss(params, x):
+        z = jnp.tanh(x @ params["a"]) @ params["b"]
+        total = jnp.sum(jnp.square(z - 1)) + jnp.sum(jnp.abs(z)) * 2.0
+        return total / z.size
+
+    plan = tune_precision(loss, PARAMS, X[:16])
+    assert {o.dtype for o in plan.operations if o.name == "dot_general"} == {"float16"}
+    assert {o.dtype for o in plan.operations if o.largest > 500 or o.name == "div"} == {"float32"}
+    large = jnp.tile(X, (64, 1))
+    assert gs.autocast(loss, plan)(PARAMS, large) == pytest.approx(
+        float(loss(PARAMS, large)), rel=1e-3
+    )
+    assert error(loss, plan, PARAMS, large) < 0.005
+
+
+def test_infinities_of_a_mask_are_no_large_numbers():
+    """A softmax over a mask of -inf is half but for its sum; float16 has infinities."""
+
+    def loss(params, x):
+        scores = jnp.where(x > 0, x @ params["a"], -jnp.inf)
+        return jnp.mean(jax.nn.softmax(scores) ** 2)
+
+    plan = tune_precision(loss, PARAMS, X)
+    assert not any("inf" in o.reason for o in plan.operations)
+    assert max(o.largest for o in plan.operations) < 1e4
+
+
 def test_a_tighter_bound_keeps_more():
     """The plan stays below each bound, and a smaller one keeps more operations in float32."""
     counts = []
@@ -119,7 +149,8 @@ def test_a_plan_is_saved_and_loaded(plan, tmp_path):
     """A loaded plan is the saved one, in every row and in what it says."""
     plan.save(tmp_path / "plan.json")
     loaded = PrecisionPlan.load(tmp_path / "plan.json")
-    assert loaded.operations == plan.operations
+    assert loaded == plan
+    assert loaded != PrecisionPlan("float16", plan.operations[1:], 0.0, 0.0)
     assert (loaded.predicted, loaded.measured) == (plan.predicted, plan.measured)
     assert str(loaded) == str(plan)
     assert "the gradient is off by" in str(plan)

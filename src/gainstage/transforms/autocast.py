@@ -87,9 +87,12 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
         caster = _Caster(DTYPES[plan])
         cast = replayed(fun, caster.compute, caster.constant)
     else:
+        hint = (
+            " Read a plan from its file: PrecisionPlan.load(path)." if ".json" in str(plan) else ""
+        )
         raise ValueError(
             f"Expected one of {sorted(DTYPES)}, a PrecisionPlan, or a Policy with float32 "
-            f"variables for plan; got {plan!r}."
+            f"variables for plan; got {plan!r}.{hint}"
         )
     cast.autocast_plan = plan
     return cast

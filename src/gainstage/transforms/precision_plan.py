@@ -58,6 +58,12 @@ class PrecisionPlan:
         self.measured: float = measured
         self._halves = {o.path for o in self.operations if o.dtype == dtype}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrecisionPlan) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.dtype, self.operations))
+
     def is_half(self, path: tuple[int, ...]) -> bool:
         """Whether the operation with this path is in half precision."""
         return path in self._halves

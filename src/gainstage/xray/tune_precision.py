@@ -29,7 +29,7 @@ from gainstage.xray.remedies import Remedy, whole_error
 __all__ = ["tune_precision"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
-# Operations over an axis stay in float32: their error grows with the batch.
+# Sums stay in float32: their error and their size grow with the batch.
 SUMS = frozenset(
     ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
      "scatter-add", "scatter_add")
@@ -137,7 +137,7 @@ def remedy_by_plan(
     wide = [o for o in plan.operations if o.dtype != dtype]
     places = tuple(dict.fromkeys(o.line for o in wide if o.path in tuner.hot))
     lines = f", such as {'; '.join(places[:3])}" if places else ""
-    change = f"autocast with a plan that keeps {len(wide)} operations in float32{lines}"
+    change = f"autocast with this X-ray's plan: {len(wide)} operations in float32{lines}"
     fits, found = scale, tuner.run(plan, jnp.float32(scale))
     while not _finite(found) and fits > scale / 16.0**TRIES:
         fits /= 16.0
@@ -164,15 +164,20 @@ class _Tuner:
         programs: list[Any] = []
         visited = set()
 
+        sums = _Sums()
+
         def visit(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
             visited.add(path)
-            return as_written(eqn, values)
+            results = as_written(eqn, values)
+            sums.follow(eqn, values, results, path)
+            return results
 
         traced = replayed(fun, visit, check=programs.append)
         one = jnp.float32(1)
         jax.eval_shape(lambda arrays: self._gradients_of(traced, one, arrays), self._arrays)
         self._equations = dict(operations_of(programs[0]))
         self._kept = self._equations.keys() - visited
+        self._of_sums = self._equations.keys() & sums.paths
         earlier: set[Path] = set()
         if before is not None:
             before.check(programs[0])
@@ -190,7 +195,7 @@ class _Tuner:
         self._measure_ranges()
         self.hot = {path for path, size in self._largest.items() if not size <= limit}
         self._wide = self.hot | self._kept | self._earlier
-        self._wide |= {path for path, eqn in self._equations.items() if _is_sum(eqn)}
+        self._wide |= self._of_sums
         switched, self._exact = self._switched()
         self._scale = _largest_scale(lambda s: switched(jnp.ones(self.groups, bool), s))
         self._shares: list[float] = []
@@ -247,7 +252,7 @@ class _Tuner:
             if path in numbers:
                 both = (*values, *results), (*eqn.invars, *eqn.outvars)
                 known = zip(*both, strict=True)
-                sizes = [jnp.max(jnp.abs(v.x), initial=0) for v, var in known if is_float32(var)]
+                sizes = [_largest_in(v.x) for v, var in known if is_float32(var)]
                 size = functools.reduce(jnp.maximum, sizes)
                 jax.debug.callback(functools.partial(note, numbers[path]), size)
             return results
@@ -315,7 +320,7 @@ class _Tuner:
             reason = "" if path in halves else "its share"
             reason = "an earlier plan" if path in self._earlier else reason
             reason = f"it reaches {largest:.3g}" if path in self.hot else reason
-            reason = "a sum" if _is_sum(eqn) else reason
+            reason = "a sum" if path in self._of_sums else reason
             reason = "keep_float32, or unused" if path in self._kept else reason
             own = dtype if path in halves else "float32"
             place = line_of(eqn), scope_of(eqn)
@@ -332,6 +337,11 @@ def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:
     return next(fits, jnp.float32(1))
 
 
+def _largest_in(x: ArrayLike) -> jax.Array:
+    """The largest absolute number; half precision holds infinities, such as those of a mask."""
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
+
+
 def _finite(arrays: Sequence[jax.Array]) -> bool:
     return all(bool(jnp.isfinite(x).all()) for x in arrays)
 
@@ -341,5 +351,25 @@ def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
     return eqn.primitive.name, frames_of(eqn), tuple(v.aval.str_short() for v in eqn.outvars)
 
 
-def _is_sum(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in SUMS
+class _Sums:
+    """Finds sums, and what is computed with a sum before it is divided or broadcast.
+
+    They grow with the batch, and may overflow on a larger one; and they are small.
+    """
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+        self._known: dict[int, Any] = {}  # the sums, which stay alive, by `id`
+
+    def follow(
+        self, eqn: JaxprEqn, values: Sequence[Operand], results: Sequence[Operand], path: Path
+    ) -> None:
+        """Notes an operation, if it is a sum or computes with one."""
+        name = eqn.primitive.name
+        known = [jnp.size(value.x) for value in values if id(value.x) in self._known]
+        largest = max(jnp.size(result.x) for result in results) if results else 0
+        of_sum = bool(known) and name not in PRODUCTS and largest <= max(known)
+        if name in SUMS or of_sum or largest == 1:
+            self.paths.add(path)
+        if name in SUMS or (of_sum and name != "div"):
+            self._known |= {id(result.x): result.x for result in results}
