@@ -14,10 +14,11 @@ from studies.autocast_models import MODELS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "studies" / "results" / "autocast" / "cpu.json").read_text())
-OFTEN = ("mixture of experts", "features with an offset (NNX)", "LSTM (Linen)")
+OFTEN = ("mixture of experts", "features with an offset (NNX)")
 RARELY = [name for name in MODELS if name not in OFTEN]
 NEEDS_A_PLAN = ("ResNet, BatchNorm (Linen)",)
-MOVES_MORE = (*NEEDS_A_PLAN, "ViT (NNX)")  # 1.4 % more bytes than by hand on an H100
+# On an H100 the plans of these need more than the models by hand.
+MORE = {"ViT (NNX)": 1.015, "ResNet with swish (Linen)": 1.03}
 
 
 def check(name, found):
@@ -52,10 +53,12 @@ def test_the_table_keeps_the_bounds(name):
 def test_a_plan_keeps_no_more_memory_than_a_model_by_hand(name):
     """What the forward pass keeps, and what an H100 moves and stores, with a plan."""
     row = RESULTS["models"][name]
+    if name in NEEDS_A_PLAN:
+        return  # it keeps half of the products in float32
     moved, temp = ({arm: n[key] for arm, n in row["h100"].items()} for key in ("moved", "temp"))
-    for sizes in (row["kept"], temp, *([] if name in MOVES_MORE else [moved])):
-        limit = sizes.get("by hand", sizes["float32"])
-        assert sizes["plan"] <= page.NOISE * limit or name in NEEDS_A_PLAN, sizes
+    more = MORE.get(name, page.NOISE)
+    for sizes, factor in ((row["kept"], page.NOISE), (moved, more), (temp, more)):
+        assert sizes["plan"] <= factor * sizes.get("by hand", sizes["float32"]), sizes
 
 
 @pytest.mark.parametrize("name", MODELS)
