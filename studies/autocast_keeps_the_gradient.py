@@ -174,20 +174,21 @@ def kept(loss: Loss, params: Any, batch: Any) -> int:
 
 
 def compile_times(losses: dict[str, Loss], params: Any, batch: Any, rounds: int) -> dict[str, Any]:
-    """The seconds to trace and compile the gradient in float32, and the ratios of all to them.
+    """The CPU seconds to trace and compile the gradient in float32, and the ratios of all to them.
 
-    Each is the median of some rounds. XLA for a CPU cannot compile some models by hand.
+    Each is the median of some rounds, of the time of all threads. XLA for a CPU cannot compile
+    some models by hand.
     """
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     for turn in range(rounds):
         for name in list(losses)[:: 1 if turn % 2 else -1]:
             jax.clear_caches()
-            start = time.perf_counter()
+            start = time.process_time()
             try:
                 jax.jit(jax.value_and_grad(losses[name])).lower(params, batch).compile()
             except ValueError:
                 continue
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(time.process_time() - start)
     medians = {name: statistics.median(some) for name, some in seconds.items() if some}
     exact = medians["float32"]
     return {"float32_s": exact, "ratios": {name: one / exact for name, one in medians.items()}}
@@ -214,7 +215,7 @@ def on_h100(name: str, plan: PrecisionPlan) -> dict[str, Any]:
     return found
 
 
-def examined(name: str, rounds: int = 5) -> dict[str, Any]:
+def examined(name: str, rounds: int = 3) -> dict[str, Any]:
     """All that the study says about a model."""
     start, model = time.perf_counter(), MODELS[name]()
     found, plan = errors(model)
@@ -330,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the page and picture")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the page")
     options = parser.parse_args(argv)
-    results, rounds = Results(options.output), 1 if options.quick else 5
+    results, rounds = Results(options.output), 1 if options.quick else 3
     if not options.report:
         for name in QUICK if options.quick else options.models:
             results.add("models", name, functools.partial(examined, name, rounds))

