@@ -572,3 +572,11 @@ def test_only_functions_are_cast():
     """An error names what is no function."""
     with pytest.raises(TypeError, match=r"function for fun; got \{\}"):
         gs.autocast({})
+
+
+def test_a_loss_that_scales_itself_is_not_cast():
+    """Its inside cannot be seen, so it would stay in float32: the error says the right order."""
+    scaled = gs.self_scaled(network)
+    with pytest.raises(ValueError, match=r"Write self_scaled\(autocast\(loss_fn\)\)"):
+        gs.autocast(scaled)
+    assert products(gs.self_scaled(gs.autocast(network)), PARAMS, X) == [{"float16"}] * 2

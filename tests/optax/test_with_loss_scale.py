@@ -458,3 +458,16 @@ def test_bad_models_are_refused():
     with pytest.raises(ValueError, match="without the attribute 'loss_scale'"):
         gs.with_loss_scale(other)
     assert jax.tree.leaves(gs.loss_scaled(optax.adam(0.1)).init(other).inner[0].mu["loss_scale"])
+
+
+def test_a_loss_without_self_scaled_is_told():
+    """A loss that reads a parameter or calls the model is told what is missing."""
+    said = r"pass them to gainstage.self_scaled\(loss_fn\), or take `.params`"
+    params = gs.with_loss_scale({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match=said):
+        jax.grad(lambda p: p["w"].sum())(params)
+    assert params[1] == params.loss_scale
+    eqx = pytest.importorskip("equinox")
+    model = gs.with_loss_scale(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    with pytest.raises(TypeError, match=said):
+        model(jnp.ones(2))

@@ -17,6 +17,10 @@ from gainstage._core.types import PyTree
 Model = TypeVar("Model")
 NNX, EQUINOX = "flax.nnx", "equinox"
 SCALE = "loss_scale"  # the attribute of an NNX model that is its loss scale
+NOT_PARAMETERS = (
+    "These parameters carry a loss scale beside them: pass them to gainstage.self_scaled(loss_fn), "
+    "or take `.params`."
+)
 IS_SCALE = "is_loss_scale"  # the metadata of that variable
 
 
@@ -34,6 +38,11 @@ class WithLossScale(NamedTuple):
     params: Any  # any pytree, to evaluate with
     loss_scale: Any  # a float32 scalar
 
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            raise TypeError(f"Expected parameters with {key!r}. {NOT_PARAMETERS}")
+        return tuple.__getitem__(self, key)
+
 
 @functools.cache
 def carrier_for(kind: str | None) -> Callable[[Any, Any], Any]:
@@ -46,6 +55,9 @@ def carrier_for(kind: str | None) -> Callable[[Any, Any], Any]:
 
         params: Any
         loss_scale: Any
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise TypeError(f"Expected a model to call. {NOT_PARAMETERS}")
 
     made: Any = Carrier.register(ModelWithLossScale)
     return made

@@ -25,7 +25,10 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
 
     found = states_in(opt_state)
     if len(found) != 1:
-        remedy = "Wrap the transformation: tx = gainstage.loss_scaled(tx)."
+        remedy = (
+            "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
+            "scaling, loss_scaled(tx, FixedLossScale(1.0))."
+        )
         if found:
             remedy = "One loss has one scale: loss_scaled(optax.multi_transform(...))."
         inside = jax.tree.structure(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))

@@ -59,7 +59,8 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
 
     Raises:
         TypeError: `fun` is not callable.
-        ValueError: another plan; from the call, the plan of another function.
+        ValueError: another plan, or `fun` is what `self_scaled` returned; from the call, the plan
+            of another function.
 
     Examples:
         >>> import gainstage as gs
@@ -75,6 +76,11 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
     """
     if not callable(fun):
         raise TypeError(f"Expected a function for fun; got {fun!r}.")
+    if getattr(fun, "is_self_scaled", False):
+        raise ValueError(
+            f"Expected a function before self_scaled for fun; got {fun!r}, which autocast cannot "
+            f"look into. Write self_scaled(autocast(loss_fn))."
+        )
     if isinstance(plan, Policy) and plan.variable_dtype == "float32":
         plan = plan.compute_dtype
         if plan == "float32":

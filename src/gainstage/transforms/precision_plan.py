@@ -77,7 +77,9 @@ class PrecisionPlan:
         both = zip(known, found, strict=False)
         at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(known), len(found)))
         names = [
-            f"{rows[at][1]} as operation {at}" if at < len(rows) else f"{len(rows)} operations"
+            f"{rows[at][1]} as operation {at} at {rows[at][0]}"
+            if at < len(rows)
+            else f"{len(rows)} operations"
             for rows in (known, found)
         ]
         line = self.operations[at].line if at < len(known) else ""

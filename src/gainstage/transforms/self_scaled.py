@@ -91,7 +91,9 @@ def self_scaled(
             )
         return _with_own_scale(program, arrays, scale, retries, places_of_scales(arguments))
 
-    return traced(of_parameters, run, _varying)
+    scaled: Any = traced(of_parameters, run, _varying)
+    scaled.is_self_scaled = True  # `autocast` cannot look into it
+    return scaled
 
 
 def _with_own_scale(

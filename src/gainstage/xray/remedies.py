@@ -28,12 +28,14 @@ class Remedy(NamedTuple):
     scale: float  # the loss scale
     is_finite: bool  # whether loss and gradients were
     loss: float
-    error: float  # of all gradients together, relative to float32; nan if they were not finite
+    # relative to float32: the larger of the loss's and of all gradients' together; nan if they were
+    # not finite
+    error: float
 
     def __str__(self) -> str:
         if not self.is_finite:
             return f"{self.change}: still not finite"
-        came = f"finite, loss {self.loss:.4g}, gradients within {self.error:.2%} of float32"
+        came = f"finite, loss {self.loss:.4g}, with gradients within {self.error:.2%} of float32"
         return f"{self.change}: {came}"
 
 
@@ -124,8 +126,9 @@ class _Trial:
 
     def _tried(self, kind: str, change: str, places: tuple[str, ...], changes: Changes) -> Remedy:
         ran = run(self._program, changes, False, self._tick)
-        references = self._ran.references[1:]
+        loss_of_reference, *references = self._ran.references
         error = whole_error(ran.gradients, changes.scale, references, self._scale)
+        error = max(error, whole_error([ran.loss], 1.0, [loss_of_reference], 1.0))
         loss = float(np.asarray(jax.device_get(ran.loss)))
         return Remedy(kind, change, places, changes.scale, ran.is_finite, loss, error)
 
