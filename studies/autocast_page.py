@@ -13,6 +13,7 @@ PAGE, PICTURE = "autocast.md", "autocast-evidence.png"
 ARMS = ("float32", "by hand", "autocast", "plan")
 LIMIT = 0.01  # of the error under default rules
 NOISE = 1.005  # between sizes that are called the same
+SLOWER = 1.7  # the most that the time to trace and compile may be, over float32
 OPTIMISTIC = 1.5  # the most that the error on another batch may be, over the prediction
 COLORS = {"float32": "#9aa5b8", "bfloat16": "#edae49", "autocast": "#00798c"}
 KINDS = {
@@ -85,16 +86,21 @@ def cost_table(models: Row) -> str:
     for name, row in models.items():
         counts = [row["products"][arm] for arm in ("autocast", "plan")]
         ratios = row["compile"]["ratios"]
-        times = [ratios.get(arm) for arm in ARMS[1:]]
+        times = [ratio(ratios[arm], arm) if arm in ratios else "" for arm in ARMS[1:]]
         lines.append(
             [
                 name,
                 *(f"{half} of {every}" for half, every in counts),
                 *megabytes(row["kept"]),
-                *("" if one is None else f"{one:.2f}" for one in times),
+                *times,
             ]
         )
     return table(lines)
+
+
+def ratio(time: float, arm: str) -> str:
+    """A time to compile over that in float32; bold is what is above the bound."""
+    return f"**{time:.2f}**" if arm != "by hand" and time > SLOWER else f"{time:.2f}"
 
 
 def h100_table(models: Row) -> str:
@@ -213,7 +219,9 @@ def draw_curves(axes: Axes, name: str, curves: dict[str, list[float]], has_legen
         axes.plot(means, dashes, color=COLORS[arm], label=arm, **styles[arm])
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if value > 0.25 else "")
+    lowest, highest = axes.get_ylim()
+    is_narrow = highest < 10 * lowest
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if is_narrow else "")
     axes.set_title(f"{name}: loss", loc="left")
     axes.set_xlabel("step")
     axes.grid(alpha=0.25)
