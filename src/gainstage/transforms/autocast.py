@@ -17,7 +17,7 @@ from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage.transforms.policy import Policy
 from gainstage.transforms.precision_plan import MOVES, PrecisionPlan
-from gainstage.transforms.replay import KEEP_SCOPE, SINGLE, Operand, as_written, replayed
+from gainstage.transforms.replay import KEEP_SCOPE, SINGLE, Kind, Operand, as_written, replayed
 
 __all__ = ["autocast", "keep_float32"]
 
@@ -29,6 +29,17 @@ FOLLOWERS = MOVES | frozenset(
     ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
      "tanh", "logistic", "erf", "integer_pow")
 )  # fmt: skip
+# The kinds of results of operations on kinds.
+KINDS = {
+    ("add", Kind.FREE, Kind.FREE): Kind.FREE,
+    ("sub", Kind.FREE, Kind.FREE): Kind.FREE,
+    ("div", Kind.FREE, Kind.ROOT): Kind.INVERSE,
+    ("mul", Kind.FREE, Kind.INVERSE): Kind.INVERSE,
+    ("mul", Kind.INVERSE, Kind.FREE): Kind.INVERSE,
+    ("div", Kind.OTHER, Kind.ROOT): Kind.NORMALIZED,
+    ("mul", Kind.OTHER, Kind.INVERSE): Kind.NORMALIZED,
+    ("mul", Kind.INVERSE, Kind.OTHER): Kind.NORMALIZED,
+}
 
 
 def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16") -> Callable[P, R]:
@@ -149,7 +160,8 @@ class _Caster:
     def constant(self, x: ArrayLike) -> Operand:
         """Says whether a constant may be rounded."""
         # What a function closes over and is traced is a parameter, such as a bound variable.
-        return Operand(x, isinstance(x, Tracer) or self._holds(x))
+        is_free = isinstance(x, Tracer) or self._holds(x)
+        return Operand(x, Kind.FREE if is_free else Kind.OTHER)
 
     def _holds(self, x: ArrayLike) -> bool:
         """Whether half precision holds the sizes of all numbers of a constant."""
@@ -182,8 +194,8 @@ class _Caster:
                 x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
-        is_moved = eqn.primitive.name in MOVES and bool(floats) and all(v.is_free for v in floats)
-        return [Operand(x, is_moved) for x in results]
+        kind = _kind(eqn.primitive.name, [value.kind for value in floats])
+        return [Operand(x, kind) for x in results]
 
     def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
         """An operand of an operation in half precision."""
@@ -224,8 +236,21 @@ class _Caster:
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
             return bool(floats)
-        fits = all(is_held or v.is_free for is_held, v in zip(held, floats, strict=True))
-        return eqn.primitive.name in FOLLOWERS and any(held) and fits and not _squares(eqn)
+        if eqn.primitive.name not in FOLLOWERS or _squares(eqn):
+            return False
+        free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
+        # The factors and biases after a normalization are parameters that are broadcast.
+        is_normalized = free == {Kind.FREE, Kind.NORMALIZED} and bool(_broadcast(eqn, floats))
+        return free <= {Kind.FREE, Kind.NORMALIZED} and (any(held) or is_normalized)
+
+
+def _kind(name: str, kinds: Sequence[Kind]) -> Kind:
+    """The kind of the result of an operation in float32."""
+    if name in ("sqrt", "rsqrt"):
+        return Kind.ROOT if name == "sqrt" else Kind.INVERSE
+    if name in MOVES and len(set(kinds)) == 1:
+        return kinds[0]
+    return KINDS.get((name, *kinds), Kind.OTHER)
 
 
 def _broadcast(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:

@@ -1,6 +1,7 @@
 """Functions that are traced, and run again with some operations computed in another way."""
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +22,23 @@ SINGLE = np.dtype(np.float32)
 KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
 
 
+class Kind(enum.Enum):
+    """What a value is, as far as rounding is concerned."""
+
+    OTHER = enum.auto()
+    FREE = enum.auto()  # a parameter, in any shape, or a constant that half precision holds
+    ROOT = enum.auto()
+    INVERSE = enum.auto()  # of a root, perhaps times what is free
+    NORMALIZED = enum.auto()  # another value divided by a root, so its size is about one
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operand:
     """A value of a program."""
 
     x: Any  # an array, perhaps in half precision though it is float32 in the program
-    # whether it may be rounded: a parameter, in any shape, or a constant that half precision holds
-    is_free: bool = dataclasses.field(default=False, metadata={"static": True})
+    kind: Kind = dataclasses.field(default=Kind.OTHER, metadata={"static": True})
 
     @functools.cached_property
     def float32(self) -> jax.Array:
@@ -60,10 +70,10 @@ def replayed(
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         check(program)
-        pairs = zip(arrays, _may_be_rounded(arguments), strict=True)
+        pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
         evaluate = _function_of(compute, constant, program, types)
-        return [value.x for value in evaluate(*(Operand(x, free) for x, free in pairs))]
+        return [value.x for value in evaluate(*(Operand(x, kind) for x, kind in pairs))]
 
     return traced(fun, run)
 
@@ -142,7 +152,7 @@ def _function_of(
         return as_written(eqn, values) if kept else compute(eqn, values, path)
 
     def evaluate(*values: Operand) -> list[Operand]:
-        own = [Operand(value.x, value.is_free) for value in values]  # casts belong to one trace
+        own = [Operand(value.x, value.kind) for value in values]  # casts belong to one trace
         found = jaxprs.run(program, own, equation, constant, constant, path)
         return [*map(settled, found, types), *found[len(types) :]]
 
@@ -162,9 +172,10 @@ def settled(value: Operand, aval: AbstractValue) -> Operand:
     return Operand(value.float32 if is_rounded else value.x)
 
 
-def _may_be_rounded(arguments: PyTree) -> list[bool]:
-    """For each array of (args, kwargs), whether it is a parameter."""
+def _kinds(arguments: PyTree) -> list[Kind]:
+    """For each array of (args, kwargs), what it is: parameters may be rounded."""
     args, kwargs = arguments
     parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
     own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
-    return [bool(o) for o, part in zip(own, parts, strict=True) for _ in partition(part)[0]]
+    kinds = [Kind.FREE if o else Kind.OTHER for o in own]
+    return [kind for kind, part in zip(kinds, parts, strict=True) for _ in partition(part)[0]]
