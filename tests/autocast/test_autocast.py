@@ -110,6 +110,71 @@ def test_what_overflows_stays_in_float32():
     assert off(loss, w, x, scale=1.0) < 1e-3
 
 
+def dtype_of(name, fun, *args):
+    """The dtype of the results of the operation of this name under autocast."""
+    eqns = jax.make_jaxpr(gs.autocast(fun))(*args).jaxpr.eqns
+    (found,) = {str(eqn.outvars[0].aval.dtype) for eqn in eqns if eqn.primitive.name == name}
+    return found
+
+
+def centered(h):
+    return h - h.mean(-1, keepdims=True), h.var(-1, keepdims=True) + 1e-5
+
+
+NORMALISATIONS = {
+    "layer": lambda h, g, b: centered(h)[0] * lax.rsqrt(centered(h)[1]) * g + b,
+    "by a quotient": lambda h, g, b: centered(h)[0] / jnp.sqrt(centered(h)[1]) * g + b,
+    "the factor first": lambda h, g, b: centered(h)[0] * (lax.rsqrt(centered(h)[1]) * g) + b,
+    "without a bias": lambda h, g, b: h * lax.rsqrt((h**2).mean(-1, keepdims=True)) * g,
+    "adaptive": lambda h, g, b: centered(h)[0] * lax.rsqrt(centered(h)[1]) * (1 + h @ g[:, None]),
+}
+
+
+@pytest.mark.parametrize("norm", NORMALISATIONS.values(), ids=NORMALISATIONS)
+@pytest.mark.parametrize("each", [False, True])
+def test_what_a_normalisation_returns_is_in_half(norm, each):
+    """It is computed in float32, and its result rounded where a factor or bias is applied."""
+    params = PARAMS | {"g": jnp.ones(16)}
+
+    def net(params, x):
+        own = functools.partial(norm, g=params["g"], b=params["b"])
+        h = jax.vmap(own)(x @ params["a"]) if each else own(x @ params["a"])
+        return jnp.sum(jnp.tanh(h))
+
+    assert dtype_of("tanh", net, params, X) == "float16"
+    assert off(net, params, X) < 4e-3
+
+
+WIDE = {
+    "logarithms of probabilities": lambda p, h: -0.5 * (h[:, None] ** 2).sum(-1) + p["b"][:1],
+    "samples": lambda p, h: p["b"] + jnp.sqrt(jnp.exp(h)) * X[:, :1],
+    "no factor or bias": lambda p, h: centered(h)[0] * lax.rsqrt(centered(h)[1]),
+}
+
+
+@pytest.mark.parametrize("fun", WIDE.values(), ids=WIDE)
+def test_other_float32_results_stay_wide(fun):
+    """A parameter that is added to them does not round them."""
+
+    def net(p, x):
+        return jnp.sum(jnp.tanh(fun(p, x @ p["a"])))
+
+    assert dtype_of("tanh", net, PARAMS, X) == "float32"
+
+
+def test_a_sum_of_parameters_may_be_rounded():
+    """Letters and places are parameters, so the residual stream is in half precision."""
+    params = PARAMS | {"letters": draw(11, 20, 8), "places": draw(12, 32, 8), "d": draw(13, 8, 8)}
+
+    def net(params, tokens):
+        x = params["letters"][tokens] + params["places"]
+        return jnp.sum(jnp.tanh(x + x @ params["d"]))
+
+    tokens = jnp.arange(32) % 20
+    assert dtype_of("tanh", net, params, tokens) == "float16"
+    assert off(net, params, tokens) < 2e-3
+
+
 @pytest.mark.parametrize("use", [jnp.add, jnp.multiply])
 @pytest.mark.parametrize("shape", [(), (16,)])
 def test_the_gradient_of_a_bias_or_a_factor_is_summed_in_float32(use, shape):

@@ -30,15 +30,15 @@ FOLLOWERS = MOVES | frozenset(
      "tanh", "logistic", "erf", "integer_pow")
 )  # fmt: skip
 # The kinds of results of operations on kinds.
-KINDS = {
+KINDS: dict[tuple[str | Kind, ...], Kind] = {
     ("add", Kind.FREE, Kind.FREE): Kind.FREE,
     ("sub", Kind.FREE, Kind.FREE): Kind.FREE,
     ("div", Kind.FREE, Kind.ROOT): Kind.INVERSE,
     ("mul", Kind.FREE, Kind.INVERSE): Kind.INVERSE,
     ("mul", Kind.INVERSE, Kind.FREE): Kind.INVERSE,
-    ("div", Kind.OTHER, Kind.ROOT): Kind.NORMALIZED,
-    ("mul", Kind.OTHER, Kind.INVERSE): Kind.NORMALIZED,
-    ("mul", Kind.INVERSE, Kind.OTHER): Kind.NORMALIZED,
+    ("div", Kind.OTHER, Kind.ROOT): Kind.NORMALISED,
+    ("mul", Kind.OTHER, Kind.INVERSE): Kind.NORMALISED,
+    ("mul", Kind.INVERSE, Kind.OTHER): Kind.NORMALISED,
 }
 
 
@@ -48,8 +48,9 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
     Write the model and the loss in float32, with float32 parameters. Products then have operands
     and results in half precision, and operations that are cheap follow their operands. Sums,
     means, exponentials, logarithms, quotients and roots stay in float32, and so do squares, which
-    overflow above 255 in float16. It is a transformation like `jax.grad`: use it under or over
-    `jax.jit`, `jax.grad`, `jax.vmap`, `jax.lax.scan`, `jax.checkpoint` and `jax.shard_map`.
+    overflow above 255 in float16, and normalisations up to their factor and bias. It is a
+    transformation like `jax.grad`: use it under or over `jax.jit`, `jax.grad`, `jax.vmap`,
+    `jax.lax.scan`, `jax.checkpoint` and `jax.shard_map`.
 
     - Results keep their structure and dtypes; so do derivatives.
     - Float16, bfloat16, float64, integers, booleans and keys of the function stay as they are.
@@ -239,9 +240,9 @@ class _Caster:
         if eqn.primitive.name not in FOLLOWERS or _squares(eqn):
             return False
         free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
-        # The factors and biases after a normalization are parameters that are broadcast.
-        is_normalized = free == {Kind.FREE, Kind.NORMALIZED} and bool(_broadcast(eqn, floats))
-        return free <= {Kind.FREE, Kind.NORMALIZED} and (any(held) or is_normalized)
+        # The factors and biases after a normalisation are parameters that are broadcast.
+        is_normalised = free == {Kind.FREE, Kind.NORMALISED} and bool(_broadcast(eqn, floats))
+        return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
 
 
 def _kind(name: str, kinds: Sequence[Kind]) -> Kind:

@@ -26,10 +26,11 @@ class Kind(enum.Enum):
     """What a value is, as far as rounding is concerned."""
 
     OTHER = enum.auto()
-    FREE = enum.auto()  # a parameter, in any shape, or a constant that half precision holds
+    # a parameter in any shape, a constant that half precision holds, or a sum of them
+    FREE = enum.auto()
     ROOT = enum.auto()
     INVERSE = enum.auto()  # of a root, perhaps times what is free
-    NORMALIZED = enum.auto()  # another value divided by a root, so its size is about one
+    NORMALISED = enum.auto()  # another value divided by a root, so its size is about one
 
 
 @jax.tree_util.register_dataclass
