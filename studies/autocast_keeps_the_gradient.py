@@ -162,15 +162,27 @@ def arms(model: Model, plan: PrecisionPlan) -> dict[str, Loss]:
 
 
 def kept(loss: Loss, params: Any, batch: Any) -> int:
-    """The bytes that the forward pass keeps for the backward pass, without the arguments."""
+    """The bytes that the forward pass keeps for the backward pass, without the arguments.
+
+    Casts of one value to one dtype count once: a compiler merges them.
+    """
 
     def residuals(params: Any, batch: Any) -> list[Any]:
         return jax.tree.leaves(jax.vjp(lambda params: loss(params, batch), params)[1])
 
     jaxpr = jax.make_jaxpr(residuals)(params, batch).jaxpr
     given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
-    found = {id(v): v.aval for v in jaxpr.outvars if not isinstance(v, Literal)}
-    return sum(a.size * a.dtype.itemsize for key, a in found.items() if key not in given)
+    casts = {
+        id(eqn.outvars[0]): (id(eqn.invars[0]), eqn.outvars[0].aval.dtype)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type"
+    }
+    kept = {
+        casts.get(id(v), id(v)): v.aval
+        for v in jaxpr.outvars
+        if not isinstance(v, Literal) and id(v) not in given
+    }
+    return sum(aval.size * aval.dtype.itemsize for aval in kept.values())
 
 
 def compile_times(losses: dict[str, Loss], params: Any, batch: Any, rounds: int) -> dict[str, Any]:

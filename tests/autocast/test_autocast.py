@@ -162,6 +162,13 @@ def test_other_float32_results_stay_wide(fun):
     assert dtype_of("tanh", net, PARAMS, X) == "float32"
 
 
+def test_a_bias_of_a_weak_type_is_a_parameter():
+    """As `jnp.full(shape, 0.5)` makes it."""
+    params = PARAMS | {"b": jnp.full(16, 0.5)}
+    assert params["b"].weak_type
+    assert dtype_of("tanh", network, params, X) == "float16"
+
+
 def test_a_sum_of_parameters_may_be_rounded():
     """Letters and places are parameters, so the residual stream is in half precision."""
     params = PARAMS | {"letters": draw(11, 20, 8), "places": draw(12, 32, 8), "d": draw(13, 8, 8)}

@@ -16,7 +16,7 @@ from gainstage._core.jaxprs import Path
 from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage.transforms.policy import Policy
-from gainstage.transforms.precision_plan import MOVES, PrecisionPlan
+from gainstage.transforms.precision_plan import PrecisionPlan, moves
 from gainstage.transforms.replay import KEEP_SCOPE, SINGLE, Kind, Operand, as_written, replayed
 
 __all__ = ["autocast", "keep_float32"]
@@ -24,8 +24,8 @@ __all__ = ["autocast", "keep_float32"]
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}
 # Operations that compute in half precision.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
-# Operations in half precision if their operands are, or may be rounded.
-FOLLOWERS = MOVES | frozenset(
+# Operations in half precision if their operands are, or may be rounded, as those that move.
+FOLLOWERS = frozenset(
     ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
      "tanh", "logistic", "erf", "integer_pow")
 )  # fmt: skip
@@ -195,7 +195,7 @@ class _Caster:
                 x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
-        kind = _kind(eqn.primitive.name, [value.kind for value in floats])
+        kind = _kind(eqn, [value.kind for value in floats])
         return [Operand(x, kind) for x in results]
 
     def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
@@ -233,11 +233,11 @@ class _Caster:
             held: whether each of them is in half precision.
             path: where it is.
         """
-        if self._plan is not None and eqn.primitive.name not in MOVES:
+        if self._plan is not None and not moves(eqn):
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
             return bool(floats)
-        if eqn.primitive.name not in FOLLOWERS or _squares(eqn):
+        if not (moves(eqn) or eqn.primitive.name in FOLLOWERS) or _squares(eqn):
             return False
         free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
         # The factors and biases after a normalisation are parameters that are broadcast.
@@ -245,11 +245,12 @@ class _Caster:
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
 
 
-def _kind(name: str, kinds: Sequence[Kind]) -> Kind:
+def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:
     """The kind of the result of an operation in float32."""
+    name = eqn.primitive.name
     if name in ("sqrt", "rsqrt"):
         return Kind.ROOT if name == "sqrt" else Kind.INVERSE
-    if name in MOVES and len(set(kinds)) == 1:
+    if moves(eqn) and len(set(kinds)) == 1:
         return kinds[0]
     return KINDS.get((name, *kinds), Kind.OTHER)
 

@@ -23,6 +23,12 @@ MOVES = frozenset(
 VERSION = 1  # of the file
 
 
+def moves(eqn: JaxprEqn) -> bool:
+    """Whether a float32 operation moves numbers, or casts them, as a weak type to a strong one."""
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return eqn.primitive.name in MOVES or (is_cast and all(map(is_float32, eqn.invars)))
+
+
 class Operation(NamedTuple):
     """One operation of a function, a row of a `PrecisionPlan`."""
 
@@ -162,7 +168,8 @@ def operations_of(program: AnyJaxpr) -> list[tuple[tuple[int, ...], JaxprEqn]]:
     return [
         (path, eqn)
         for path, eqn in jaxprs.operations(program)
-        if eqn.primitive.name not in MOVES | jaxprs.OPAQUE
+        if not moves(eqn)
+        and eqn.primitive.name not in jaxprs.OPAQUE
         and not eqn.primitive.name.startswith("custom_")
         and "callback" not in eqn.primitive.name
         and any(is_float32(v) for v in eqn.invars)
