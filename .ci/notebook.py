@@ -1,6 +1,6 @@
 """Makes docs/quickstart.ipynb of docs/quickstart.md, with the outputs of this machine.
 
-pip install --group dev -e ".[keras,flax]" equinox && python .ci/notebook.py
+pip install --group dev -e ".[keras,flax]" equinox && KERAS_BACKEND=jax python .ci/notebook.py
 """
 
 import re
