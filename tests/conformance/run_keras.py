@@ -78,7 +78,7 @@ def private(cls, accumulators, averages):
 def native():
     """What the tests import, by name, for the classes of gainstage themselves."""
     private(gs.Optimizer, lambda o: o._store.accumulators, lambda o: o._store.averages)
-    gs.Optimizer._iterations = property(lambda o: o._store.iterations)
+    gs.Optimizer._iterations = property(lambda o: o._store.microbatches)
     backend = types.SimpleNamespace(**vars(keras.src.backend))
     backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
     optimizers = types.SimpleNamespace(**OURS, schedules=gs.schedules)

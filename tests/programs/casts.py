@@ -15,7 +15,7 @@ NAMES = ("mixture of experts", "GRPO step")  # in plain JAX
 
 
 def casts(text):
-    """For each matrix among the arguments, how many kernels cast it to float16."""
+    """How many kernels cast an argument to float16, at most: a weight, and a pair of factors."""
     computations, entry = hlo.parse(text)
     kernels = computations[entry].values()
     found = {i.name: 0 for i in kernels if i.op == "parameter" and i.shape.startswith("f32[")}
@@ -26,7 +26,11 @@ def casts(text):
             users = [user for user, _ in hlo._uses(inside, number)] if inside else [kernel]
             if name in found:
                 found[name] += any(u.op == "convert" and u.shape.startswith("f16") for u in users)
-    return found
+    pairs = {name for name in found if "f32[2," in computations[entry][name].shape}
+    return (
+        max(times for name, times in found.items() if name not in pairs),
+        max((found[name] for name in pairs), default=0),
+    )
 
 
 def sizes(loss, *args):
@@ -34,12 +38,13 @@ def sizes(loss, *args):
     program = jax.jit(jax.value_and_grad(loss)).trace(*args).lower(lowering_platforms=("cuda",))
     executable = program.compile()
     text = executable.as_text()
-    counts = hlo.counts(text)
+    counts, (of_weights, of_factors) = hlo.counts(text), casts(text)
     temp = executable.memory_analysis().temp_size_in_bytes
     return {
         "moved": counts.read + counts.written,
         "temp": temp,
-        "casts": max(casts(text).values()),
+        "casts": of_weights,
+        "casts of factors": of_factors,
     }
 
 

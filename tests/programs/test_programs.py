@@ -207,7 +207,7 @@ def test_retries_cost_nothing_until_they_are_needed():
 
 def test_a_model_with_a_plan_costs_no_more_than_one_written_in_float16():
     """With a measured plan it moves and stores no more than the model by hand. A weight is cast
-    once, also under default rules, or no more often than by hand."""
+    once, also under default rules, and a normalisation's factors no more often than by hand."""
     found = json.loads(output_of("h100", str(Path(__file__).with_name("casts.py"))))
     for name, arms in found.items():
         by_hand, plan, default = arms["by hand"], arms["plan"], arms["autocast"]
@@ -215,6 +215,8 @@ def test_a_model_with_a_plan_costs_no_more_than_one_written_in_float16():
         assert plan["temp"] <= SCALARS * by_hand["temp"] < arms["float32"]["temp"], name
         assert default["casts"] == 1, name
         assert plan["casts"] <= by_hand["casts"], name
+        for cast in (plan, default):
+            assert cast["casts of factors"] <= by_hand["casts of factors"], name
 
 
 @pytest.mark.parametrize("device", ["tpu4", "h100"])

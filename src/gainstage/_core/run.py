@@ -16,6 +16,7 @@ from gainstage._core.checks import brief
 from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import assign_if
 from gainstage._core.saving import wrong_count
+from gainstage._core.step import StepInputs
 from gainstage._core.variable import Variable
 
 # The variables, then types and shardings of the gradients: see `_signature`.
@@ -82,32 +83,29 @@ class Runner:
         apply: Callable[..., Any],
         variables: list[Variable],
         weights: list[Variable],
-        args: tuple[Any, ...],
-        rate: Callable[[], Any],
+        inputs: StepInputs,
         version: int | None,
     ) -> None:
         """Takes a step.
 
         Args:
-            apply: a method, `(grads, rate, loss, apply_if)`, that changes `variables` and
-                `weights`, and returns whether the step was applied.
+            apply: a method of the inputs that changes `variables` and `weights`, and returns
+                whether the step was applied.
             variables: the optimizer's variables.
             weights: the variables that it was built with.
-            args: gradients, loss and `apply_if`.
-            rate: returns the learning rate if Python computes it for each step, else None.
+            inputs: what the step is given.
             version: the version of the constants of `apply`; None to run it uncompiled.
         """
-        grads, *more = args
         if any([variable._traces for variable in variables]):
             self._kind = None  # the shardings of traced gradients were not checked
-            applied = apply(grads, rate(), *more)  # already inside a traced function
+            applied = apply(inputs)  # already inside a traced function
         elif version is None:
-            applied = run(apply, (variables, weights), grads, rate(), *more)
+            applied = run(apply, (variables, weights), inputs)
         else:
             if self.program is None or self._version != (version, len(variables)):
                 self.program = jit(_weakly(apply), (variables, weights), donate=True)
                 self._version = (version, len(variables))
-            applied = self.program(grads, rate(), *more)
+            applied = self.program(inputs)
         if self._decisions is not None:
             self._decisions.append(applied)
 

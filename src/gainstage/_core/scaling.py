@@ -85,7 +85,7 @@ class AccumulationWindow(Branch):
 
     def ends(self, state: PyTree) -> jax.Array:
         """Whether this microbatch, if it counts, is the last of its window."""
-        return (state.iterations + 1) % self.steps == 0
+        return (state.microbatches + 1) % self.steps == 0
 
     def close(self, state: PyTree) -> tuple[PyTree, Given]:
         """Ends the window: returns the state, and whether there is an update (None: always)."""
@@ -93,7 +93,7 @@ class AccumulationWindow(Branch):
 
     def has_started(self, state: PyTree) -> jax.Array:
         """Whether any microbatch was finite yet."""
-        return state.iterations > 0
+        return state.microbatches > 0
 
 
 class DropWindow(AccumulationWindow):
@@ -109,7 +109,7 @@ class DropWindow(AccumulationWindow):
         runs = applies | (counts & self.ends(state))
         state = run_if(runs, counted, state, applies)
         more = jnp.where(counts & ~runs, 1, 0)
-        return None, state._replace(iterations=state.iterations + more), applies
+        return None, state._replace(microbatches=state.microbatches + more), applies
 
     def scale_due(self, state: PyTree, finite: jax.Array, counts: jax.Array) -> Due:
         return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
@@ -118,13 +118,13 @@ class DropWindow(AccumulationWindow):
         whole = state.window_count == self.steps
         state = state._replace(
             accumulators=[jnp.where(whole, total, 0) for total in state.accumulators],
-            iterations=state.iterations + jnp.where(whole, 0, -self.steps),
+            microbatches=state.microbatches + jnp.where(whole, 0, -self.steps),
             window_count=jnp.zeros_like(state.window_count),
         )
         return state, whole
 
     def has_started(self, state: PyTree) -> jax.Array:
-        return (state.iterations >= self.steps) | (state.window_count > 0)
+        return (state.microbatches >= self.steps) | (state.window_count > 0)
 
 
 WINDOWS = {"extend": AccumulationWindow, "drop_window": DropWindow}

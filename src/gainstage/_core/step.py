@@ -40,6 +40,10 @@ class StepOptions(Options):
         limits = {name: getattr(self, name) for name in sorted(CLIPS)}
         return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
 
+    def updates(self, microbatches: Any) -> Any:
+        """The number of updates that this many microbatches make."""
+        return microbatches // (self.gradient_accumulation_steps or 1)
+
     def under(self, over: Mapping[str, Any]) -> "StepOptions":
         """These options, overridden by the options `over` of a wrapper."""
         if not over:
@@ -140,13 +144,22 @@ class StepState(NamedTuple):
     """All that a step reads and changes, as arrays or as variables."""
 
     weights: list[Any]
-    iterations: Any  # counts microbatches, if several make one update
+    microbatches: Any  # the number of steps, of which several may make one update
     rate: Any  # None for a callable
     averages: list[Any]
     accumulators: list[Any]
     masters: list[Any]  # None for a weight without a master copy
     window_count: Any  # the window count, None if there is none
     slots: list[Any]
+
+
+class StepInputs(NamedTuple):
+    """What a step is given."""
+
+    grads: list[Any]  # None for a variable without a gradient
+    rate: Given  # the learning rate; None if the step computes it
+    loss: Given = None  # the true loss, where it is used
+    apply_if: Given = None  # a bool; None for True
 
 
 class OptimizerState(NamedTuple):
@@ -159,7 +172,7 @@ class OptimizerState(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A step after the finite check. Its order is fixed: accumulate, clip, decoupled weight decay,
-    `update`, moving average, constraints, one cast, `iterations` + 1.
+    `update`, moving average, constraints, one cast, `microbatches` + 1.
 
     Args:
         options: the active options.
@@ -179,11 +192,10 @@ class Step:
     decays: Sequence[bool]
     window: AccumulationWindow | None
 
-    def unscaled(
-        self, state: StepState, grads: Sequence[Any], rate: Given, apply_if: Given
-    ) -> tuple[StepState, Given]:
-        """Takes a step, unless `apply_if` is False; returns the state and whether it was taken
-        (None: always)."""
+    def plain(self, state: StepState, inputs: StepInputs) -> tuple[StepState, Given]:
+        """Takes a step on true gradients, unless `apply_if` is False; returns the state and whether
+        it was taken (None: always)."""
+        grads, rate, _, apply_if = inputs
         limits = {} if self.window else self.options.limits  # a window clips its mean
         read = norms_of(grads, limits, self.shardings)
 
@@ -197,19 +209,16 @@ class Step:
         self,
         scaling: Scaling,
         state: OptimizerState,
-        grads: Sequence[Any],
-        rate: Given,
-        loss: Given,
-        apply_if: Given,
+        inputs: StepInputs,
     ) -> tuple[OptimizerState, jax.Array]:
         """Takes a step on scaled gradients, unless one is non-finite or `apply_if` is False."""
         scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(state.scaling.scale)
-        pairs = zip(grads, self.shardings, strict=True)
+        pairs = zip(inputs.grads, self.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
         def update(norms: Any, state: StepState, mask: Given = None) -> tuple[None, StepState]:
             true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
-            return None, self(state, gradients.divided(true, scale), norms, rate)
+            return None, self(state, gradients.divided(true, scale), norms, inputs.rate)
 
         done = scaling.step(
             update,
@@ -219,8 +228,8 @@ class Step:
             scale,
             onto=state.step.accumulators,
             shardings=self.shardings,
-            loss=loss,
-            apply_if=apply_if,
+            loss=inputs.loss,
+            apply_if=inputs.apply_if,
         )
         return OptimizerState(done.state, done.inner), done.applied
 
@@ -232,7 +241,7 @@ class Step:
         rate: jax.Array | None = None,
     ) -> StepState:
         """Returns the state after a step; `norms` are for clipping, without a window."""
-        rate = self.rate.at(state.iterations, state.rate) if rate is None else rate
+        rate = self.rate.at(state.microbatches, state.rate) if rate is None else rate
         grads = [g and g.on(sharding) for g, sharding in zip(grads, self.shardings, strict=True)]
         before, state = state, state._replace(weights=self._in_float32(state))
         if self.window is None:
@@ -251,7 +260,7 @@ class Step:
                 for new, old, variable in zip(weights, before.weights, self.variables, strict=True)
             ],
             masters=[m if m is None else w for m, w in zip(state.masters, weights, strict=True)],
-            iterations=state.iterations + 1,
+            microbatches=state.microbatches + 1,
         )
 
     def _in_float32(self, state: StepState) -> list[jax.Array]:
@@ -315,13 +324,13 @@ class Step:
         """Updates the averages, and, when due, sets the weights to them; not in a step that drops
         its window."""
         frequency = self.options.ema_overwrite_frequency
-        updates = state.iterations // (self.options.gradient_accumulation_steps or 1)
+        updates = self.options.updates(state.microbatches)
         momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
         # A 1 that XLA cannot fold: `updates` is negative only if a window is dropped. XLA:CPU may
         # round `b * c` in `a + b * c` or not; with jax 0.12 that depends on the mesh. In
         # `a + b * c * one` the product is always rounded.
         one = jnp.where(updates < 0, 0.0, 1.0)
-        kept = None if self.window is None else state.iterations == before.iterations
+        kept = None if self.window is None else state.microbatches == before.microbatches
         averages, weights = [], []
         for new, old, sharding in zip(state.weights, state.averages, self.shardings, strict=True):
             change = (1 - momentum) * jnp.where(new == old, 0.0, new - old)

@@ -122,7 +122,7 @@ class Store:
         self.owner, self.options, self.mesh = owner, options, mesh
         self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
         self.version = 0  # of the constants of a compiled step
-        self.iterations = Variable(0, jnp.int32, f"{owner}/iteration", trainable=False)
+        self.microbatches = Variable(0, jnp.int32, f"{owner}/iteration", trainable=False)
         self.rate = LearningRate(learning_rate, owner)
         self.index: dict[Variable, int] = {}  # the trainable variables, with their indices
         self.shardings: list[Any] = []  # the sharding of each one's state, None off a mesh
@@ -148,7 +148,7 @@ class Store:
 
     def changed(self) -> None:
         """Marks compiled steps as outdated."""
-        if not self.iterations._is_bound:  # else the step itself is being traced
+        if not self.microbatches._is_bound:  # else the step itself is being traced
             self.version += 1
             if self.wrapper is not None:
                 self.wrapper.changed()
@@ -207,7 +207,7 @@ class Store:
     def has_average(self) -> jax.Array:
         """Whether any step has updated the moving averages."""
         count = None if self.window_count is None else self.window_count.value()
-        state = self.state._replace(iterations=self.iterations.value(), window_count=count)
+        state = self.state._replace(microbatches=self.microbatches.value(), window_count=count)
         return (self.window or AccumulationWindow(1)).has_started(state)
 
     @property
@@ -215,7 +215,7 @@ class Store:
         """The variables, as a `StepState`."""
         return StepState(
             weights=list(self.index),
-            iterations=self.iterations,
+            microbatches=self.microbatches,
             rate=self.rate.variable,
             averages=self.averages,
             accumulators=self.accumulators,
@@ -230,7 +230,7 @@ class Store:
         rate = [] if self.rate.variable is None else [self.rate.variable]
         copies = [*self.averages, *self.accumulators, *self.masters.values()]
         count = [] if self.window_count is None else [self.window_count]
-        return [self.iterations, *rate, *copies, *count, *self.slots.all]
+        return [self.microbatches, *rate, *copies, *count, *self.slots.all]
 
     def build(self, variables: Sequence[Variable], master_weights: bool, grouped: bool) -> None:
         """Creates all state for these variables."""

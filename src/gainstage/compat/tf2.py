@@ -12,6 +12,7 @@ from gainstage._core import checks
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.gradients import WithLoss, loss_of
 from gainstage._core.of_loss import VarList
+from gainstage._core.step import StepInputs
 from gainstage._core.store import ScalingWrapper, Store
 from gainstage._core.types import Given, PyTree, Scalar
 from gainstage._core.variable import Variable
@@ -119,7 +120,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def iterations(self, value: Scalar) -> None:
         if self.built:
             raise RuntimeError("Expected iterations to be set before the optimizer is built.")
-        self._store.iterations.assign(value)
+        self._store.microbatches.assign(value)
 
     @overload
     def get_scaled_loss(self, loss: Scalar) -> jax.Array: ...
@@ -182,14 +183,12 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             self._forgotten.clear()
         return super().apply_gradients(WithLoss(pairs, loss_of(grads_and_vars)))
 
-    def _step(
-        self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
-    ) -> tuple[PyTree, Given]:
-        new, applied = super()._step(state, grads, rate, loss, apply_if)
+    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
+        new, applied = super()._step(state, inputs)
         if self._store.window:  # the window counts its microbatches itself
             return new, applied
-        count = state.step.iterations + 1  # a skipped step counts
-        return new._replace(step=new.step._replace(iterations=count)), applied
+        count = state.step.microbatches + 1  # a skipped step counts
+        return new._replace(step=new.step._replace(microbatches=count)), applied
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""

@@ -144,7 +144,7 @@ class Optimizer:
         self._optimizer.apply_gradients(pairs)
 
     def _steps(self) -> jax.Array:
-        return self._optimizer._store.iterations.value()
+        return self._optimizer._store.microbatches.value()
 
     def minimize(
         self,

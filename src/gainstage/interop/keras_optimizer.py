@@ -151,7 +151,7 @@ class KerasOptimizer(Options, Stateless):
         for variable in self.variables:  # replaced by mirrors of our own variables
             self._untrack_variable(variable)
         self._ours = copy.deepcopy(optimizer)
-        count, rate = self._ours._store.iterations, self._ours._store.rate
+        count, rate = self._ours._store.microbatches, self._ours._store.rate
         self._iterations = _mirror_of(count, count.value())  # the assignment tracks it
         self._updates = _Updates(self._iterations, self._ours)
         self._untrack_variable(self._updates)
@@ -189,6 +189,7 @@ class KerasOptimizer(Options, Stateless):
         else:
             new, state = ours.stateless_apply(before, given, old)
         steps, taken = self.gradient_accumulation_steps, state[0] != before[0]
+        updates = ours._store.in_force.updates
         for i in measured:
             new[i] = old[i]
             if grads[i] is None:
@@ -201,7 +202,7 @@ class KerasOptimizer(Options, Stateless):
                 )
                 value = jnp.maximum(value, before[place])
                 state[place] = jnp.where(taken, jnp.where(ended, 0, value), before[place])
-                due = taken & ended & (state[0] // steps > before[0] // steps)
+                due = taken & ended & (updates(state[0]) > updates(before[0]))
             new[i] = jnp.where(due, value, old[i]).astype(old[i].dtype)
         return new, state
 
@@ -315,8 +316,7 @@ class _Updates(keras.Variable):
 
     @property
     def value(self) -> jax.Array:
-        steps = self._optimizer._store.in_force.gradient_accumulation_steps or 1
-        return self._count.value // steps
+        return self._optimizer._store.in_force.updates(self._count.value)
 
     def assign(self, value: ArrayLike) -> None:
         raise TypeError(

@@ -26,7 +26,7 @@ from gainstage._core.run import Runner, by_place, check_bound, fitted
 from gainstage._core.saving import shown, wrong_count
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.slots import Initializer
-from gainstage._core.step import OptimizerState, Step, StepOptions, StepState
+from gainstage._core.step import OptimizerState, Step, StepInputs, StepOptions, StepState
 from gainstage._core.store import Computed, Store
 from gainstage._core.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
 from gainstage._core.variable import Variable, is_inside, is_tracing
@@ -197,19 +197,18 @@ class Optimizer(Configurable, Arguments):
     def iterations(self) -> Variable:
         """The number of updates so far, an int32 variable. With gradient accumulation it is
         computed from the number of microbatches and cannot be assigned."""
-        count = self._store.iterations
-        steps = self._store.in_force.gradient_accumulation_steps
-        if not steps:
+        count, options = self._store.microbatches, self._store.in_force
+        if not options.gradient_accumulation_steps:
             return count
         set_by = "load a state that was saved, or start with a new optimizer"
-        return Computed(count.name, lambda: count.value() // steps, set_by)
+        return Computed(count.name, lambda: options.updates(count.value()), set_by)
 
     @property
     def learning_rate(self) -> Variable:
         """The current learning rate, a float32 variable. A number can be assigned without
         recompiling a step. With a schedule or another callable the rate is computed and cannot be
         assigned."""
-        rate, count = self._store.rate, self._store.iterations
+        rate, count = self._store.rate, self._store.microbatches
         if rate.variable is not None:
             return rate.variable
         set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
@@ -523,15 +522,14 @@ class Optimizer(Configurable, Arguments):
         grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
         variables, weights = self.variables, list(store.index)  # the check may have built them
         loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
-        args, version = (grads, loss, apply_if), store.version if self.jit_compile else None
-        self._runner(self._apply, variables, weights, args, self._rate_of_step, version)
+        inputs = StepInputs(grads, self._rate_of_step(), loss, apply_if)
+        version = store.version if self.jit_compile else None
+        self._runner(self._apply, variables, weights, inputs, version)
 
-    def _apply(
-        self, grads: list[Any], rate: Given, loss: Given = None, apply_if: Given = None
-    ) -> Given:
+    def _apply(self, inputs: StepInputs) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""
         state = self._step_state
-        new, applied = self._step(read(state), grads, rate, loss, apply_if)
+        new, applied = self._step(read(state), inputs)
         write(jax.tree.leaves(state), jax.tree.leaves(new))
         return applied
 
@@ -606,7 +604,7 @@ class Optimizer(Configurable, Arguments):
             if overrides(self, "apply"):
                 self.apply(grads, trainable)
             else:
-                self._apply(grads, self._rate_of_step())
+                self._apply(StepInputs(grads, self._rate_of_step()))
 
         return functional(step, (trainable, variables))(values, grads)[1]
 
@@ -648,17 +646,15 @@ class Optimizer(Configurable, Arguments):
         """Whether a step uses the true loss, if it is given."""
         return False
 
-    def _step(
-        self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
-    ) -> tuple[PyTree, Given]:
+    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
         """One step as a pure function: returns the new values of `_step_state`, and whether it was
         applied (None: always)."""
-        step = self._make_step(loss)
+        step = self._make_step(inputs.loss)
         if self._store.in_force.loss_scale_factor is None:
-            return step.unscaled(state, grads, rate, apply_if)
+            return step.plain(state, inputs)
         both = OptimizerState(ScalingState(None), state)
         scaling = self._store.scaling(Scaling())
-        (_, state), applied = step.scaled(scaling, both, grads, rate, loss, apply_if)
+        (_, state), applied = step.scaled(scaling, both, inputs)
         return state, applied
 
     def _make_step(self, loss: Given = None) -> Step:

@@ -25,7 +25,7 @@ from gainstage._core.scaling import Scaling
 from gainstage._core.sharding import replicate
 from gainstage._core.slots import Slots
 from gainstage._core.stats import Observed, at_first, check_telemetry
-from gainstage._core.step import OptimizerState
+from gainstage._core.step import OptimizerState, StepInputs
 from gainstage._core.store import ScalingWrapper
 from gainstage._core.types import Given, PyTree, Rate, Scalar
 from gainstage._core.variable import Variable
@@ -235,11 +235,9 @@ class LossScaleOptimizer(Retrying):
     def _step_state(self) -> OptimizerState:
         return OptimizerState(self._wrapper.state, self._store.state)
 
-    def _step(
-        self, state: PyTree, grads: PyTree, rate: Given, loss: Given = None, apply_if: Given = None
-    ) -> tuple[PyTree, Given]:
+    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
         scaling = self._store.scaling(self._wrapper.scaling)
-        return self._inner._make_step(loss).scaled(scaling, state, grads, rate, loss, apply_if)
+        return self._inner._make_step(inputs.loss).scaled(scaling, state, inputs)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 

@@ -141,7 +141,7 @@ class MultiOptimizer(Optimizer):
             own = [gradient_of[variable] for variable in variables]
             own_rate = optimizer._rate_of_step()
             if own_rate is None:
-                own_rate = store.rate.at(store.iterations.value())
+                own_rate = store.rate.at(store.microbatches.value())
             own_rate = rate * own_rate
             decay = store.in_force.weight_decay
             for variable, gradient in zip(variables, own, strict=True):
@@ -149,7 +149,7 @@ class MultiOptimizer(Optimizer):
                     weight = variable.value()
                     self.assign(variable, weight - weight * decay * own_rate)
             optimizer._update_all(own, own_rate, loss)
-            self.assign_add(store.iterations, 1)
+            self.assign_add(store.microbatches, 1)
 
 
 def _check_part(optimizer: Any) -> None:
