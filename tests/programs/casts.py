@@ -15,11 +15,14 @@ NAMES = ("mixture of experts", "GRPO step")  # in plain JAX
 
 
 def casts(text):
-    """How many kernels cast an argument to float16, at most: a weight, and a pair of factors."""
+    """How many kernels cast a parameter to float16, at most: a weight, and a pair of factors."""
     computations, entry = hlo.parse(text)
     kernels = computations[entry].values()
     found = {i.name: 0 for i in kernels if i.op == "parameter" and i.shape.startswith("f32[")}
-    found = {name: 0 for name in found if "," in computations[entry][name].shape.split("]")[0]}
+    lines = {name: computations[entry][name].line for name in found}
+    found = {
+        name: 0 for name, line in lines.items() if "params[" in line and "," in line.split("]")[0]
+    }
     for kernel in kernels:
         inside = computations[next(hlo._called(kernel))] if kernel.op == "fusion" else None
         for number, name in enumerate(kernel.operands):
