@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage._core.step import StepInputs
 
 from peers import fails, live
 
@@ -186,11 +187,8 @@ def test_compiled_step_has_no_host_callback(rate):
     optimizer = gs.LossScaleOptimizer(gs.Adam(rate, clipnorm=1.0, use_ema=True))
     optimizer.build([var])
     optimizer.apply([jnp.ones(4)])
-    program = (
-        optimizer._runner.program.lower([jnp.ones(4)], optimizer._store.rate.now())
-        .compile()
-        .as_text()
-    )
+    inputs = StepInputs([jnp.ones(4)], optimizer._store.rate.now())
+    program = optimizer._runner.program.lower(inputs).compile().as_text()
     called = re.findall(r'custom_call_target="([^"]*)"', program)
     assert not [target for target in called if "callback" in target or "host" in target.lower()]
     assert not re.search(r"= .*(infeed|outfeed|send|recv)\(", program)

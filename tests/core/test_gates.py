@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage._core.step import StepInputs
 
 pytestmark = pytest.mark.as_users
 
@@ -41,7 +42,10 @@ def through_jit(variables, opt, grads):
 
 def through_apply(variables, opt, grads):
     opt.apply(grads)
-    return opt._runner.program.lower(grads, None).compile(), [*variables, *opt.variables]
+    return opt._runner.program.lower(StepInputs(grads, None)).compile(), [
+        *variables,
+        *opt.variables,
+    ]
 
 
 def through_stateless_apply(variables, opt, grads):
