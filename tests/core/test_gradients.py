@@ -103,9 +103,9 @@ def test_an_overflow_in_unscaling_skips_the_step():
 def test_clipping_is_that_of_numpy(name, limit, rng):
     """Each clip agrees with float64 numpy, leaves small gradients alone, and keeps zeros."""
     grads = [rng.normal(size=(4, 3)), np.zeros(5), rng.normal(size=7) * 3]
-    arrays, limits = [None, *map(jnp.float32, grads)], {name: limit}
-    norms = readings.norms(arrays, limits)
-    clipped = [g and g.value() for g in gradients.clip(gradients.divided(arrays), limits, norms)]
+    arrays, clip = [None, *map(jnp.float32, grads)], gradients.Clip(name, limit)
+    norms = readings.norms(arrays, clip)
+    clipped = [g and g.value() for g in gradients.clipped(gradients.divided(arrays), clip, norms)]
     assert clipped[0] is None
     norm = np.sqrt(sum((g**2).sum() for g in grads))
     for actual, g in zip(clipped[1:], grads, strict=True):
@@ -127,8 +127,9 @@ def test_an_infinite_norm_is_not_finite(name):
     opt.apply(huge, [var])
     assert var.numpy().tolist() == [1] * 16
     assert float(opt.loss_scale) == 1.0
-    norms = readings.norms(huge, {name: 1.0})
-    (clipped,) = gradients.clip(gradients.divided(huge), {name: 1.0}, norms)
+    clip = gradients.Clip(name, 1.0)
+    norms = readings.norms(huge, clip)
+    (clipped,) = gradients.clipped(gradients.divided(huge), clip, norms)
     assert jnp.isnan(clipped.value()).all()
 
 
@@ -218,8 +219,8 @@ def test_large_gradients_are_not_taken_for_inf():
 def test_norms_at_any_scale(element, scale):
     """The norm of true gradients is right if it is a float32 number, at any scale."""
     gradient = np.float32(2.0**element * np.random.default_rng(0).uniform(0.5, 1, 9000))
-    limits = {"clipnorm": 2.0**-100}
-    found = readings.inspect([jnp.asarray(gradient)], jnp.float32(2.0**scale), limits)
+    clip = gradients.Clip("clipnorm", 2.0**-100)
+    found = readings.inspect([jnp.asarray(gradient)], jnp.float32(2.0**scale), clip)
     expected = np.linalg.norm(gradient.astype(float)) / 2.0**scale
     assert bool(found.finite)
     np.testing.assert_allclose(np.float64(found.norms[0]), expected, rtol=1e-6)
@@ -229,7 +230,7 @@ def test_norms_at_any_scale(element, scale):
 def test_a_nan_changes_no_other_norm(dtype):
     """With `clipnorm` the norm of each gradient is its own, whatever the others hold."""
     grads = [jnp.full(9000, value, dtype) for value in (2.0, np.nan, 0.5, np.inf, 1.0)]
-    norms = np.float64(readings.norms(grads, {"clipnorm": 1.0})) / 9000**0.5
+    norms = np.float64(readings.norms(grads, gradients.Clip("clipnorm", 1.0))) / 9000**0.5
     np.testing.assert_allclose(norms, [2.0, np.nan, 0.5, np.inf, 1.0], rtol=1e-6)
 
 

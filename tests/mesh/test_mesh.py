@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage._core import readings, sharding
+from gainstage._core.gradients import Clip
 
 import programs
 from peers import fails, live
@@ -96,7 +97,7 @@ def test_norms_are_those_of_numpy(clip, shape, kind):
     layouts = layouts_on(mesh_of(shape, kind))
     if shape == (2, 4):
         layouts[4] = layouts[1]
-    norms = jax.jit(lambda g: readings.norms(g, {clip: 1.0}, layouts))(put(arrays, layouts))
+    norms = jax.jit(lambda g: readings.norms(g, Clip(clip, 1.0), layouts))(put(arrays, layouts))
     squares = [(a.astype(np.float64) ** 2).sum() for a in arrays]
     expected = np.sqrt([sum(squares)] if clip == "global_clipnorm" else squares)
     np.testing.assert_allclose(norms, expected, rtol=1e-6)
@@ -108,8 +109,8 @@ def test_norms_of_all_sizes(clip, size):
     """Neither tiny nor huge norms are lost where the parts of many devices are added up."""
     arrays = [a * np.float32(size) for a in random(np.random.default_rng(2))]
     layouts = layouts_on(mesh_of((4, 2)))
-    limits = {clip: size / 10}
-    norms = jax.jit(lambda g: readings.norms(g, limits, layouts))(put(arrays, layouts))
+    limited = Clip(clip, size / 10)
+    norms = jax.jit(lambda g: readings.norms(g, limited, layouts))(put(arrays, layouts))
     squares = [(a.astype(np.float64) ** 2).sum() for a in arrays]
     expected = np.sqrt([sum(squares)] if clip == "global_clipnorm" else squares)
     np.testing.assert_allclose(np.float64(norms), expected, rtol=1e-6)
@@ -125,7 +126,7 @@ def test_norms_on_meshes_that_are_no_power_of_two(shape):
     mesh = mesh_of(shape)
     specs = [("data",) if len(s) and s[0] % shape[0] == 0 else () for s in SHAPES]
     layouts = [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
-    (norm,) = readings.norms(put(arrays, layouts), {"global_clipnorm": 1.0}, layouts)
+    (norm,) = readings.norms(put(arrays, layouts), Clip("global_clipnorm", 1.0), layouts)
     expected = np.sqrt(sum((a.astype(np.float64) ** 2).sum() for a in arrays))
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
 
@@ -139,7 +140,7 @@ def test_one_bad_element_anywhere_is_found_everywhere(kind, dtype):
     """NaN, inf and -inf in the first, middle or last element of any leaf, on any device."""
     layouts = layouts_on(mesh_of((4, 2), kind))
     arrays = random(np.random.default_rng(4), np.float32)
-    check = jax.jit(lambda g: readings.inspect(g, jnp.float32(8), {}, (), layouts).finite)
+    check = jax.jit(lambda g: readings.inspect(g, jnp.float32(8), None, (), layouts).finite)
     good = put([jnp.asarray(a, dtype) for a in arrays], layouts)
     assert check(good)
     for leaf, array in enumerate(arrays):
@@ -159,7 +160,7 @@ def test_a_bad_replica_skips_everywhere(size):
     """A NaN in one replica only of a replicated gradient is found, on each of the devices."""
     mesh = mesh_of((4, 2))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    check = jax.jit(lambda g: readings.inspect([g], 1.0, {}, (), [everywhere]).finite)
+    check = jax.jit(lambda g: readings.inspect([g], 1.0, None, (), [everywhere]).finite)
     for device in jax.devices():
         good = np.ones(size, np.float32)
         bad = good.copy()

@@ -127,24 +127,41 @@ def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
     return [None if g is None else Gradient(g, inverse(float32_or_wider(g.dtype))) for g in grads]
 
 
-def clip(grads: Gradients, limits: Mapping[str, float], norms: Sequence[jax.Array]) -> Gradients:
+class Clip(NamedTuple):
+    """A clip option and its limit."""
+
+    option: str  # `clipnorm` for the norm of each gradient, `global_clipnorm`, or `clipvalue`
+    limit: float
+
+    @property
+    def by_norm(self) -> bool:
+        """Whether it needs norms."""
+        return self.option != "clipvalue"
+
+    @property
+    def each(self) -> bool:
+        """Whether it needs the norm of each gradient, not that of all together."""
+        return self.option == "clipnorm"
+
+
+def clipped(grads: Gradients, clip: Clip | None, norms: Sequence[jax.Array]) -> Gradients:
     """Clips gradients.
 
     Args:
         grads: a gradient, or None, per variable.
-        limits: by name, at most one of `clipnorm` (the norm of each), `global_clipnorm` (the norm
-            of all together) and `clipvalue` (the absolute value of each element).
-        norms: for `clipnorm` the norm of each gradient, for `global_clipnorm` the norm of all, else
-            empty. A non-finite norm makes its gradients NaN; times 1 / inf they would become 0.
+        clip: how; None for not at all.
+        norms: what the clip needs: the norm of each gradient, that of all, or nothing. A non-finite
+            norm makes its gradients NaN; times 1 / inf they would become 0.
     """
-    if "clipvalue" in limits:
-        limit = limits["clipvalue"]
-        return [g and Gradient(jnp.clip(g.value(), -limit, limit)) for g in grads]
-    factors = [_factors(norm, limit) for norm in norms for limit in limits.values()]
+    if clip is None:
+        return grads
+    if not clip.by_norm:
+        return [g and Gradient(jnp.clip(g.value(), -clip.limit, clip.limit)) for g in grads]
+    factors = [_factors(norm, clip.limit) for norm in norms]
     if not factors:
         return grads
-    each = iter(factors if "clipnorm" in limits else itertools.repeat(factors[0]))
-    return [g and g.times(*next(each)) for g in grads]
+    own = iter(factors if clip.each else itertools.repeat(factors[0]))
+    return [g and g.times(*next(own)) for g in grads]
 
 
 def _factors(norm: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:

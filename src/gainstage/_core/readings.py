@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import compiled_if_eager
-from gainstage._core.gradients import float32_or_wider, real_parts
+from gainstage._core.gradients import Clip, float32_or_wider, real_parts
 from gainstage._core.norms import from_sums, pack, together, unit_for, unpack
 from gainstage._core.packing import SMALL
 from gainstage._core.sharding import (
@@ -36,7 +36,7 @@ class Inspection(NamedTuple):
     """The properties of the true gradients, from one reading of the scaled ones."""
 
     finite: jax.Array  # bool scalar: whether all their elements, and the norms, are finite
-    norms: list[jax.Array]  # the norms that clipping divides by, for `gradients.clip`
+    norms: list[jax.Array]  # the norms that clipping divides by, for `gradients.clipped`
     norm: jax.Array | None  # the norm of all gradients together, if requested
 
 
@@ -59,7 +59,7 @@ SMALLEST_SUM = 2.0**-60  # a smaller sum of squares may miss some that were flus
 def inspect(
     grads: Sequence[Any],
     scale: jax.Array | float = 1.0,
-    limits: Mapping[str, float] | None = None,
+    clip: Clip | None = None,
     onto: Sequence[Any] = (),
     shardings: Sequence[Any] = (),
     norm: bool = False,
@@ -73,9 +73,9 @@ def inspect(
     Args:
         grads: arrays of any floating dtype, or None; complex ones only without shardings.
         scale: the scale of the gradients.
-        limits: the active clip option, as for `gradients.clip`.
+        clip: how gradients will be clipped: by norms, which must then be finite too.
         onto: finite accumulators to which the true gradients will be added. Their sums are checked,
-            and the norm of all sums too, if `limits` has one.
+            and the norm of all sums too, if they are clipped by it.
         shardings: the sharding of each gradient, None if it is on one device. If empty, only the
             arrays' own types are known.
         norm: whether to compute the norm of all gradients even if clipping needs none. Inside
@@ -92,17 +92,16 @@ def inspect(
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
     columns = [[column[i] for i in here] for column in (grads, onto) if column]
     spread = {i: shardings[i] for i in here if isinstance(shardings[i], NamedSharding)}
-    limits = {name: limit for name, limit in (limits or {}).items() if name != "clipvalue"}
-    clips = bool(limits) and not onto
-    request = Request(clips or norm, clips and "clipnorm" in limits, bounded=bool(limits and onto))
-    if clips:
-        request = request._replace(limit=min(limits.values()))
+    clip = clip if clip and clip.by_norm else None
+    clips = clip is not None and not onto
+    request = Request(clips or norm, bounded=clip is not None and bool(onto))
+    if clip and clips:
+        request = request._replace(each=clip.each, limit=clip.limit)
     mesh = jax.sharding.get_abstract_mesh()
     unknown = bool(mesh.manual_axes) and not knows_what_varies(mesh)
-    if unknown and clips:
-        (name,) = limits
+    if unknown and clip and clips:
         raise ValueError(
-            f"{name} needs to know which gradients differ between devices, and "
+            f"{clip.option} needs to know which gradients differ between devices, and "
             f"jax.shard_map(check_vma=False) does not say. Use check_vma=True, or clip the "
             f"gradients before the step."
         )
@@ -135,11 +134,11 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 @compiled_if_eager
 def norms(
-    grads: Sequence[Any], limits: Mapping[str, float], shardings: Sequence[Any] = ()
+    grads: Sequence[Any], clip: Clip | None, shardings: Sequence[Any] = ()
 ) -> list[jax.Array]:
-    """Returns the norms that `gradients.clip` divides by, for unscaled gradients."""
-    clips = any(name != "clipvalue" for name in limits)
-    return inspect(grads, 1.0, limits, shardings=shardings).norms if clips else []
+    """Returns the norms that `gradients.clipped` divides by, for unscaled gradients."""
+    needed = clip is not None and clip.by_norm
+    return inspect(grads, 1.0, clip, shardings=shardings).norms if needed else []
 
 
 class Reader(NamedTuple):

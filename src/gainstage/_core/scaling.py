@@ -6,7 +6,7 @@ accumulation windows. Each is a value with a few small pure functions.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 
 from gainstage._core.bridge import select
 from gainstage._core.checks import LARGEST, SMALLEST
+from gainstage._core.gradients import Clip
 from gainstage._core.readings import inspect
 from gainstage._core.stats import at_first, measure, measured_of_both, observed
 from gainstage._core.types import Given, PyTree, RuleState
@@ -160,7 +161,7 @@ class Scaling:
         every: the number of steps between telemetry's counts of exponents; None for never.
         unscaled: whether the caller divides the gradients by the scale.
         factor: the `loss_scale_factor`, which multiplies the rule's scale.
-        limits: the active clip option, whose norms must be finite.
+        clip: how gradients will be clipped: by norms, which must then be finite.
         policy: what happens to the state that a skipped update would change.
     """
 
@@ -169,7 +170,7 @@ class Scaling:
     every: int | None = None
     unscaled: bool = False
     factor: float | None = None
-    limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    clip: Clip | None = None
     policy: Select = dataclasses.field(default_factory=Select)
 
     def loss_scale(self, state: RuleState) -> jax.Array:
@@ -221,7 +222,7 @@ class Scaling:
         """
         with_norm = state.observed is not None
         arrays = grads if checked is None else checked
-        finite, norms, norm = inspect(arrays, scale, self.limits, onto, shardings, with_norm)
+        finite, norms, norm = inspect(arrays, scale, self.clip, onto, shardings, with_norm)
         applies = finite if apply_if is None else finite & apply_if
         # A microbatch that was only vetoed does not count in its window. A non-finite one counts,
         # even if it was vetoed: that may be the reason for the veto.

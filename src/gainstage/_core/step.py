@@ -35,10 +35,11 @@ class StepOptions(Options):
         return cls(values)
 
     @property
-    def limits(self) -> dict[str, float]:
-        """The active clip option, if any, with its limit."""
-        limits = {name: getattr(self, name) for name in sorted(CLIPS)}
-        return {name: checks.in_float32(n) for name, n in limits.items() if n is not None}
+    def clip(self) -> gradients.Clip | None:
+        """How gradients are clipped."""
+        limits = [(name, getattr(self, name)) for name in sorted(CLIPS)]
+        given = [(name, limit) for name, limit in limits if limit is not None]
+        return gradients.Clip(given[0][0], checks.in_float32(given[0][1])) if given else None
 
     def updates(self, microbatches: Any) -> Any:
         """The number of updates that this many microbatches make."""
@@ -196,8 +197,8 @@ class Step:
         """Takes a step on true gradients, unless `apply_if` is False; returns the state and whether
         it was taken (None: always)."""
         grads, rate, _, apply_if = inputs
-        limits = {} if self.window else self.options.limits  # a window clips its mean
-        read = norms_of(grads, limits, self.shardings)
+        clip = None if self.window else self.options.clip  # a window clips its mean
+        read = norms_of(grads, clip, self.shardings)
 
         def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
             return None, self(state, gradients.divided(grads), read, rate)
@@ -294,7 +295,7 @@ class Step:
                 None if g is None else a / jnp.asarray(window.steps, a.dtype)
                 for a, g in zip(sums, grads, strict=True)
             ]
-            norms = norms_of(means, self.options.limits, self.shardings)
+            norms = norms_of(means, self.options.clip, self.shardings)
 
             def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
                 return None, self._update(state, gradients.divided(means), norms, rate)
@@ -308,7 +309,7 @@ class Step:
     ) -> StepState:
         """Clips and decays, then updates."""
         options = self.options
-        grads = gradients.clip(grads, options.limits, norms)
+        grads = gradients.clipped(grads, options.clip, norms)
         if options.weight_decay is not None:
             rows = zip(state.weights, grads, self.decays, self.shardings, strict=True)
             weights = [

@@ -188,8 +188,8 @@ class Store:
     def scaling(self, scaling: Scaling) -> Scaling:
         """A loss scale with the options of this optimizer's steps."""
         options, policy = self.in_force, self.window or Select()
-        factor, limits = options.loss_scale_factor, options.limits
-        return dataclasses.replace(scaling, factor=factor, limits=limits, policy=policy)
+        factor, clip = options.loss_scale_factor, options.clip
+        return dataclasses.replace(scaling, factor=factor, clip=clip, policy=policy)
 
     def place_of(self, variable: Variable, owner: str) -> int:
         """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""

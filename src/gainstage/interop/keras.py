@@ -187,7 +187,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         arrays = [g if g is None else jnp.asarray(g) for g in grads]
         inner_optimizer = self.inner_optimizer
         ours = isinstance(inner_optimizer, KerasOptimizer)
-        limits = inner_optimizer._ours._store.in_force.limits if ours else {}
+        clip = inner_optimizer._ours._store.in_force.clip if ours else None
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
@@ -204,7 +204,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
         known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
         sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
-        scaling = Scaling(self.rule, limits=limits, policy=Branch())
+        scaling = Scaling(self.rule, clip=clip, policy=Branch())
         now = ScalingState(state)
         done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
         weights, inner = done.inner

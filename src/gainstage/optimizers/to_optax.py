@@ -88,7 +88,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     tx, sums_in = _unscaled(inner, Wrapper("loss_scaled"))
     settings = opt.rule, opt.telemetry, opt.underflow_every
-    return loss_scaled_within(tx, *settings, limits=options.limits, sums_in=sums_in)
+    return loss_scaled_within(tx, *settings, clip=options.clip, sums_in=sums_in)
 
 
 def _unscaled(

@@ -1,7 +1,7 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -116,7 +116,7 @@ def loss_scaled(
         rule,
         telemetry,
         underflow_every,
-        limits={},
+        clip=None,
         sums_in=_sums_of_multi_steps,
         warns=True,
         over=axis_names(shard_state_over),
@@ -129,7 +129,7 @@ def loss_scaled_within(
     telemetry: bool,
     underflow_every: int | None,
     *,
-    limits: Mapping[str, float],
+    clip: gradients.Clip | None,
     sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
     warns: bool = False,
     over: tuple[str, ...] = (),
@@ -138,7 +138,7 @@ def loss_scaled_within(
 
     Args:
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
-        limits: the active clip option, as for `gradients.clip`.
+        clip: how the transformation clips.
         sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
             gradients are added; the sums must be finite. Empty if there are none.
         warns: whether to warn once if no loss was scaled before an update.
@@ -149,7 +149,7 @@ def loss_scaled_within(
     checks.transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
-    scaling = Scaling(rule, telemetry, every, unscaled=True, limits=limits)
+    scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
     warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
 
     def init(params: PyTree) -> LossScaledState:
