@@ -131,7 +131,7 @@ jax.device_put_replicated = lambda tree, devices: jax.tree.map(lambda x: jnp.sta
 found = []
 ppo.train(
     environment=envs.get_environment("inverted_pendulum", backend="generalized"),
-    num_timesteps=30_000, episode_length=200, num_envs=64, batch_size=64, num_minibatches=4,
+    num_timesteps=60_000, episode_length=200, num_envs=64, batch_size=64, num_minibatches=4,
     unroll_length=10, num_updates_per_batch=4, learning_rate=1e-3, entropy_cost=1e-3,
     discounting=0.97, reward_scaling=0.1, normalize_observations=True, num_evals=2,
     num_eval_envs=32, seed=1,
