@@ -434,7 +434,7 @@ finite_or_not = st.floats() | st.sampled_from([1.0, 2.0**15, 1.7e308, -1.7e308, 
 known = {k: st.integers() for k in KNOWN} | {k: finite_or_not for k in SHARES}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(*[finite_or_not] * 4), min_size=1, max_size=12),
     st.lists(st.integers(0, 2**63 - 1), min_size=12, max_size=12, unique=True),
