@@ -254,6 +254,32 @@ def odd(x):
 odd.defjvp(lambda primals, tangents: (primals[0], 3 * tangents[0]))
 
 
+@jax.custom_jvp
+def straight_through(h):
+    return jnp.maximum(h, 0.0)
+
+
+straight_through.defjvp(
+    lambda h, t: (straight_through(*h), jnp.where(h[0] > 1, 2 * t[0], 0.5 * t[0]))
+)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, straight_through], ids=["relu", "own"])
+def test_a_cheap_activation_keeps_its_derivative_in_half(activation):
+    """Its result and its derivative are in half precision, and the derivative is its own."""
+
+    def net(params, x):
+        return jnp.sum(jnp.tanh(activation(x @ params["a"])))
+
+    assert dtype_of("tanh", net, PARAMS, X) == "float16"
+    kept = jax.tree.leaves(jax.vjp(gs.autocast(net), PARAMS, X)[1])
+    assert not [leaf for leaf in kept if leaf.shape == (32, 16) and leaf.dtype == jnp.float32]
+    assert off(net, PARAMS, X) < 2e-3
+    each = jax.vmap(jax.grad(gs.autocast(net)), (None, 0))(PARAMS, X)
+    together = jax.tree.map(lambda g: g.sum(0), each)
+    assert error(together, jax.grad(net)(PARAMS, X)) < 2e-3
+
+
 def test_custom_derivatives_are_kept():
     """A function with its own derivative keeps it, in float32; what follows it is half."""
 

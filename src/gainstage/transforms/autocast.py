@@ -17,7 +17,15 @@ from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage.transforms.policy import Policy
 from gainstage.transforms.precision_plan import PrecisionPlan, moves
-from gainstage.transforms.replay import KEEP_SCOPE, SINGLE, Kind, Operand, as_written, replayed
+from gainstage.transforms.replay import (
+    KEEP_SCOPE,
+    SINGLE,
+    Kind,
+    Operand,
+    as_written,
+    function_of,
+    replayed,
+)
 
 __all__ = ["autocast", "keep_float32"]
 
@@ -57,7 +65,8 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
     - The parameters, the leaves of the first argument and of models, may be rounded where they meet
       half precision, as a bias does. Other arguments are rounded only for products.
     - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
-      Pallas kernels are computed in the dtypes that they were written in.
+      Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
+      as `jax.nn.relu`.
     - What a call changes, a model of Flax NNX or a `gainstage.Variable`, is changed as without it.
     - `keep_float32` keeps operations in float32.
 
@@ -187,9 +196,11 @@ class _Caster:
             return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
         if _squares(eqn) and all(held) and held:
             return [Operand(_square(eqn, floats[0]))]
+        if _is_activation(eqn) and all(held):
+            return [Operand(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
         results = [value.x for value in as_written(eqn, values)]
         if eqn.primitive.name.startswith("custom_") and held and all(held):
-            # An activation with its own derivative, such as `relu`: others follow its result.
+            # Operations follow the result of a function with its own derivative, as of `softplus`.
             shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}
             results = [
                 x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
@@ -259,6 +270,38 @@ def _broadcast(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
     """Those arrays among the operands that an equation broadcasts."""
     shape = jaxprs.array(eqn.outvars[0]).shape
     return [v for v in values if isinstance(v.x, jax.Array) and v.x.shape != shape]
+
+
+def _is_activation(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a function such as `relu`: cheap, with its own derivative."""
+    if eqn.primitive.name != "custom_jvp_call" or not all(map(is_float32, eqn.invars)):
+        return False
+    parts = jaxprs.equations(eqn.params["call_jaxpr"])
+    return all(moves(e) or e.primitive.name in FOLLOWERS or jaxprs.called(e) for e in parts)
+
+
+def _activated(eqn: JaxprEqn, dtype: np.dtype, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of an activation and its derivative in half precision, by default rules."""
+    caster = _Caster(dtype)
+
+    def half(program: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        evaluate = function_of(caster.compute, caster.constant, program, ())
+        return [value.x.astype(dtype) for value in evaluate(*map(Operand, xs))]
+
+    @jax.custom_jvp
+    def activation(*xs: jax.Array) -> list[jax.Array]:
+        return half(eqn.params["call_jaxpr"], xs)
+
+    @activation.defjvp
+    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
+        def pushed(primals: Any, tangents: Any) -> Any:
+            return jax.jvp(lambda *xs: jaxprs.bind(eqn, list(xs)), primals, tangents)
+
+        wide = [jax.ShapeDtypeStruct(x.shape, SINGLE) for x in primals]
+        found = half(jax.make_jaxpr(pushed)(tuple(wide), tuple(wide)), [*primals, *tangents])
+        return found[: len(found) // 2], found[len(found) // 2 :]
+
+    return activation(*xs)
 
 
 def _squares(eqn: JaxprEqn) -> bool:

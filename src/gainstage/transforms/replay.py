@@ -73,7 +73,7 @@ def replayed(
         check(program)
         pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
-        evaluate = _function_of(compute, constant, program, types)
+        evaluate = function_of(compute, constant, program, types)
         return [value.x for value in evaluate(*(Operand(x, kind) for x, kind in pairs))]
 
     return traced(fun, run)
@@ -119,7 +119,7 @@ def traced(
     return again
 
 
-def _function_of(
+def function_of(
     compute: Compute,
     constant: Callable[[Any], Operand],
     program: AnyJaxpr,
@@ -144,7 +144,7 @@ def _function_of(
             program: AnyJaxpr, types: Sequence[AbstractValue], number: int | None
         ) -> Callable[..., list[Operand]]:
             own = path if number is None else (*path, number)
-            return _function_of(compute, constant, program, types, own, kept)
+            return function_of(compute, constant, program, types, own, kept)
 
         with jaxprs.inside(eqn), eqn.ctx.manager:
             found = jaxprs.rebuilt(eqn, values, inner, settled)
