@@ -9,6 +9,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 
+from networks import normalised
+
 P = PartitionSpec
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (256, 16))
@@ -128,18 +130,9 @@ def test_bad_data_is_skipped_after_the_last_retry():
 def test_a_model_changes_in_the_try_that_counts():
     """Running means of batch normalisation move once in a step with retries."""
     nnx = pytest.importorskip("flax.nnx")
-
-    class Net(nnx.Module):
-        def __init__(self):
-            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-            self.out = nnx.Linear(16, 16, dtype=jnp.float16, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.out(self.norm(x)).astype(jnp.float32)
-
     means = []
     for power, retries in ((15, 0), (40, 40)):
-        model, tx = Net(), gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**power))
+        model, tx = normalised(nnx), gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(2.0**power))
         step = gs.train_step(lambda m, x, y: jnp.mean((m(x) - y) ** 2), tx, retries=retries)
         model, opt_state, _ = step(model, tx.init(model), X + 1, Y)
         assert opt_state.applied

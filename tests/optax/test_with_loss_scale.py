@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 
+from networks import normalised
+
 P = PartitionSpec
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (2**12, 16))
@@ -181,22 +183,10 @@ def of_model(model, x, y):
     return jnp.mean((model(x) - y) ** 2) * FACTOR
 
 
-def net(nnx):
-    class Net(nnx.Module):
-        def __init__(self):
-            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
-            self.out = nnx.Linear(16, 16, dtype=jnp.float16, rngs=nnx.Rngs(0))
-
-        def __call__(self, x):
-            return self.out(self.norm(x)).astype(jnp.float32)
-
-    return Net()
-
-
 def test_a_flax_nnx_optimizer():
     """A model of NNX has the scale as a parameter, which its optimizer updates."""
     nnx = pytest.importorskip("flax.nnx")
-    model = net(nnx)
+    model = normalised(nnx)
     assert gs.with_loss_scale(model, 2.0**40) is model
     tx = gs.loss_scaled(optax.adam(0.03), telemetry=True)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -450,10 +440,10 @@ def test_bad_input_is_refused():
 def test_bad_models_are_refused():
     """A model of NNX with a scale, or with an attribute of that name."""
     nnx = pytest.importorskip("flax.nnx")
-    model = gs.with_loss_scale(net(nnx))
+    model = gs.with_loss_scale(normalised(nnx))
     with pytest.raises(ValueError, match="once"):
         gs.with_loss_scale(model)
-    other = net(nnx)
+    other = normalised(nnx)
     other.loss_scale = nnx.Param(jnp.ones(3))
     with pytest.raises(ValueError, match="without the attribute 'loss_scale'"):
         gs.with_loss_scale(other)

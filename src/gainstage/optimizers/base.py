@@ -443,10 +443,16 @@ class Optimizer(Configurable, Arguments):
             >>> print(value, mean.value(), w.value())
             nan 2.0 1.0
         """
-        has_aux = checks.flag("has_aux", has_aux)
+        return self._take(loss, var_list, checks.flag("has_aux", has_aux))[0]
+
+    def _take(
+        self, loss: Callable[[], Any], var_list: VarList, has_aux: bool
+    ) -> tuple[Any, list[Any], WithLoss]:
+        """Takes a step; returns what `minimize` does, bools of which all are True if the step was
+        applied, and the gradients."""
         pairs = self._loss_and_gradients(loss, var_list, has_aux=has_aux, may_assign=True)
-        self._runner.take(self.apply_gradients, pairs)
-        return (pairs.loss, pairs.aux) if has_aux else pairs.loss
+        conditions = self._runner.take(self.apply_gradients, pairs)
+        return (pairs.loss, pairs.aux) if has_aux else pairs.loss, conditions, pairs
 
     def compute_gradients(
         self, loss: Callable[[], Scalar], var_list: VarList

@@ -79,16 +79,13 @@ class Retrying(Optimizer):
         has_aux = checks.flag("has_aux", has_aux)
         retries = checks.integer("retries", retries, low=0)
         if not retries:
-            once: Callable[..., Any] = super().minimize
-            return once(loss, var_list, has_aux=has_aux)
+            return self._take(loss, var_list, has_aux)[0]
         changed = list(self._store.index)
 
         def take() -> tuple[Any, jax.Array]:
-            pairs = self._loss_and_gradients(loss, var_list, has_aux=has_aux, may_assign=True)
-            conditions = self._runner.take(self.apply_gradients, pairs)
+            result, conditions, pairs = self._take(loss, var_list, has_aux)
             changed[:] = dict.fromkeys([*self._store.index, *self.variables, *pairs.assigned])
-            applied = jnp.array(conditions, bool).all()
-            return ((pairs.loss, pairs.aux) if has_aux else pairs.loss), applied
+            return result, jnp.array(conditions, bool).all()
 
         result, applied = take()
         if not is_tracing():
