@@ -186,6 +186,7 @@ class _Caster:
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
+        is_half = bool(held) and all(held)
         if self._computes(eqn, floats, held, path):
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
                 return [Operand(self._product(eqn, *values))]
@@ -194,12 +195,12 @@ class _Caster:
                 for value, is_wide in zip(values, wide, strict=True)
             ]
             return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
-        if _squares(eqn) and all(held) and held:
+        if is_half and _squares(eqn):
             return [Operand(_square(eqn, floats[0]))]
-        if _is_activation(eqn) and all(held):
+        if is_half and _is_activation(eqn):
             return [Operand(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
         results = [value.x for value in as_written(eqn, values)]
-        if eqn.primitive.name.startswith("custom_") and held and all(held):
+        if is_half and eqn.primitive.name.startswith("custom_"):
             # Operations follow the result of a function with its own derivative, as of `softplus`.
             shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}
             results = [
@@ -234,7 +235,7 @@ class _Caster:
         return product(*(v.float32 if _broadcast(eqn, [v]) else v.x for v in values))
 
     def _computes(
-        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: tuple[int, ...]
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
     ) -> bool:
         """Whether an equation is computed in half precision.
 
