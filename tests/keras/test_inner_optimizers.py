@@ -122,3 +122,34 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(inner):
     assert int(optimizer.inner_optimizer.iterations) == (
         0 if optimizer.inner_optimizer.clipnorm else 1
     )
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda: LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0),
+        lambda: gs.LossScaleOptimizer(gs.SGD(1.0), 8.0),
+    ],
+    ids=["ours", "Keras's", "without Keras"],
+)
+def test_a_scale_within_a_scale_is_refused(wrapped):
+    """A wrapper around a wrapper would divide twice, so it is an error that says what to pass."""
+    with pytest.raises(TypeError, match=r"does not scale losses; got .*Pass its `inner"):
+        LossScaleOptimizer(wrapped(), 16.0)
+
+
+@pytest.mark.parametrize(
+    "inner", [lambda: keras.optimizers.SGD(0.5, momentum=0.5), lambda: gs.SGD(0.5, momentum=0.5)]
+)
+def test_one_variable_is_updated_by_hand(inner):
+    """`update_step` is the inner optimizer's, with an unscaled gradient and a rate."""
+    weight = keras.Variable(np.ones((2,), "float32"))
+    opt = LossScaleOptimizer(inner())
+    opt.build([weight])
+    for expected in (0.5, -0.25):  # the second step has half of the first one's momentum
+        opt.update_step(np.full(2, 2.0, np.float32), weight, np.float32(0.25))
+        np.testing.assert_allclose(weight.value, expected)
+    unbuilt = KerasOptimizer(gs.SGD(0.5))
+    with pytest.raises(ValueError, match=r"to be built; call `build\(variables\)`"):
+        unbuilt.update_step(np.float32(1.0), weight, np.float32(0.25))

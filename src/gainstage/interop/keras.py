@@ -23,6 +23,7 @@ from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
 from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.rules.base import DynamicLossScale, LossScale, Rule, as_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
@@ -93,7 +94,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         **kwargs: further arguments of Keras's class, which its configurations contain.
 
     Raises:
-        TypeError: `inner_optimizer` is not an optimizer, or `rule` is not a rule.
+        TypeError: `inner_optimizer` is not an optimizer or scales losses itself, or `rule` is not a
+            rule.
         ValueError: an argument is out of range, or `rule` is combined with the two before it.
 
     Examples:
@@ -122,6 +124,12 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             raise TypeError(
                 f"Expected an optimizer of Keras or gainstage for inner_optimizer; got "
                 f"{inner_optimizer!r}. Use keras.optimizers.get to create one by name."
+            )
+        if isinstance(inner_optimizer, (Scaled, keras.optimizers.LossScaleOptimizer)):
+            raise TypeError(
+                f"Expected an inner_optimizer that does not scale losses; got "
+                f"{type(inner_optimizer).__name__} {inner_optimizer.name!r}. Pass its "
+                f"`inner_optimizer`."
             )
         rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, Optimizer):
@@ -212,6 +220,10 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             if value is not None:
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
         return weights, own + inner
+
+    def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
+        """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
+        self.inner_optimizer.update_step(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None

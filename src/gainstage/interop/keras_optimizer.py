@@ -206,6 +206,22 @@ class KerasOptimizer(Options, Stateless):
             new[i] = jnp.where(due, value, old[i]).astype(old[i].dtype)
         return new, state
 
+    def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
+        """Applies the optimizer's update to one variable, with an unscaled gradient."""
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
+        ours, known = self._ours, self._trainable_variables
+        mine = ours.trainable_variables[self._get_variable_index(variable)]
+        gradient, rate = jnp.asarray(gradient, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
+        step = functional(
+            lambda: ours._update_one(gradient, mine, rate),
+            (ours.trainable_variables, ours.variables),
+        )
+        values = ([v.value for v in known], [v.value for v in self.variables])
+        for variables, results in zip((known, self.variables), step(values)[1], strict=True):
+            for each, value in zip(variables, results, strict=True):
+                each.assign(value)
+
     def _get_option(self, name: str) -> Any:
         return getattr(self._ours._store.in_force, name)
 
