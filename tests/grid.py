@@ -48,7 +48,7 @@ def make(optimizer, option="plain", dtype=np.float32, constraint=bound, **scale)
     cls, arguments = OPTIMIZERS[optimizer]
     rng = np.random.default_rng(1)
     variables = [
-        gs.Variable(rng.normal(size=s), dtype, f"v{i}", constraint=constraint)
+        gs.Variable(rng.normal(size=s), dtype=dtype, name=f"v{i}", constraint=constraint)
         for i, s in enumerate(SHAPES)
     ]
     opt = cls(RATE, **arguments, **OPTIONS[option])

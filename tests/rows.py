@@ -19,5 +19,7 @@ def rows_held():
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     marks = [call.args for call in calls if getattr(call.func, "id", None) == "row"]
     return [
-        (ast.literal_eval(section), ast.literal_eval(cell)) for section, *cells in marks for cell in cells
+        (ast.literal_eval(section), ast.literal_eval(cell))
+        for section, *cells in marks
+        for cell in cells
     ]

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.compat import experimental, tf2, v1
 
 
 def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
@@ -188,3 +189,142 @@ def test_errors_about_a_large_model_are_short(name):
     with pytest.raises((TypeError, ValueError)) as error:
         LONG[name]()
     assert len(str(error.value)) <= 600
+
+
+w = gs.Variable(1.0, name="w")
+
+
+class Own(experimental.LossScale):
+    """A live scale of a user."""
+
+    def __call__(self):
+        return jnp.float32(2.0)
+
+    def update(self, grads):
+        return None, True
+
+    def get_config(self):
+        return {}
+
+
+def update_before_build():
+    opt = gs.SGD(0.1, momentum=0.5)
+    opt.update_step(jnp.float32(1.0), w, 0.1)
+
+
+# What somebody writes, the class of the error, and what it names: argument, value, remedy.
+HELPFUL = {
+    "swapped pair": (
+        lambda: gs.SGD().apply_gradients([(w, 1.0)]),
+        TypeError,
+        r"in grads_and_vars; got \(Variable.*The variable comes second",
+    ),
+    "no pair": (lambda: gs.SGD().apply_gradients([1.0]), TypeError, r"grads_and_vars; got \(1\.0,"),
+    "no list": (lambda: gs.SGD().apply_gradients(3), TypeError, "grads_and_vars; got"),
+    "v1 pairs": (
+        lambda: v1.GradientDescentOptimizer(0.1).apply_gradients([(w, 1.0)]),
+        TypeError,
+        "grads_and_vars.*comes second",
+    ),
+    "tf2 pairs": (
+        lambda: tf2.LossScaleOptimizer(gs.SGD()).apply_gradients([(w, 1.0)]),
+        TypeError,
+        "grads_and_vars.*comes second",
+    ),
+    "arrays in build": (lambda: gs.SGD().build([jnp.ones(2)]), TypeError, "in var_list; got Array"),
+    "names in var_list": (
+        lambda: gs.SGD().minimize(lambda: w**2, ["w"]),
+        TypeError,
+        r"gainstage\.Variable objects in var_list; got 'w'",
+    ),
+    "no var_list": (lambda: gs.SGD().minimize(lambda: w**2, None), TypeError, "var_list; got None"),
+    "twice": (
+        lambda: gs.SGD().minimize(lambda: w**2, [w, w]),
+        ValueError,
+        "once in var_list; got 'w' twice",
+    ),
+    "callable var_list": (
+        lambda: gs.SGD().minimize(lambda: w**2, lambda: [w, w]),
+        ValueError,
+        "once in var_list; got 'w' twice",
+    ),
+    "optimizer": (
+        lambda: experimental.LossScaleOptimizer("sgd", 8),
+        ValueError,
+        r"for optimizer; got 'sgd'\. Use gainstage\.get\('sgd'\)",
+    ),
+    "a class": (lambda: gs.LossScaleOptimizer(gs.SGD), TypeError, r"Create one: SGD\(\.\.\.\)"),
+    "own loss scale": (
+        lambda: experimental.LossScaleOptimizer(gs.SGD(), Own()),
+        ValueError,
+        "FixedLossScale or DynamicLossScale for loss_scale; got a Own.*compat.v1",
+    ),
+    "callable loss": (
+        lambda: gs.LossScaleOptimizer(gs.SGD()).scale_loss(lambda: 1.0),
+        TypeError,
+        "for loss; got <function.*Call it first",
+    ),
+    "text as loss": (lambda: gs.LossScaleOptimizer(gs.SGD()).scale_loss("x"), TypeError, "got 'x'"),
+    "no loss": (
+        lambda: gs.SGD().minimize(lambda: None, [w]),
+        TypeError,
+        r"loss\(\) to be one number; got None",
+    ),
+    "loss and aux": (
+        lambda: gs.SGD().minimize(lambda: (w * 1, 2), [w]),
+        TypeError,
+        "got a tuple of 2.*has_aux=True",
+    ),
+    "reference": (
+        lambda: gs.SGD().add_variable_from_reference(jnp.ones(2), "m"),
+        TypeError,
+        "reference of slot 'm'; got Array",
+    ),
+    "shape": (lambda: gs.SGD().add_variable(3), TypeError, r"integers >= 0 for shape; got 3"),
+    "initializer": (
+        lambda: gs.SGD().add_variable((2,), "one"),
+        ValueError,
+        "Expected one of zeros, ones, .*random_normal.* for initializer; got 'one'",
+    ),
+    "a gradient": (
+        lambda: tf2.LossScaleOptimizer(gs.SGD()).get_unscaled_gradients(1.0),
+        TypeError,
+        r"list of gradients for grads; got 1\.0",
+    ),
+    "assign": (lambda: gs.SGD().assign(jnp.ones(2), 1.0), TypeError, "variable to assign to; got"),
+    "update_step": (update_before_build, AttributeError, r"'momentums'; `build\(variables\)`"),
+    "get": (lambda: gs.get("adm"), ValueError, "among .*'Adam', 'AdamW'.*got 'adm'"),
+    "class_name": (
+        lambda: gs.deserialize({"class_name": "Retrying", "config": {}}),
+        ValueError,
+        "got 'Retrying'",
+    ),
+    "argument": (
+        lambda: gs.Adam(beta1=0.9),
+        TypeError,
+        "Adam: got an unexpected keyword argument 'beta1'. Its arguments are .*beta_1, beta_2",
+    ),
+    "live scale": (
+        lambda: experimental.DynamicLossScale(init_scale=8),
+        TypeError,
+        "no argument 'init_scale'; its arguments are initial_loss_scale, increment_period",
+    ),
+    "rule": (
+        lambda: gs.DynamicLossScale(init_scale=8),
+        TypeError,
+        "no argument 'init_scale'; its arguments are initial_loss_scale, increment_period",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HELPFUL)
+def test_an_error_names_the_argument_the_value_and_the_remedy(name):
+    """Each error names what the user has written, in at most 600 characters."""
+    mistake, cls, match = HELPFUL[name]
+    before = w.numpy()
+    with pytest.raises(cls, match=match) as error:
+        mistake()
+    assert len(str(error.value)) <= 600
+    assert "Retrying'," not in str(error.value)
+    assert "_Momentum" not in str(error.value)
+    assert w.numpy() == before

@@ -22,6 +22,114 @@ def test_variable_holds_what_it_was_given():
     assert "name='w'" in repr(var)
 
 
+def test_arguments_are_those_of_tensorflow_and_keras():
+    """`initial_value` has TensorFlow's name, and `trainable` is the second argument, as there."""
+    assert float(gs.Variable(initial_value=2.0)) == 2.0
+    assert gs.Variable(1.0).trainable
+    assert not gs.Variable(1.0, False).trainable
+    with pytest.raises(TypeError, match=r"bool for trainable; got .*float16.*`dtype=`"):
+        gs.Variable(1.0, jnp.float16)
+    with pytest.raises(TypeError, match="positional"):
+        gs.Variable(1.0, True, jnp.float16)
+
+
+METHODS = [
+    ("sum", (), {}),
+    ("sum", (), {"axis": 0}),
+    ("mean", (), {}),
+    ("max", (), {}),
+    ("min", (1,), {}),
+    ("prod", (), {}),
+    ("std", (), {}),
+    ("var", (), {}),
+    ("any", (), {}),
+    ("all", (), {}),
+    ("argmax", (), {}),
+    ("argmin", (), {}),
+    ("argsort", (), {}),
+    ("astype", ("float16",), {}),
+    ("clip", (0, 2), {}),
+    ("conj", (), {}),
+    ("cumsum", (), {}),
+    ("cumprod", (), {}),
+    ("diagonal", (), {}),
+    ("flatten", (), {}),
+    ("ravel", (), {}),
+    ("repeat", (2,), {}),
+    ("reshape", (4, 1), {}),
+    ("round", (), {}),
+    ("sort", (), {}),
+    ("squeeze", (), {}),
+    ("swapaxes", (0, 1), {}),
+    ("take", (0,), {}),
+    ("trace", (), {}),
+    ("transpose", (), {}),
+    ("tolist", (), {}),
+    ("copy", (), {}),
+    ("dot", (np.ones(2, np.float32),), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "options"), METHODS)
+def test_methods_of_arrays_work(name, args, options):
+    """A variable has the methods of its array, with the same results."""
+    array = jnp.array([[3.0, -1.0], [0.5, 2.0]])
+    var = gs.Variable(array)
+    result, expected = (getattr(x, name)(*args, **options) for x in (var, array))
+    np.testing.assert_array_equal(result, expected)
+    assert getattr(result, "dtype", None) == getattr(expected, "dtype", None)
+
+
+def test_attributes_of_arrays_work():
+    """So do `T`, `mT`, `real`, `imag`, `nbytes`, `item()` and `at`, also with a variable."""
+    array, var = jnp.array([[3.0, -1.0]]), gs.Variable([[3.0, -1.0]])
+    for name in ("T", "mT", "real", "imag", "nbytes"):
+        np.testing.assert_array_equal(getattr(var, name), getattr(array, name))
+    assert gs.Variable(3.0).item() == 3.0
+    assert var.at[0, 0].set(5.0).tolist() == [[5.0, -1.0]]
+    assert var.numpy().tolist() == [[3.0, -1.0]]
+    assert var.dot(gs.Variable([1.0, 2.0])).tolist() == [1.0]
+
+
+def test_methods_are_differentiated():
+    """The gradient of a loss that uses them is that of the array's."""
+    w = gs.Variable([1.0, 2.0])
+    ((gradient, _),) = gs.SGD().compute_gradients(lambda: (w.astype("float16") * w).sum(), [w])
+    assert gradient.tolist() == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        jnp.sum,
+        jnp.exp,
+        jax.nn.relu,
+        jax.lax.exp,
+        lambda v: jnp.dot(jnp.ones(2), v),
+        lambda v: jnp.add(v, 1),
+        lambda v: jnp.where(True, v, 0),
+        jax.jit(lambda x: x),
+        jax.vmap(lambda x: x),
+        jax.grad(jnp.sum),
+        lambda v: jax.jit(lambda tree: tree["w"])({"w": v}),
+    ],
+)
+def test_a_function_of_jax_says_to_pass_the_value(function):
+    """A compiled function of JAX takes arrays only; the error names the variable and `value()`."""
+    var = gs.Variable([1.0, 2.0], name="weight")
+    with pytest.raises(ValueError, match=r"'weight'.*`jnp\.sum\(weight\.value\(\)\)`"):
+        function(var)
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.asarray, jnp.array, np.asarray, jnp.zeros_like, lambda v: jnp.stack([v, v])]
+)
+def test_functions_of_jax_that_are_not_compiled_take_variables(function):
+    """They convert a variable to its array."""
+    var = gs.Variable([1.0, 2.0])
+    np.testing.assert_array_equal(function(var), function(var.value()))
+
+
 def test_variable_is_never_weakly_typed():
     """A Python number becomes a strong type: a weak one would compile twice."""
     var = gs.Variable(1.0)
@@ -215,7 +323,7 @@ def test_functional_checks_the_values():
 def test_a_state_holds_variables_once(bridge):
     """A state with another leaf, or the same variable twice, is an error that names it."""
     var = gs.Variable(1.0, name="w")
-    with pytest.raises(TypeError, match="made of Variables"):
+    with pytest.raises(TypeError, match=r"gainstage\.Variable objects in"):
         bridge(lambda: None, [var, 1.0])
     with pytest.raises(ValueError, match="'w' twice"):
         bridge(lambda: None, [var, {"again": var}])

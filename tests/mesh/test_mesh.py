@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage._core import readings, sharding
 from gainstage._core.gradients import Clip
+from gainstage.compat import dtensor
 
 import programs
 from peers import fails, live
@@ -647,3 +648,36 @@ def test_a_train_step_decides_in_one_collective():
     params, state, _ = step(params, state, 2.0)
     for new in params:
         np.testing.assert_allclose(new, 0.9, rtol=1e-5)
+
+
+class Counting(gs.SGD):
+    """An optimizer that adds a variable in its `build`, as a user's may."""
+
+    def build(self, var_list):
+        super().build(var_list)
+        self.counted = self.add_variable((2,), name="counted")
+
+
+class CountingOnDTensor(dtensor.SGD):
+    """The same with TensorFlow's order of arguments."""
+
+    def build(self, var_list):
+        super().build(var_list)
+        self.counted = self.add_variable([2], name="counted")
+
+
+@pytest.mark.parametrize("cls", [Counting, CountingOnDTensor])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_variable_that_is_added_is_replicated_on_the_mesh(cls, given):
+    """Before `build` with a `mesh`, in `build` and after it, `add_variable` uses the whole mesh."""
+    mesh = mesh_of((4, 2))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt = cls(0.5, mesh=mesh) if given else cls(0.5)
+    early = opt.add_variable((), name="early")
+    assert (early.sharding == everywhere) == given
+    w = gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec("data"))))
+    opt.build([w])
+    late = opt.add_variable(np.array([3]), name="late")
+    assert early.sharding == opt.counted.sharding == late.sharding == everywhere
+    opt.apply([w.value()])
+    assert (w.numpy() == 0.5).all()

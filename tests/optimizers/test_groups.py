@@ -28,7 +28,8 @@ OPTIONS = [
 def make(kind, dtype=np.float32, **options):
     rng = np.random.default_rng(0)
     variables = [
-        gs.Variable(rng.normal(size=shape), dtype, f"v{i}") for i, shape in enumerate(SHAPES)
+        gs.Variable(rng.normal(size=shape), dtype=dtype, name=f"v{i}")
+        for i, shape in enumerate(SHAPES)
     ]
     opt = gs.LossScaleOptimizer(KINDS[kind](**options), initial_scale=8.0)
     opt.build(variables)
@@ -190,7 +191,7 @@ def test_variables_on_a_mesh_are_not_grouped():
 def test_a_group_takes_gradients_of_several_dtypes():
     """With `group_small` gradients of float64, of float32 and missing ones may be mixed."""
     with jax.enable_x64(True):
-        a, b, c = (gs.Variable([1.0, 2.0], jnp.float32) for _ in range(3))
+        a, b, c = (gs.Variable([1.0, 2.0], dtype=jnp.float32) for _ in range(3))
         opt = gs.SGD(0.5, group_small=True)
         opt.apply([np.ones(2), np.ones(2, np.float32), None], [a, b, c])
         assert [v.numpy().tolist() for v in (a, b, c)] == [[0.5, 1.5], [0.5, 1.5], [1.0, 2.0]]

@@ -182,7 +182,7 @@ def test_wrong_combinations_are_errors():
         multi(optax.sgd(0.1))
     with pytest.raises(ValueError, match="at least one pair"):
         gs.MultiOptimizer([])
-    with pytest.raises(ValueError, match="each variable once in the state; got 'w' twice"):
+    with pytest.raises(ValueError, match=r"each variable once in .*; got 'w' twice"):
         gs.MultiOptimizer([(gs.SGD(0.1), [w]), (gs.Adam(0.1), [w])])
     with pytest.raises(ValueError, match="weight_decay on an optimizer"):
         multi(gs.SGD(0.1), weight_decay=0.1).apply([1.0], [w])

@@ -319,7 +319,7 @@ def test_what_differs_from_the_checkpoint_is_named(tmp_path):
     """Another class, configuration, name, shape or dtype is an error, and changes nothing."""
 
     def make(rule=gs.Adam, shape=(3,), dtype=np.float32, name="w", **options):
-        variable = gs.Variable(np.ones(shape), dtype, name=name)
+        variable = gs.Variable(np.ones(shape), dtype=dtype, name=name)
         optimizer = rule(0.1, **options)
         optimizer.build([variable])
         return [variable], optimizer

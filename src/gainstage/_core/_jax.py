@@ -3,10 +3,14 @@
 Each exists in jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
-# The user's source line of an equation, and a context that hands it on: no public API has them.
-from jax._src import source_info_util
+# No public API has these. `core`: the trace to which new operations belong. `core`, `dtypes`: the
+# classes that functions of JAX take as arguments. `source_info_util`: the user's source line of an
+# equation, and a context that hands it on.
+from jax._src import core, dtypes, source_info_util
 
 # `ShapedArray`: the type of an array in a program. `Tracer`: whether a value belongs to one.
 from jax.core import AbstractValue, ShapedArray, Tracer
@@ -24,6 +28,7 @@ from jax.extend.core import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    Primitive,
     Var,
     get_opaque_trace_state,
     jaxpr_as_fun,
@@ -37,6 +42,7 @@ __all__ = [
     "JaxprEqn",
     "Layout",
     "Literal",
+    "Primitive",
     "ShapedArray",
     "Tracer",
     "Var",
@@ -45,6 +51,8 @@ __all__ = [
     "holds_arrays",
     "jaxpr_as_fun",
     "multihost_utils",
+    "refuse_as_argument",
+    "return_to_trace",
     "source_info_util",
     "user_frames",
     "with_layout_constraint",
@@ -59,3 +67,16 @@ def holds_arrays(sharding: Any) -> bool:
     `jax.experimental.topologies`, which are only for compiling and local to no process."""
     device = next(iter(sharding.device_set))
     return bool(device.client.local_devices())
+
+
+def return_to_trace() -> Callable[[], AbstractContextManager[None]]:
+    """Returns a function that makes a context in which operations belong to the current trace, also
+    inside of a loop's body or another function that is traced later."""
+    trace = core.trace_ctx.trace
+    return lambda: core.set_current_trace(trace)
+
+
+def refuse_as_argument(cls: type, refuse: Callable[[Any], NoReturn]) -> None:
+    """Makes JAX call `refuse` where an object of this class is an argument of its functions. JAX's
+    own error names `__jax_array__`, which it calls only in functions that are not compiled."""
+    core.pytype_aval_mappings[cls] = dtypes.canonicalize_value_handlers[cls] = refuse

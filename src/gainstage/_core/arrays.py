@@ -1,8 +1,8 @@
 """Arrays: which values are arrays, conversions to them, and pytrees without theirs."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Never, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,29 @@ import numpy.typing as npt
 
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # the classes of arrays
 _ARRAY = object()  # marks the place of an array
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """A mesh or sharding in the state of an object, for a copy of that object. It cannot be
+    pickled: its devices may not exist in the process that reads the file."""
+
+    value: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> Never:
+        raise TypeError(
+            "An optimizer or variable on a mesh cannot be pickled, because devices cannot. Save "
+            "`optimizer.state()`, and pass it to `load_state` of an optimizer that is built for "
+            "variables on a mesh; or use gainstage.interop.orbax."
+        )
+
+
+def with_devices(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an object; each `Devices` is replaced by its value."""
+    return {k: v.value if isinstance(v, Devices) else v for k, v in state.items()}
 
 
 @dataclasses.dataclass(frozen=True)

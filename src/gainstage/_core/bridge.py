@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
+from gainstage._core.arguments import variables_in
 from gainstage._core.arrays import Static, partition
 from gainstage._core.checks import brief
 from gainstage._core.signals import deferred_signals
@@ -25,26 +26,9 @@ from gainstage._core.types import P, PyTree, R, State, Structure
 from gainstage._core.variable import Variable, is_inside, recording
 
 
-def variables_in(state: State) -> list[Variable]:
-    """The variables of a state, in order. A state is a variable, a pytree or an iterable of them.
-
-    Raises:
-        TypeError: a leaf is not a variable.
-        ValueError: a variable occurs twice.
-    """
-    known = isinstance(state, (Variable, Mapping, list, tuple))
-    variables = jax.tree.leaves(state if known else list(state))
-    for variable in variables:
-        if not isinstance(variable, Variable):
-            raise TypeError(f"Expected a state made of Variables of gainstage; got {variable!r}.")
-    if len(set(variables)) < len(variables):
-        twice = next(v for v in variables if variables.count(v) > 1)
-        raise ValueError(f"Expected each variable once in the state; got {twice.name!r} twice.")
-    return variables
-
-
 def read(state: State) -> PyTree:
     """Reads the values of a state, in the same structure."""
+    Variable._watch(jax.tree.leaves(state))
     return jax.tree.map(lambda variable: variable._value, state)
 
 
@@ -174,9 +158,9 @@ def functional(
 class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     """Compiles `fn`, including its assignments to the variables of `state`, with XLA.
 
-    Everything else that `fn` reads is a constant of the program, as under `jax.jit`: for example a
-    weight decay or a schedule that is changed later. A learning rate that is a callable of no
-    argument is an error.
+    Everything else that `fn` reads is a constant of the program, as under `jax.jit`. But if an
+    option or the schedule of an optimizer in `state` has been changed, the next call compiles
+    again. A learning rate that is a callable of no argument is an error.
 
     Args:
         fn: a function of arrays, or of pytrees of them.
@@ -205,7 +189,19 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     def __init__(self, fn: Callable[P, R], state: State, donate: bool = False):
         self._state, self._donate = variables_in(state), donate
-        pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
+        found = [variable._constants_of for variable in self._state]
+        self._constants = [reference for reference in found if reference is not None]
+        self._pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
+        self._compile()
+        functools.update_wrapper(self, fn, updated=())
+
+    def _versions(self) -> list[int]:
+        """The versions of all options that the program has as constants."""
+        return [getattr(reference(), "version", 0) for reference in self._constants]
+
+    def _compile(self) -> None:
+        """Makes new programs, which are compiled when they are called."""
+        pure, donate, self._compiled_for = self._pure, self._donate, self._versions()
 
         def program(
             values: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -222,7 +218,6 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         if donate:
             self._compiled = jax.jit(program, donate_argnums=0, out_shardings=(shardings, None))
         self._calls_back: bool | None = None  # whether it has callbacks; None before the first call
-        functools.update_wrapper(self, fn, updated=())
 
     def _unshare(self, values: list[jax.Array]) -> None:
         """Copies the values that others hold, so that all may be donated."""
@@ -233,6 +228,9 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, and writes the new values into the variables."""
+        Variable._watch(self._state)
+        if self._compiled_for != self._versions():
+            self._compile()
         values = [variable._value for variable in self._state]
         if is_inside():  # for example of `jax.grad`, where nothing may be stored in the end
             values, result = self._keeping(values, args, kwargs)
@@ -257,6 +255,8 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Returns the lowered program for these arguments, as `jax.jit(f).lower`."""
+        if self._compiled_for != self._versions():
+            self._compile()
         return self._compiled.lower(read(self._state), args, kwargs)
 
 
@@ -352,13 +352,13 @@ def variables_like(state: Any, owner: str, documented: Mapping[str, str] | None 
     Args:
         state: the tuple; None in it stays None.
         owner: the prefix of the variables' names.
-        documented: public names of fields, if they are different.
+        documented: the names of some fields' variables, in which {owner} is the owner.
     """
 
     def one(name: str, value: Any) -> Any:
         if value is None or hasattr(value, "_fields"):
             return value and variables_like(value, owner, documented)
-        name = (documented or {}).get(name, name)
-        return Variable(value, name=f"{owner}/{name}", trainable=False)
+        name = (documented or {}).get(name, f"{{owner}}/{name}").format(owner=owner)
+        return Variable(value, False, name=name)
 
     return type(state)(*(one(name, getattr(state, name)) for name in state._fields))

@@ -22,6 +22,10 @@ _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 5
 _SHORT.maxother, _SHORT.maxstring, _SHORT.maxlevel = 160, 60, 3
 
 
+class InvalidArgumentError(TypeError, ValueError):
+    """An argument of a wrong type, where a document promises a ValueError."""
+
+
 def brief(value: object) -> str:
     """The `repr` of a value for an error: of a long list, dictionary or pytree only a part."""
     text = value if isinstance(value, str) else repr(value)
@@ -120,6 +124,11 @@ def condition(name: str, value: npt.ArrayLike) -> jax.Array:
     return jnp.asarray(value)
 
 
+def not_assignable(value: object) -> TypeError:
+    """The error for a value in the place of a variable."""
+    return TypeError(f"Expected a variable to assign to; got {brief(value)}.")
+
+
 def transformation(name: str, value: object) -> None:
     """Raises a TypeError if `value` has not the methods of an `optax.GradientTransformation`."""
     if hasattr(value, "init") and hasattr(value, "update"):
@@ -145,10 +154,10 @@ def overrides(optimizer: object, name: str) -> type | None:
 
 
 def check_verbs(optimizer: object, caller: str, verbs: Sequence[str] = VERBS) -> None:
-    """Raises a TypeError if the user's class overrides one of `verbs`, which `caller` bypasses."""
+    """Raises an error if the user's class overrides one of `verbs`, which `caller` bypasses."""
     for verb in verbs:
         if owner := overrides(optimizer, verb):
-            raise TypeError(
+            raise InvalidArgumentError(
                 f"{owner.__name__} overrides {verb}, which {caller} does not call. Override "
                 f"update_step, or change the gradients before they are given to the optimizer."
             )

@@ -13,6 +13,7 @@ _LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
 # The errors of constructors for arguments from a damaged file.
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 F = TypeVar("F", bound=Callable[..., Any])
+Class = TypeVar("Class")
 _NOT_KEPT = object()  # marks an argument that the object does not store as an attribute
 
 
@@ -41,7 +42,8 @@ class Configurable:
     """A base whose subclasses store each constructor argument in an attribute of the same name.
 
     A subclass that passes unknown arguments on, as `*args, **kwargs`, still gets the full signature
-    of its constructor. One `get_config` serves all subclasses.
+    of its constructor. One `get_config` serves all subclasses. A class that only serves as a base
+    says so with `_is_base`, and no configuration names it.
     """
 
     __signature__: ClassVar[inspect.Signature]
@@ -139,6 +141,39 @@ class Fields:
         return cls(**config)
 
 
+def explains_arguments(cls: type[Class]) -> type[Class]:
+    """Makes the constructor of a class list its arguments if it gets an unknown one."""
+    untyped: Any = cls
+    init, names = untyped.__init__, list(inspect.signature(cls).parameters)
+
+    @functools.wraps(init)
+    def checked(self: Class, *args: Any, **kwargs: Any) -> None:
+        unknown = [name for name in kwargs if name not in names]
+        if unknown and type(self) is cls:
+            raise TypeError(
+                f"{cls.__name__} has no argument {unknown[0]!r}; its arguments are "
+                f"{', '.join(names)}."
+            )
+        init(self, *args, **kwargs)
+
+    untyped.__init__ = checked
+    return cls
+
+
+def without_legacy(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of an optimizer without entries that only TensorFlow 2 wrote.
+
+    Raises:
+        ValueError: it has a `decay`, which only optimizers of TensorFlow 2 have.
+    """
+    if config.get("decay"):
+        raise ValueError(
+            f"Expected an optimizer without decay; got {config['decay']!r}. Give it "
+            f"learning_rate=InverseTimeDecay(learning_rate, 1, decay)."
+        )
+    return {k: v for k, v in config.items() if k not in ("is_legacy_optimizer", "decay")}
+
+
 def serialize(obj: Any) -> dict[str, Any]:
     """Returns the description of an object with `get_config`, in Keras's format."""
     cls = type(obj)
@@ -185,12 +220,15 @@ def deserialize(
             f"Expected a dictionary with class_name and config for a {base.__name__}; "
             f"got {reprlib.repr(description)}."
         )
-    found = [cls for cls in family(base) if cls.__name__ == name]
+    classes = [
+        cls for cls in family(base) if "_is_base" not in vars(cls) and cls.__name__[0] != "_"
+    ]
+    found = [cls for cls in classes if cls.__name__ == name]
     derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
     found.sort(key=lambda cls: (cls.__module__ == module, cls not in derived))
     cls: Any = (custom_objects or {}).get(name) or (found[-1] if found else None)
     if cls is None:
-        known = sorted({cls.__name__ for cls in family(base)})
+        known = sorted({cls.__name__ for cls in classes})
         raise ValueError(f"Expected class_name among {known} or custom_objects; got {name!r}.")
     if custom_objects and issubclass(cls, Configurable):
         return cls.from_config(dict(config), custom_objects)

@@ -36,14 +36,20 @@ def upcast(tree: PyTree) -> PyTree:
 
 
 def scaled(loss: Scalar, scale: Scalar) -> jax.Array:
-    """Returns a loss times the scale, in float32 or wider; float16 could overflow.
+    """Returns a loss times the scale, in float32 or wider; float16 could overflow, and integers
+    too.
 
     Raises:
-        TypeError: `loss` is not a single array.
+        TypeError: `loss` is not a number or array.
     """
-    if not jax.tree_util.all_leaves([loss]) or loss is None:
+    if not jax.tree_util.all_leaves([loss]):
         raise TypeError(f"Expected one loss, an array; got {loss!r}. Sum several losses into one.")
+    if loss is None or callable(loss) or isinstance(loss, (str, bytes)):
+        advice = " Call it first." if callable(loss) else ""
+        raise TypeError(f"Expected a number or an array for loss; got {loss!r}.{advice}")
     value = upcast(loss)
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        value = value.astype(jnp.float32)
     SETTLED.add("scaled")
     return value * jnp.asarray(scale, value.dtype)
 

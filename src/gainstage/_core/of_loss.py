@@ -2,83 +2,125 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gainstage._core import jaxprs
+from gainstage._core.arguments import variables_in
 from gainstage._core.bridge import assign, functional, read, recorded
 from gainstage._core.buffers import buffers
 from gainstage._core.checks import brief
 from gainstage._core.gradients import WithLoss, upcast
+from gainstage._core.reads import linearized_by_reads
 from gainstage._core.variable import Variable, is_inside
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
+ALL_READ: Any = object()  # in place of a `VarList`: all trainable variables that the loss reads
 
 
 def differentiate(
     loss: Callable[[], Any],
-    variables: list[Variable],
+    var_list: VarList,
     scale_loss: Callable[[Any], Any],
     has_aux: bool = False,
     may_assign: bool = False,
+    sums: bool = False,
 ) -> WithLoss:
     """Returns the (gradient, variable) pairs of the scaled loss; None if it is independent of one.
 
     Args:
-        loss: a function of no argument that returns the loss.
-        variables: the variables to differentiate with respect to.
+        loss: a function of no argument that returns the loss; it is called once.
+        var_list: the variables to differentiate with respect to, or a callable that returns them,
+            which is called after the loss, or `ALL_READ`.
         scale_loss: the function that multiplies the loss by the scale.
         has_aux: whether `loss` returns (loss, aux).
         may_assign: whether the loss may assign other variables; here they keep their values.
+        sums: whether a loss that is not a scalar is summed.
     """
     if not callable(loss):
         raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
-    assigned: list[Variable] = []
 
-    def scaled_and_true_loss() -> tuple[jax.Array, Any]:
-        before = read(variables)
+    def called(before: Mapping[Variable, Any]) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Calls the loss; `before` has, at the end, the values that it read."""
         records: contextlib.AbstractContextManager[list[Variable]] = contextlib.nullcontext([])
         with recorded() if may_assign else records as also:
             value, aux = _with_aux(loss()) if has_aux else (loss(), None)
-            assigned[:], values = also, read(also)
-        if changed := [v.name for v, b in zip(variables, before, strict=True) if v._value is not b]:
-            raise ValueError(
-                f"Expected a loss that does not assign what it trains; got {brief(changed)}."
-            )
-        value = jnp.asarray(value)
-        if value.shape:
-            raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            raise TypeError(f"Expected loss() to be floating; got dtype {value.dtype}.")
-        value = upcast(value)
-        return scale_loss(value), (value, aux, values)
+            changed = [v for v, value in before.items() if v._value is not value]
+            assigned[:] = dict.fromkeys([*also, *changed])
+            new = read(assigned)
+        value = _checked_loss(value, sums)
+        return value, (value, aux, new)
 
-    check_floating(variables)
-    pure, values = functional(scaled_and_true_loss, variables), read(variables)
+    def scaled(result: tuple[jax.Array, tuple[Any, ...]]) -> tuple[jax.Array, tuple[Any, ...]]:
+        return scale_loss(result[0]), result[1]
+
+    assigned: list[Variable] = []
     try:
-        scaled, linear, more = jax.linearize(lambda v: pure(v)[0], values, has_aux=True)
+        if var_list is ALL_READ or callable(var_list):
+            scalar, linear, more, read_by_loss = linearized_by_reads(called, scaled)
+            if var_list is ALL_READ:
+                variables = [variable for variable in read_by_loss if variable.trainable]
+            else:
+                variables = variables_in(var_list(), "var_list")
+        else:
+            variables = read_by_loss = variables_in(var_list, "var_list")
+            check_floating(variables)
+            given = functional(lambda: scaled(called(_values_of(variables))), variables)
+            scalar, linear, more = jax.linearize(
+                lambda v: given(v)[0], read(variables), has_aux=True
+            )
     except jax.errors.UnexpectedTracerError as error:
         error.add_note(
             "Expected a loss without jax.jit, jax.checkpoint or lax.scan over a named function "
             "that reads variables itself; pass it `variable.value()` as an argument."
         )
         raise
+    check_floating(variables)
+    changed = [v.name for v in assigned if v in variables or not may_assign]
+    if changed:
+        raise ValueError(
+            f"Expected a loss that does not assign what it trains; got {brief(changed)}."
+        )
+    values = read(read_by_loss)
     # A gradient is None if the program does not depend on the variable; zeros do not prove that.
     depends = jaxprs.used_arguments(jax.make_jaxpr(linear)(values))
-    (grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scaled))
+    (all_grads,) = jax.linear_transpose(linear, values)(jnp.ones_like(scalar))
+    gradient_of = {
+        v: g for v, g, used in zip(read_by_loss, all_grads, depends, strict=True) if used
+    }
+    grads = [gradient_of.get(variable) for variable in variables]
     if not is_inside():  # a result may share the buffer of a weight, which a step donates
         memory = set(itertools.chain(*map(buffers, jax.tree.leaves((grads, more)))))
-        for variable, array in zip(variables, values, strict=True):
-            if not memory.isdisjoint(buffers(array)):
+        for variable in variables:
+            if not memory.isdisjoint(buffers(variable._value)):
                 variable.value()  # marks it as held by others
-    grads = [g if used else None for g, used in zip(grads, depends, strict=True)]
     value, aux, new = more
     return WithLoss(
         zip(grads, variables, strict=True), value, aux, dict(zip(assigned, new, strict=True))
     )
+
+
+def _values_of(variables: Iterable[Variable]) -> dict[Variable, Any]:
+    return {variable: variable._value for variable in variables}
+
+
+def _checked_loss(value: Any, sums: bool) -> jax.Array:
+    """The loss as a floating scalar."""
+    several = isinstance(value, tuple) and not sums
+    if value is None or several or isinstance(value, (str, Mapping)):
+        advice = " For (loss, aux), pass has_aux=True to `minimize`." if several else ""
+        got = f"a tuple of {len(value)}" if several else brief(repr(value))
+        raise TypeError(f"Expected loss() to be one number; got {got}.{advice}")
+    value = jnp.asarray(value)
+    value = jnp.sum(value) if sums else value
+    if value.shape:
+        raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"Expected loss() to be floating; got dtype {value.dtype}.")
+    return upcast(value)
 
 
 def _with_aux(result: object) -> tuple[Any, Any]:

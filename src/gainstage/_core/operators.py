@@ -1,10 +1,12 @@
-"""The operators of an object that holds an array."""
+"""The operators and array methods of an object that holds an array."""
 
 from collections.abc import Callable
 from typing import Any, Never, Protocol
 
 import jax
 from jax.typing import ArrayLike
+
+from gainstage._core._jax import refuse_as_argument
 
 
 class _Unary(Protocol):
@@ -19,13 +21,21 @@ class _Item(Protocol):
     def __call__(self, index: Any, /) -> jax.Array: ...
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    def apply(self: "Operators", *others: Any) -> jax.Array:
-        others = tuple(x.value() if isinstance(x, Operators) else x for x in others)
-        return getattr(self.value(), name)(*others)
+class _Method(Protocol):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
-    apply.__name__ = name
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: "Operators", *others: Any, **options: Any) -> Any:
+        others = tuple(x.value() if isinstance(x, Operators) else x for x in others)
+        return getattr(self.value(), name)(*others, **options)
+
+    apply.__name__, apply.__doc__ = name, f"Calls `{name}` of the array."
     return apply
+
+
+def _attribute(name: str) -> Any:
+    return property(lambda self: getattr(self.value(), name), doc=f"`{name}` of the array.")
 
 
 def _refused(self: "Operators", other: Never) -> Never:  # type checkers refuse it too
@@ -35,10 +45,22 @@ def _refused(self: "Operators", other: Never) -> Never:  # type checkers refuse 
     )
 
 
+def _refused_as_argument(variable: "Operators") -> Never:
+    name = variable.name if variable.name.isidentifier() else "variable"
+    raise ValueError(  # JAX replaces a TypeError by one of its own
+        f"Expected an array; got the variable {variable.name!r}. Pass its value to functions of "
+        f"JAX, as in `jnp.sum({name}.value())`."
+    )
+
+
 class Operators:
-    """Applies operators to `value()`."""
+    """Applies operators and array methods to `value()`."""
 
     name: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_as_argument(cls, _refused_as_argument)
 
     def value(self) -> jax.Array:
         """Returns the array."""
@@ -76,3 +98,45 @@ class Operators:
     __imod__ = _refused
     __ipow__ = _refused
     __imatmul__ = _refused
+
+    all: _Method = _operator("all")
+    any: _Method = _operator("any")
+    argmax: _Method = _operator("argmax")
+    argmin: _Method = _operator("argmin")
+    argsort: _Method = _operator("argsort")
+    astype: _Method = _operator("astype")
+    clip: _Method = _operator("clip")
+    conj: _Method = _operator("conj")
+    conjugate: _Method = _operator("conjugate")
+    copy: _Method = _operator("copy")
+    cumprod: _Method = _operator("cumprod")
+    cumsum: _Method = _operator("cumsum")
+    diagonal: _Method = _operator("diagonal")
+    dot: _Method = _operator("dot")
+    flatten: _Method = _operator("flatten")
+    item: _Method = _operator("item")
+    max: _Method = _operator("max")
+    mean: _Method = _operator("mean")
+    min: _Method = _operator("min")
+    nonzero: _Method = _operator("nonzero")
+    prod: _Method = _operator("prod")
+    ravel: _Method = _operator("ravel")
+    repeat: _Method = _operator("repeat")
+    reshape: _Method = _operator("reshape")
+    round: _Method = _operator("round")
+    sort: _Method = _operator("sort")
+    squeeze: _Method = _operator("squeeze")
+    std: _Method = _operator("std")
+    sum: _Method = _operator("sum")
+    swapaxes: _Method = _operator("swapaxes")
+    take: _Method = _operator("take")
+    tolist: _Method = _operator("tolist")
+    trace: _Method = _operator("trace")
+    transpose: _Method = _operator("transpose")
+    var: _Method = _operator("var")
+    T: Any = _attribute("T")
+    at: Any = _attribute("at")
+    imag: Any = _attribute("imag")
+    mT: Any = _attribute("mT")  # noqa: N815 - the name of the array API
+    nbytes: Any = _attribute("nbytes")
+    real: Any = _attribute("real")

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Self, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeVar, overload
 
 from jax.sharding import Mesh
 
@@ -41,29 +41,72 @@ class Option(Generic[T]):
     @overload
     def __get__(self, optimizer: object, owner: type | None = None) -> T: ...
 
-    def __get__(self, optimizer: object, owner: type | None = None) -> Self | T:
-        return self if optimizer is None else self._of(optimizer)
+    def __get__(self, optimizer: Any, owner: type | None = None) -> Self | T:
+        return self if optimizer is None else optimizer._get_option(self._name)
 
     def __set__(self, optimizer: Any, value: T) -> None:
         optimizer._set_option(self._name, value)
-
-    def _of(self, optimizer: Any) -> T:
-        return optimizer._get_option(self._name)
 
 
 class Fixed(Option[T]):
     """An attribute that only the constructor sets, and that is not an option of a step."""
 
+    @overload
+    def __get__(self, optimizer: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, optimizer: object, owner: type | None = None) -> T: ...
+
+    def __get__(self, optimizer: object, owner: type | None = None) -> Self | T:
+        if optimizer is None:
+            return self
+        if self._name not in vars(optimizer):
+            name = type(optimizer).__name__
+            raise AttributeError(f"{name!r} object has no attribute {self._name!r}")
+        return vars(optimizer)[self._name]
+
     def __set__(self, optimizer: object, value: T) -> None:
         if self._name in vars(optimizer):
             raise AttributeError(f"`{self._name}` can be set only in the constructor.")
-        vars(optimizer)[self._name] = value
+        vars(optimizer)[self._name] = self.check(self._name, value)
 
-    def _of(self, optimizer: object) -> T:
-        if self._name not in vars(optimizer):
-            owner = type(optimizer).__name__
-            raise AttributeError(f"{owner!r} object has no attribute {self._name!r}")
-        return vars(optimizer)[self._name]
+
+@dataclasses.dataclass(eq=False)
+class Setting(Generic[T]):
+    """An attribute that is checked where it is set, by the constructor or later.
+
+    Args:
+        default, check, ours: as for an `Option`.
+        needs_state: `(old, new) -> bool`: whether a change needs other state than `build` created.
+    """
+
+    default: Any = None
+    check: Callable[[str, Any], Any] = lambda _, value: value
+    _: dataclasses.KW_ONLY
+    ours: bool = False
+    needs_state: Callable[[Any, Any], bool] = lambda old, new: False
+
+    if TYPE_CHECKING:  # at run time the optimizer itself holds the value
+
+        def __get__(self, optimizer: object, owner: type | None = None) -> T: ...
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __set__(self, optimizer: Any, value: T) -> None:
+        held, value = vars(optimizer), self.check(self._name, value)
+        set_later = self._name in held and optimizer.built
+        if set_later and self.needs_state(held[self._name], value):
+            raise ValueError(
+                f"Expected {self._name} to be set before {optimizer.name!r} is built, because "
+                f"`build` creates its state; got {value!r}. Create a new optimizer."
+            )
+        held[self._name] = value
+
+
+def needs_slot(old: object, new: object) -> bool:
+    """Whether a change needs a slot that `build` creates only if the value is not 0 or False."""
+    return bool(new) and not old
 
 
 def _accumulation_steps(name: str, value: object) -> int:
@@ -92,7 +135,12 @@ def _mesh(name: str, value: object) -> Mesh | None:
     return value
 
 
-_above_0 = functools.partial(checks.real, above=0)
+def within(**bounds: Any) -> Callable[[str, Any], float]:
+    """The check of a real number within the bounds of `checks.real`."""
+    return functools.partial(checks.real, **bounds)
+
+
+_above_0 = within(above=0)
 
 
 class Options:
@@ -101,12 +149,12 @@ class Options:
     `Optimizer` says in its documentation what each does.
     """
 
-    weight_decay: Option[float | None] = Option(None, functools.partial(checks.real, low=0))
+    weight_decay: Option[float | None] = Option(None, within(low=0))
     clipnorm: Option[float | None] = Option(None, _above_0)
     clipvalue: Option[float | None] = Option(None, _above_0)
     global_clipnorm: Option[float | None] = Option(None, _above_0)
     use_ema: Option[bool] = Option(False, checks.flag, builds=True)
-    ema_momentum: Option[float] = Option(0.99, functools.partial(checks.real, low=0, high=1))
+    ema_momentum: Option[float] = Option(0.99, within(low=0, high=1))
     ema_overwrite_frequency: Option[int | None] = Option(
         None, functools.partial(checks.integer, low=1)
     )
@@ -118,8 +166,8 @@ class Options:
 class Arguments(Options):
     """The options of a step, and the constructor's other arguments."""
 
-    name: str
-    jit_compile: bool
+    name: Setting[str] = Setting(None, _name)
+    jit_compile: Setting[bool] = Setting(True, checks.flag, ours=True)
     mesh: Fixed[Mesh | None] = Fixed(None, _mesh, ours=True)
     group_small: Fixed[bool] = Fixed(False, checks.flag, ours=True)
     master_weights: Fixed[bool] = Fixed(False, checks.flag, ours=True)
@@ -156,10 +204,8 @@ class OptimizerOptions(WrapperOptions, total=False):
 
 
 OPTIONS: dict[str, Option[Any]] = {n: o for n, o in vars(Options).items() if isinstance(o, Option)}
-ARGUMENTS: dict[str, Option[Any]] = {
-    "name": Option(None, _name),
-    "jit_compile": Option(True, checks.flag, ours=True),
-    **{name: row for name, row in vars(Arguments).items() if isinstance(row, Fixed)},
+ARGUMENTS: dict[str, Fixed[Any] | Setting[Any]] = {
+    name: row for name, row in vars(Arguments).items() if isinstance(row, (Fixed, Setting))
 }
 DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 PARAMETERS = [
@@ -188,7 +234,7 @@ def check_option(name: str, value: object, others: Mapping[str, Any]) -> Any:
         ValueError: `value` is out of range, or there is a second clip option.
     """
     if name not in OPTIONS:
-        raise TypeError(
+        raise checks.InvalidArgumentError(
             f"Expected options among {sorted(OPTIONS)}; got {name!r}. Set options of the inner "
             f"optimizer, or of the loss-scale rule, there."
         )

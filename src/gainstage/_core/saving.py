@@ -1,4 +1,4 @@
-"""Saves and loads a flat list of variables: all of it, or an error."""
+"""Saves and loads the state of an optimizer, a flat list of variables: all of it, or an error."""
 
 import itertools
 import json
@@ -16,11 +16,70 @@ from gainstage._core._jax import Tracer
 from gainstage._core.arrays import owned
 from gainstage._core.bridge import assign
 from gainstage._core.checks import brief
+from gainstage._core.types import Values
 from gainstage._core.variable import Variable
 
 Table = list[list[list[Any]]]  # of each group, the name, shape and first element of its parts
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
+
+
+class Saved:
+    """An object whose state can be saved and loaded.
+
+    It has `variables`, `groups` (a table for each buffer that several variables share), and
+    `_built_variables(caller)`, which raises an error if there is no state yet.
+    """
+
+    variables: Any
+    groups: Any
+    _built_variables: Callable[[str], object]
+
+    def set_weights(self, weights: Values) -> None:
+        """Sets all of `variables`, in that order; changes none if a value does not fit.
+
+        Raises:
+            ValueError: not built, the wrong number of arrays, or an array that does not fit.
+        """
+        self._built_variables("set_weights")
+        set_all(self.variables, weights, self._weight_checks)
+
+    @property
+    def _weight_checks(self) -> Checks:
+        """Checks of single variables' values, beside shape and dtype."""
+        return {}
+
+    def state(self) -> dict[str, jax.Array]:
+        """Returns all of `variables` by name, as a dictionary of arrays. The second variable of one
+        name gets the suffix "#2", and so on. With `group_small`, "groups" is the table of the
+        shared buffers."""
+        return as_names(self.variables, self.groups)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Sets all of `variables` from the result of `state`; changes none if an entry is wrong.
+
+        Raises:
+            TypeError: `state` is not a dictionary.
+            ValueError: not built, a name is missing or unknown, an array does not fit, or the
+                groups differ.
+        """
+        self.set_weights(from_names(self.variables, self.groups, state))
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ...
+
+        With `group_small`, "groups" is the table of the shared buffers."""
+        into_store(self.variables, self.groups, store)
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Sets all of `variables` from what `save_own_variables` stored, or none.
+
+        Raises:
+            TypeError: `store` is not a mapping.
+            ValueError: not built, a key is missing, an array does not fit, or the groups differ.
+        """
+        self._built_variables("load_own_variables")
+        self.set_weights(from_store(self.variables, self.groups, store))
 
 
 def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks) -> None:

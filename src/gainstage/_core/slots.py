@@ -1,35 +1,42 @@
 """The variables that an optimizer's `build` adds."""
 
 import functools
+import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.nn import initializers
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core import gradients
 from gainstage._core.bridge import read
+from gainstage._core.checks import brief
 from gainstage._core.groups import Group, groups_of
 from gainstage._core.packing import join, offsets
 from gainstage._core.sharding import sharding_of_state
 from gainstage._core.variable import Variable
 
 Initializer = str | Callable[..., Any]
+SlotName = Callable[[str, str, str, int], str]
 
 
 class Slots:
     """The variables that `build` of an optimizer adds.
 
     Args:
-        owner: the optimizer's name, the prefix of theirs.
+        owner: the optimizer's name.
+        named: `(owner, variable, slot, place) -> name` of a slot; `place` is the number of slots
+            that the variable already has.
         shard_over: the mesh axes over which a variable's state is sharded further.
     """
 
-    def __init__(self, owner: str, shard_over: tuple[str, ...]):
-        self.owner, self.shard_over = owner, shard_over
+    def __init__(self, owner: str, named: SlotName, shard_over: tuple[str, ...]):
+        self.owner, self.named, self.shard_over = owner, named, shard_over
         self.all: list[Variable] = []
         self.of: dict[tuple[Variable, str, int], Variable] = {}  # the int counts equal ones
         self.groups: list[Group] = []  # of small variables, which share buffers
@@ -55,15 +62,15 @@ class Slots:
         in_build: bool,
     ) -> Variable:
         """Adds a variable; in a build, reuses the one of an earlier build."""
-        dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
-        kind = (name, tuple(shape), dtype)
+        dtype, shape = jnp.dtype(jnp.float32 if dtype is None else dtype), _sizes(shape)
+        kind = (name, shape, dtype)
         key = (*kind, self._asked[kind])
         if in_build:
             self._asked[kind] += 1
             if key in self._added:
                 return self._added[key]
-        value = _initialized(initializer, tuple(shape), dtype)
-        variable = Variable(value, dtype, f"{self.owner}/{name or 'variable'}", trainable=False)
+        value = _initialized(initializer, shape, dtype)
+        variable = Variable(value, False, dtype=dtype, name=f"{self.owner}/{name or 'variable'}")
         if in_build:
             self._added[key] = variable
         self.all.append(variable)
@@ -71,6 +78,11 @@ class Slots:
 
     def add_like(self, reference: Variable, name: str, initializer: Initializer) -> Variable:
         """Adds a slot of a variable, or reuses the one of an earlier build."""
+        if not isinstance(reference, Variable):
+            raise TypeError(
+                f"Expected a gainstage.Variable for the reference of slot {name!r}; "
+                f"got {brief(reference)}."
+            )
         number = self._asked[reference, name]
         self._asked[reference, name] += 1
         key, group = (reference, name, number), self.group_of.get(reference)
@@ -91,7 +103,8 @@ class Slots:
         start = functools.partial(_initialized, initializer, reference.shape, dtype, sharding)
         planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
         value = planned if reference._is_planned else start()
-        slot = Variable(value, name=f"{self.owner}/{reference.name}_{name}", trainable=False)
+        place = sum(owner is reference for owner, *_ in self.of)
+        slot = Variable(value, False, name=self.named(self.owner, reference.name, name, place))
         if slot._is_planned:
             slot._start_with(start)
         elif sharding is not None:
@@ -146,18 +159,62 @@ def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
     return join(part._first_value() if part._first_value else part._value for part in parts)
 
 
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape as a tuple, from a sequence or a 1-D array of integers."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise TypeError(
+            f"Expected a list or tuple of integers >= 0 for shape; got {brief(shape)}. "
+            f"A scalar has shape ()."
+        )
+    return sizes
+
+
+def _random(create: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """An initializer of `jax.nn.initializers` without the key, as Keras's."""
+    return lambda shape, dtype: create(jax.random.key(0), shape, dtype)
+
+
+def _identity(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    rows, columns = shape
+    return jnp.eye(rows, columns, dtype=dtype)
+
+
+# Keras's names, with Keras's default arguments.
+INITIALIZERS: dict[str, Callable[..., Any]] = {
+    "zeros": jnp.zeros,
+    "ones": jnp.ones,
+    "identity": _identity,
+    "random_normal": _random(initializers.normal(0.05)),
+    "random_uniform": _random(lambda *args: initializers.uniform(0.1)(*args) - 0.05),
+    "truncated_normal": _random(initializers.truncated_normal(0.05)),
+    "glorot_normal": _random(initializers.glorot_normal()),
+    "glorot_uniform": _random(initializers.glorot_uniform()),
+    "he_normal": _random(initializers.he_normal()),
+    "he_uniform": _random(initializers.he_uniform()),
+    "lecun_normal": _random(initializers.lecun_normal()),
+    "lecun_uniform": _random(initializers.lecun_uniform()),
+    "orthogonal": _random(initializers.orthogonal()),
+}
+
+
 def _initialized(
     initializer: Initializer,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     sharding: Sharding | None = None,
 ) -> jax.Array:
-    known: dict[str, Callable[..., Any]] = {"zeros": jnp.zeros, "ones": jnp.ones}
-    create = known.get(initializer) if isinstance(initializer, str) else initializer
+    create: Any = initializer
+    if isinstance(initializer, str):
+        snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", initializer).lower()
+        create = INITIALIZERS.get(snake)
     if not callable(create):
         raise ValueError(
-            f'Expected "zeros", "ones" or a callable of (shape, dtype) for initializer; '
-            f"got {initializer!r}."
+            f"Expected one of {', '.join(INITIALIZERS)}, or a callable of (shape, dtype), for "
+            f"initializer; got {initializer!r}."
         )
     if sharding is None:
         return create(shape, dtype)

@@ -59,15 +59,16 @@ for _name, _default in DEFAULTS.items():
 
 
 class LearningRate:
-    """The `learning_rate` of an optimizer: a number, or a callable.
+    """The `learning_rate` of an optimizer: a number, a variable, or a callable.
 
     A number is stored in a variable, so a new one needs no compilation. A callable of the step is
     traced into the step. A callable of no argument runs in Python, once per eager step, and its
     value is an argument of the step. Inside a traced function, which would keep its first value, it
-    is an error.
+    is an error. A user's variable is read in each step, like the result of such a callable; inside
+    a traced function it must be in the state, as any variable.
 
     Raises:
-        TypeError: neither a number nor a callable of at most one argument.
+        TypeError: neither a number, a scalar variable, nor a callable of at most one argument.
         ValueError: a number that is not finite in float32.
     """
 
@@ -75,15 +76,20 @@ class LearningRate:
         self.source, self._owner = source, owner
         self.variable: Variable | None = None
         self._takes_step = False
-        if not callable(source) or isinstance(source, Variable):
-            number = source.value() if isinstance(source, Variable) else source
-            number = checks.real("learning_rate", number)
+        if isinstance(source, Variable):
+            if source.shape or not jnp.issubdtype(source.dtype, jnp.floating):
+                raise TypeError(
+                    f"Expected a floating scalar for learning_rate; got {source.name!r} of shape "
+                    f"{source.shape} and dtype {source.dtype}."
+                )
+        elif not callable(source):
+            number = checks.real("learning_rate", source)
             if abs(number) > float(np.finfo(np.float32).max):
                 raise ValueError(
                     f"Expected a number that float32 holds for learning_rate; got {number!r}."
                 )
             name = f"{owner}/learning_rate"
-            self.variable = Variable(number, jnp.float32, name, trainable=False)
+            self.variable = Variable(number, False, dtype=jnp.float32, name=name)
         else:
             self._takes_step = _takes_step(source)
         self.is_called = self.variable is None and not self._takes_step  # by Python, in each step
@@ -96,6 +102,8 @@ class LearningRate:
         """
         if not self.is_called:
             return None
+        if isinstance(self.source, Variable):
+            return self.source.value().astype(jnp.float32)
         if is_tracing():
             raise ValueError(
                 f"The learning rate of {self._owner!r} is a callable of no argument, whose value "
@@ -123,6 +131,8 @@ class LearningRate:
         """Returns a number, the description of a schedule, or the callable itself."""
         if self.variable is not None:
             return checks.shortest(self.variable)
+        if isinstance(self.source, Variable):
+            return checks.shortest(self.source)
         if isinstance(self.source, LearningRateSchedule):
             return serialize(self.source)
         return self.source

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 
 from gainstage._core import gradients
+from gainstage._core.arrays import Devices, with_devices
 from gainstage._core.bridge import read, variables_like
 from gainstage._core.checks import brief
 from gainstage._core.scaling import WINDOWS, AccumulationWindow, Scaling, ScalingState, Select
@@ -67,10 +68,6 @@ class Wrapper:
         """Called when a constant of the optimizer's step has changed."""
 
 
-# The public names of a rule's state.
-_DOCUMENTED = {"scale": "dynamic_scale", "good_steps": "step_counter"}
-
-
 class ScalingWrapper(Wrapper):
     """A wrapper with the variables of a loss scale.
 
@@ -81,11 +78,17 @@ class ScalingWrapper(Wrapper):
         mesh: the mesh that replicates its variables, by default that of the weights.
     """
 
+    # The names of the variables of a rule's public state.
+    documented: ClassVar[Mapping[str, str]] = {
+        "scale": "{owner}/dynamic_scale",
+        "good_steps": "{owner}/step_counter",
+    }
+
     def __init__(self, owner: str, over: Mapping[str, Any], scaling: Scaling, mesh: Mesh | None):
         super().__init__(owner, over)
         assert scaling.rule is not None
         self.scaling, self._mesh = scaling, mesh
-        self.state = ScalingState(variables_like(start(scaling.rule), owner, _DOCUMENTED))
+        self.state = ScalingState(variables_like(start(scaling.rule), owner, self.documented))
 
     def share(self, scale: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
@@ -117,12 +120,14 @@ class Store:
         has_own_rate: bool,
         options: StepOptions,
         mesh: Mesh | None,
-        shard_over: tuple[str, ...],
+        slots: Slots,
     ):
         self.owner, self.options, self.mesh = owner, options, mesh
         self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
         self.version = 0  # of the constants of a compiled step
-        self.microbatches = Variable(0, jnp.int32, f"{owner}/iteration", trainable=False)
+        # A program that steps with this count has the options as constants: see `bridge.jit`.
+        self.microbatches = Variable(0, False, dtype=jnp.int32, name=f"{owner}/iteration")
+        self.microbatches._constants_of = weakref.ref(self)
         self.rate = LearningRate(learning_rate, owner)
         self.index: dict[Variable, int] = {}  # the trainable variables, with their indices
         self.shardings: list[Any] = []  # the sharding of each one's state, None off a mesh
@@ -130,11 +135,17 @@ class Store:
         self.accumulators: list[Variable] = []
         self.masters: dict[Variable, Variable] = {}
         self.window_count: Variable | None = None
-        self.slots = Slots(owner, shard_over)
+        self.slots = slots
         self._wrapper: weakref.ref[Wrapper] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_wrapper": None}  # a copy of its owner sets it again
+        # A copy of its owner sets the wrapper again.
+        return {**vars(self), "_wrapper": None, "mesh": self.mesh and Devices(self.mesh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(with_devices(state))
+        if self.microbatches._constants_of is None:  # a shallow copy shares the original's
+            self.microbatches._constants_of = weakref.ref(self)
 
     @property
     def wrapper(self) -> Wrapper | None:
@@ -159,13 +170,16 @@ class Store:
         self.changed()
 
     def set_rate(self, learning_rate: Rate) -> None:
-        """Sets the learning rate; a number can be replaced only by a number."""
-        rate = LearningRate(learning_rate, self.owner)
+        """Sets the learning rate. A number can be set only where the rate is stored in a variable,
+        and of a variable only the value."""
+        stored = self.rate.source if isinstance(self.rate.source, Variable) else self.rate.variable
+        number = learning_rate.value() if isinstance(learning_rate, Variable) else learning_rate
+        rate = LearningRate(number, self.owner)
         if rate.variable is None:
             self.rate = rate
             self.changed()
-        elif self.rate.variable is not None:
-            self.rate.variable.assign(rate.variable)
+        elif stored is not None:
+            stored.assign(rate.variable)
         else:
             raise TypeError(
                 f"Expected a schedule or callable for learning_rate, as the optimizer was created "
@@ -199,8 +213,9 @@ class Store:
             again = " It is another variable of that name." if name in names else ""
             raise ValueError(
                 f"Expected variables that {owner!r} was built with, {brief(names)}; "
-                f"got {name!r}.{again} An optimizer trains the variables that it was built with: "
-                f"assign to them, or create a new optimizer for new ones."
+                f"got {name!r}.{again} An optimizer trains its `trainable_variables`, a copy or an "
+                f"unpickled one its own: assign to them, or create a new optimizer for new ones, "
+                f"and give it the state with `load_state`."
             )
         return self.index[variable]
 

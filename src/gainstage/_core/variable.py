@@ -1,7 +1,7 @@
 """A mutable box for one array; a leaf of every pytree."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core._jax import Tracer, get_opaque_trace_state, holds_arrays
-from gainstage._core.arrays import ARRAYS, owned, strong
+from gainstage._core.arrays import ARRAYS, Devices, owned, strong, with_devices
 from gainstage._core.operators import Operators
 
 
@@ -24,21 +24,23 @@ class Variable(Operators):
     (`gainstage.functional`). Only then may a variable hold traced values. During an optimizer's
     step, a half-precision variable is bound to its float32 value.
 
-    Operators, indexing, `float()`, `int()` and `np.asarray()` work on the variable. Pass
-    `variable.value()` to functions of `jax.numpy`. `==` compares the value with a number or array;
-    two variables are equal only if they are the same object.
+    Operators, indexing, the methods of an array such as `sum` and `astype`, `float()`, `int()` and
+    `np.asarray()` work on the variable. Pass `variable.value()` to functions of `jax.numpy`. `==`
+    compares the value with a number or array; two variables are equal only if they are the same
+    object.
 
     Args:
-        value: the initial value, of any shape; anything that `jnp.array` takes. It is copied; an
-            array on a mesh keeps its sharding. A `jax.ShapeDtypeStruct` makes a *planned* variable,
-            without memory until a value is assigned. An optimizer can be built for it, described
-            and compiled.
-        dtype: the dtype, by default that of `value`.
-        name: any string; names need not be unique, because variables are compared by identity.
+        initial_value: the first value, of any shape; anything that `jnp.array` takes. It is copied;
+            an array on a mesh keeps its sharding. A `jax.ShapeDtypeStruct` makes a *planned*
+            variable, without memory until a value is assigned. An optimizer can be built for it,
+            described and compiled.
         trainable: whether the variable is to be trained; for code that collects variables.
+        dtype: the dtype, by default that of `initial_value`.
+        name: any string; names need not be unique, because variables are compared by identity.
         constraint: a function of the value, applied by the optimizer after each step.
 
     Raises:
+        TypeError: `trainable` is not a bool, or `name` not a string.
         ValueError: created inside a traced function; its value would outlive the trace.
 
     Examples:
@@ -52,19 +54,27 @@ class Variable(Operators):
     """
 
     _first_value: Callable[[], jax.Array] | None = None  # computes the value of a planned slot
+    # A weak reference to an object with a `version`, for which a program has constants.
+    _constants_of: Any = None
     __array_priority__ = 100  # numpy leaves `array * variable` to this class
 
     def __init__(
         self,
-        value: Any,
+        initial_value: Any,
+        trainable: bool = True,
+        *,
         dtype: DTypeLike | None = None,
         name: str = "variable",
-        trainable: bool = True,
         constraint: Callable[[jax.Array], jax.Array] | None = None,
     ):
         if not isinstance(name, str):
             raise TypeError(f"Expected a string for name; got {name!r}.")
-        value = value.value() if isinstance(value, Variable) else value
+        if not isinstance(trainable, (bool, np.bool_)):
+            raise TypeError(
+                f"Expected a bool for trainable; got {trainable!r}. A dtype is passed as `dtype=`, "
+                f"a name as `name=`."
+            )
+        value = initial_value.value() if isinstance(initial_value, Variable) else initial_value
         self.name: str = name
         self.trainable: bool = trainable
         self.constraint: Callable[[jax.Array], jax.Array] | None = constraint
@@ -94,6 +104,7 @@ class Variable(Operators):
 
     def _read(self) -> jax.Array:
         """The array, for callers that do not keep it."""
+        Variable._watch([self])
         value = self._value
         if self._traces or isinstance(value, Tracer):
             value = self._value_here(value)
@@ -134,11 +145,11 @@ class Variable(Operators):
 
     def assign_add(self, value: npt.ArrayLike) -> None:
         """Adds `value`, in the wider of the two dtypes."""
-        self.assign(self + jnp.asarray(_unboxed(value)))
+        self.assign(self + jnp.asarray(value))
 
     def assign_sub(self, value: npt.ArrayLike) -> None:
         """Subtracts `value`, in the wider of the two dtypes."""
-        self.assign(self - jnp.asarray(_unboxed(value)))
+        self.assign(self - jnp.asarray(value))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -170,7 +181,7 @@ class Variable(Operators):
         return self._here(placed(self._fitted(value), self._sharding))
 
     def _fitted(self, value: "npt.ArrayLike | Variable") -> jax.Array:
-        value = _unboxed(value)
+        value = value.value() if isinstance(value, Variable) else value
         kind = getattr(value, "dtype", np.dtype(complex if isinstance(value, complex) else bool))
         if jnp.issubdtype(kind, jnp.complexfloating) and not jnp.issubdtype(
             self.dtype, jnp.complexfloating
@@ -243,6 +254,14 @@ class Variable(Operators):
         self._first_value = first_value
 
     @staticmethod
+    def _watch(variables: "Iterable[Variable]") -> None:
+        """Tells a function that watches what is read that these variables are about to be."""
+        watcher = getattr(recording, "watch", None)
+        if watcher is not None:
+            for variable in variables:
+                watcher(variable)
+
+    @staticmethod
     def _put(variables: "Sequence[Variable]", values: Sequence[Any], shared: bool) -> None:
         """Stores many values; `shared` is whether others hold them."""
         for variable, value in zip(variables, values, strict=True):
@@ -265,6 +284,7 @@ class Variable(Operators):
     @staticmethod
     def _held(variables: "Sequence[Variable]") -> list[tuple[Any, ...]]:
         """Everything that `_bind` changes."""
+        Variable._watch(variables)
         return [(len(v._traces), v._value, v._shared, v._sharding) for v in variables]
 
     @staticmethod
@@ -338,11 +358,20 @@ class Variable(Operators):
 
     def __getstate__(self) -> dict[str, Any]:
         self._shared = True  # a shallow copy holds the same array
-        return {**vars(self), "_traces": []}
+        return {
+            **vars(self),
+            "_traces": [],
+            "_constants_of": None,
+            "_sharding": self._sharding and Devices(self._sharding),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(with_devices(state))
 
 
 # Per thread. `now`: the recorded trace, the variables assigned in it, and their values before.
 # `runs_now`: whether the traced program is run at once, so that it may contain values of variables.
+# `watch`: called with each variable before it is read or bound: see `_core/reads.py`.
 recording = threading.local()
 
 
@@ -358,10 +387,6 @@ def is_inside() -> bool:
 
 _EAGER = get_opaque_trace_state()
 _NUMBERS = (bool, int, float, *ARRAYS)
-
-
-def _unboxed(value: "npt.ArrayLike | Variable") -> npt.ArrayLike:
-    return value.value() if isinstance(value, Variable) else value
 
 
 def placed(value: jax.Array, sharding: Sharding | None) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from gainstage import optimizers
 from gainstage._core import checks
 from gainstage._core.of_loss import VarList
-from gainstage._core.options import check_option
+from gainstage._core.options import Setting, check_option
 from gainstage._core.slots import Initializer
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
@@ -97,6 +97,8 @@ class _MeshOptimizer(Optimizer):
     """The base of the DTensor optimizers: option objects, and `update_step` of two arguments."""
 
     elementwise = True
+    _is_base = True
+    _sums_losses = True
 
     def __init__(
         self,
@@ -121,10 +123,15 @@ class _MeshOptimizer(Optimizer):
                 options[key] = setting
         self._given |= options.keys()
         super().__init__(*args, jit_compile=jit_compile, name=name, mesh=mesh, **options)
-        # An option is reported once, under its own name.
-        self.gradients_clip_option: None = None
-        self.ema_option: None = None
         self._step_rate: jax.Array | None = None
+
+    @property
+    def gradients_clip_option(self) -> None:
+        """None: the options that the constructor was given are attributes of their own."""
+
+    @property
+    def ema_option(self) -> None:
+        """None: the options that the constructor was given are attributes of their own."""
 
     @property
     def learning_rate(self) -> Any:
@@ -143,7 +150,8 @@ class _MeshOptimizer(Optimizer):
         initializer: Initializer = "zeros",
         name: str | None = None,
     ) -> Variable:
-        """Adds a variable to the optimizer's state, with TensorFlow's order of arguments."""
+        """Adds a variable to the optimizer's state, with TensorFlow's order of arguments. On a mesh
+        it is replicated."""
         return super().add_variable(shape, initializer, dtype, name=name)
 
     def add_variable_from_reference(
@@ -180,18 +188,26 @@ class _MeshOptimizer(Optimizer):
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None
     ) -> list[tuple[jax.Array | None, Variable]]:
-        """Returns the (gradient, variable) pairs of a loss, a callable; there are no tapes here."""
+        """Returns the (gradient, variable) pairs of a loss, a callable; there are no tapes here. A
+        loss that is not a scalar is summed."""
         if tape is not None:
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().compute_gradients(loss, var_list)
 
     def minimize(self, loss: Callable[[], Any], var_list: VarList, tape: object = None) -> None:
-        """Differentiates `loss`, a callable, and takes a step."""
+        """Differentiates `loss`, a callable, and takes a step. A loss that is not a scalar is
+        summed."""
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
         """Takes a step on (gradient, variable) pairs, already reduced over the whole mesh."""
         super().apply_gradients(grads_and_vars)
+
+
+def _must_be_false(name: str, value: object) -> bool:
+    if checks.flag(name, value):
+        raise ValueError(f"Expected {name}=False for SGD; got True.")
+    return False
 
 
 class SGD(_MeshOptimizer, optimizers.SGD):
@@ -226,6 +242,8 @@ class SGD(_MeshOptimizer, optimizers.SGD):
     Source: `tf.keras.dtensor.experimental.optimizers.SGD` (TensorFlow 2.12).
     """
 
+    amsgrad: Setting[bool] = Setting(check=_must_be_false)
+
     def __init__(
         self,
         learning_rate: Rate = 0.01,
@@ -239,8 +257,6 @@ class SGD(_MeshOptimizer, optimizers.SGD):
         mesh: Mesh | None = None,
         **options: Any,
     ):
-        if checks.flag("amsgrad", amsgrad):
-            raise ValueError("Expected amsgrad=False for SGD; got True.")
         self.amsgrad = amsgrad
         super().__init__(
             learning_rate,

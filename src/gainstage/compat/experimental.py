@@ -18,8 +18,8 @@ class LossScaleOptimizer(tf2.LossScaleOptimizer):
             2. Of a dynamic scale the configuration is used, not the current state.
 
     Raises:
-        TypeError: `optimizer` is not an optimizer, or is wrapped.
-        ValueError: `loss_scale` is anything else.
+        ValueError: `optimizer` is not an optimizer or is wrapped, or `loss_scale` is anything else.
+            If the type is wrong, it is a TypeError too.
 
     Examples:
         >>> import gainstage as gs
@@ -31,6 +31,8 @@ class LossScaleOptimizer(tf2.LossScaleOptimizer):
 
     Source: `tf.keras.mixed_precision.experimental.LossScaleOptimizer` (TensorFlow 2.4).
     """
+
+    _inner_argument = "optimizer"
 
     def __init__(self, optimizer: Optimizer, loss_scale: Any):
         super().__init__(optimizer, **tf2.scale_arguments(loss_scale))

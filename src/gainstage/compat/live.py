@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks, gradients
 from gainstage._core.bridge import assign, read
-from gainstage._core.configurable import explained
+from gainstage._core.configurable import explained, explains_arguments
 from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import VarList
 from gainstage._core.scaling import Scaling, ScalingState
@@ -50,6 +50,7 @@ class LossScale(abc.ABC):
         return cls(**config)
 
 
+@explains_arguments
 class FixedLossScale(LossScale):
     """A constant scale. `update` always returns True; the optimizers check gradients themselves.
 
@@ -89,6 +90,7 @@ class FixedLossScale(LossScale):
         return f"FixedLossScale({self.rule.loss_scale_value})"
 
 
+@explains_arguments
 class DynamicLossScale(LossScale):
     """A scale that rises after a run of finite steps and falls after an overflow, down to 1.
 
@@ -193,7 +195,9 @@ def _nothing(norms: Sequence[jax.Array], state: PyTree, mask: Given = None) -> t
 class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     """A `LossScaleOptimizer` whose `apply` takes gradients that are already unscaled."""
 
+    _is_base = True
     _unscaled = True
+    _sums_losses = True
 
     def _divided(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())

@@ -9,8 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import checks
+from gainstage._core.arguments import pairs_in
+from gainstage._core.arrays import ARRAYS
+from gainstage._core.checks import InvalidArgumentError, brief
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.gradients import WithLoss, loss_of
+from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import VarList
 from gainstage._core.step import StepInputs
 from gainstage._core.store import ScalingWrapper, Store
@@ -137,6 +140,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Returns the gradients divided by the scale, in float32 or wider; None stays None."""
+        if not isinstance(grads, Iterable) or isinstance(grads, (*ARRAYS, Variable)):
+            raise TypeError(f"Expected a list of gradients for grads; got {brief(grads)}.")
         self._forgotten.discard("get_unscaled_gradients")
         return self._divided(grads)
 
@@ -149,12 +154,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             raise ValueError("Expected no tape: pass the loss as a callable.")
         return super().minimize(loss, var_list)
 
-    def _loss_and_gradients(
-        self, loss: Callable[[], Any], var_list: VarList, **how: bool
-    ) -> WithLoss:
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
         self._forgotten.clear()  # this method scales and unscales itself
-        summed = (lambda: jnp.sum(jnp.asarray(loss()))) if callable(loss) else loss
-        return super()._loss_and_gradients(summed, var_list, **how)
+        return super()._loss_and_gradients(loss, var_list, **how)
 
     def apply_gradients(
         self,
@@ -171,7 +173,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         Raises:
             ValueError: there are no gradients.
         """
-        pairs = list(grads_and_vars)
+        own = isinstance(grads_and_vars, WithLoss)
+        pairs = grads_and_vars if own else pairs_in(grads_and_vars)
         if not pairs:
             raise ValueError("Expected at least one (gradient, variable) pair; got none.")
         if self._forgotten:
@@ -181,7 +184,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
                 stacklevel=2,
             )
             self._forgotten.clear()
-        return super().apply_gradients(WithLoss(pairs, loss_of(grads_and_vars)))
+        return super().apply_gradients(pairs)
 
     def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
         new, applied = super()._step(state, inputs)
@@ -210,26 +213,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             config |= scale_arguments(config.pop("loss_scale"))
         inner = config.pop("optimizer", None) or config.pop("inner_optimizer")
         optimizer = cls.__new__(cls)
-        inner = deserialize(without_legacy(inner), Optimizer, custom_objects)
+        inner = deserialize(inner, Optimizer, custom_objects)
         LossScaleOptimizer.__init__(optimizer, inner, **config)
         return optimizer
-
-
-def without_legacy(config: Any) -> Any:
-    """The configuration of an optimizer without entries that only TensorFlow has.
-
-    Raises:
-        ValueError: the configuration has a `decay`, which only TensorFlow's optimizers have.
-    """
-    if not isinstance(config, Mapping) or not isinstance(config.get("config"), Mapping):
-        return config
-    known = {k: v for k, v in config["config"].items() if k not in ("is_legacy_optimizer", "decay")}
-    if config["config"].get("decay"):
-        raise ValueError(
-            f"Expected an optimizer without decay; got {config['config']['decay']!r}. Give it "
-            f"learning_rate=InverseTimeDecay(learning_rate, 1, decay)."
-        )
-    return {**config, "config": known}
 
 
 def scale_arguments(loss_scale: object) -> dict[str, Any]:
@@ -261,9 +247,16 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
             "initial_scale": rule.initial_loss_scale,
             "dynamic_growth_steps": rule.increment_period,
         }
+    if isinstance(rule, live.LossScale):
+        raise InvalidArgumentError(
+            f"Expected a FixedLossScale or DynamicLossScale for loss_scale; got a "
+            f"{type(rule).__name__}. compat.v1.MixedPrecisionLossScaleOptimizer takes your own "
+            f"LossScale."
+        )
     try:
         return {"dynamic": False, "initial_scale": checks.real("loss_scale", rule, above=0)}
     except TypeError as error:
         raise ValueError(
-            f"Expected a number, 'dynamic' or a LossScale for loss_scale; got {loss_scale!r}."
+            f"Expected a number, 'dynamic', a FixedLossScale or a DynamicLossScale for loss_scale; "
+            f"got {loss_scale!r}."
         ) from error

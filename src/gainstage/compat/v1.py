@@ -1,16 +1,19 @@
 """`tf.compat.v1.train` optimizers and `tf.compat.v1.mixed_precision`, with stateful scales."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from gainstage import optimizers
 from gainstage._core import checks
+from gainstage._core.arguments import pairs_in, variables_in
 from gainstage._core.checks import check_verbs
+from gainstage._core.of_loss import ALL_READ, VarList
 from gainstage._core.sharding import varying_axes
-from gainstage._core.types import Rate
+from gainstage._core.store import ScalingWrapper
+from gainstage._core.types import Rate, Values
 from gainstage._core.variable import Variable
 from gainstage.compat.live import (
     FLOOR,
@@ -53,8 +56,6 @@ class Optimizer:
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
     def __init__(self, optimizer: core.Optimizer, use_locking: bool, name: str):
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
         self._optimizer, self._use_locking, self._name = optimizer, use_locking, name
 
     def get_name(self) -> str:
@@ -64,6 +65,30 @@ class Optimizer:
     def variables(self) -> list[Variable]:
         """Returns all state, as a list."""
         return self._optimizer.variables
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        """Creates all state for these variables, as the first step would. A step inside of
+        `gainstage.jit` needs it, and so does `set_weights`."""
+        self._optimizer.build(variables_in(var_list, "var_list"))
+
+    def set_weights(self, weights: Values) -> None:
+        """Sets all of `variables()`, in that order; sets none if a value does not fit.
+
+        Raises:
+            ValueError: not built, the wrong number of arrays, or an array that does not fit.
+
+        Examples:
+            >>> import gainstage as gs
+            >>> from gainstage.compat import v1
+            >>> w, opt = gs.Variable(1.0), v1.MomentumOptimizer(0.25, 0.5)
+            >>> opt.minimize(lambda: w**2, var_list=[w])
+            >>> restored = v1.MomentumOptimizer(0.25, 0.5)
+            >>> restored.build([w])
+            >>> restored.set_weights([v.numpy() for v in opt.variables()])
+            >>> print(restored.get_slot(w, "momentum").value())
+            2.0
+        """
+        self._optimizer.set_weights(weights)
 
     def get_slot_names(self) -> list[str]:
         """Returns the names of the slots, once there are any."""
@@ -80,8 +105,8 @@ class Optimizer:
     def compute_gradients(
         self,
         loss: Callable[[], Any],
-        var_list: Sequence[Variable] | None = None,
-        gate_gradients: int = 1,
+        var_list: VarList | None = None,
+        gate_gradients: int = GATE_OP,
         aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
         grad_loss: object = None,
@@ -90,25 +115,35 @@ class Optimizer:
 
         Args:
             loss: a callable of no argument; a result that is not a scalar is summed.
-            var_list: the variables; there is no global collection of them here.
-            gate_gradients, aggregation_method, colocate_gradients_with_ops: accepted and ignored:
-                XLA decides.
+            var_list: the variables, or a callable that returns them, called after the loss. By
+                default all trainable variables that the loss reads, in that order.
+            gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`; no effect, since XLA decides.
+            aggregation_method, colocate_gradients_with_ops: no effect.
             grad_loss: weights of the loss's elements; None for 1.
 
         Raises:
-            TypeError: `loss` is not callable.
-            ValueError: `var_list` is None.
+            RuntimeError: `loss` is not callable. It is a TypeError too.
+            TypeError: `var_list` contains something that is not a variable.
+            ValueError: `gate_gradients` is anything else, or the loss reads no trainable variable.
         """
-        if var_list is None:
-            raise ValueError("Expected var_list; got None: there is no collection of variables.")
         if not callable(loss):
-            raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
+            raise NotCallableError(f"Expected a callable of no argument for loss; got {loss!r}.")
+        if gate_gradients not in (self.GATE_NONE, self.GATE_OP, self.GATE_GRAPH):
+            raise ValueError(
+                f"Expected GATE_NONE, GATE_OP or GATE_GRAPH for gate_gradients; got "
+                f"{gate_gradients!r}."
+            )
 
         def weighted() -> jax.Array:
             value = jnp.asarray(loss())
             return jnp.sum(value if grad_loss is None else value * jnp.asarray(grad_loss))
 
-        return self._optimizer.compute_gradients(weighted, var_list)
+        pairs = self._optimizer.compute_gradients(
+            weighted, ALL_READ if var_list is None else var_list
+        )
+        if not pairs:
+            raise ValueError("Expected a loss that reads a trainable variable, or a var_list.")
+        return pairs
 
     def apply_gradients(
         self,
@@ -120,10 +155,10 @@ class Optimizer:
 
         Raises:
             RuntimeError: inside `jax.shard_map`, a gradient differs between devices.
-            TypeError: `global_step` is not a variable.
+            TypeError: `grads_and_vars` is malformed, or `global_step` is not a variable.
             ValueError: there is no variable, or no gradient.
         """
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        pairs = pairs_in(grads_and_vars)
         if not pairs:
             raise ValueError("Expected at least one (gradient, variable) pair; got none.")
         for gradient, variable in pairs:
@@ -150,15 +185,15 @@ class Optimizer:
         self,
         loss: Callable[[], Any],
         global_step: Variable | None = None,
-        var_list: Sequence[Variable] | None = None,
-        gate_gradients: int = 1,
+        var_list: VarList | None = None,
+        gate_gradients: int = GATE_OP,
         aggregation_method: object = None,
         colocate_gradients_with_ops: bool = False,
         name: str | None = None,
         grad_loss: object = None,
     ) -> None:
         """Calls `compute_gradients`, then `apply_gradients`."""
-        pairs = self.compute_gradients(loss, var_list, grad_loss=grad_loss)
+        pairs = self.compute_gradients(loss, var_list, gate_gradients, grad_loss=grad_loss)
         self.apply_gradients(pairs, global_step, name)
 
 
@@ -171,7 +206,7 @@ class GradientDescentOptimizer(Optimizer):
     def __init__(
         self, learning_rate: Rate, use_locking: bool = False, name: str = "GradientDescent"
     ):
-        super().__init__(optimizers.SGD(learning_rate), use_locking, name)
+        super().__init__(optimizers.SGD(learning_rate, name=_named(name)), use_locking, name)
 
 
 class MomentumOptimizer(Optimizer):
@@ -199,10 +234,19 @@ class MomentumOptimizer(Optimizer):
         use_nesterov: bool = False,
     ):
         nesterov = checks.flag("use_nesterov", use_nesterov)
-        super().__init__(_Momentum(learning_rate, momentum, nesterov), use_locking, name)
+        optimizer = _Momentum(learning_rate, momentum, nesterov, name=_named(name))
+        super().__init__(optimizer, use_locking, name)
 
 
-class _Momentum(optimizers.SGD):
+class _SlotNames(core.Optimizer):
+    """Names a slot by its variable and the optimizer, and numbers further ones, as TensorFlow 1."""
+
+    @staticmethod
+    def _slot_name(owner: str, variable: str, slot: str, place: int) -> str:
+        return f"{variable}/{owner}_{place}" if place else f"{variable}/{owner}"
+
+
+class _Momentum(_SlotNames, optimizers.SGD):
     """TensorFlow 1's rule: the learning rate multiplies the momentum, not the gradient."""
 
     elementwise = True
@@ -221,6 +265,10 @@ class _Momentum(optimizers.SGD):
         self.assign_sub(variable, learning_rate * step)
 
 
+class _Adam(_SlotNames, optimizers.Adam):
+    pass
+
+
 class AdamOptimizer(Optimizer):
     """Adam with epsilon outside of the bias correction, as in `gainstage.Adam`.
 
@@ -236,11 +284,23 @@ class AdamOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "Adam",
     ):
-        super().__init__(optimizers.Adam(learning_rate, beta1, beta2, epsilon), use_locking, name)
+        optimizer = _Adam(learning_rate, beta1, beta2, epsilon, name=_named(name))
+        super().__init__(optimizer, use_locking, name)
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
         names = {"momentum": "m", "velocity": "v"}
         return {(var, names[name]): slot for (var, name), slot in super()._slots().items()}
+
+
+class _ScalingWrapper(ScalingWrapper):
+    documented: ClassVar[Mapping[str, str]] = {
+        "scale": "current_loss_scale",
+        "good_steps": "good_steps",
+    }
+
+
+class _LossScaleOptimizer(UnscaledLossScaleOptimizer):
+    _wrapper_type = _ScalingWrapper
 
 
 class MixedPrecisionLossScaleOptimizer(Optimizer):
@@ -277,9 +337,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         rule = rules.FixedLossScale(1.0) if self._own is not None else _rule(loss_scale)
         name = opt.get_name() if name is None else name
         use_locking = opt._use_locking if use_locking is None else use_locking
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
-        wrapper = UnscaledLossScaleOptimizer(opt._optimizer, rule=rule)
+        wrapper = _LossScaleOptimizer(opt._optimizer, rule=rule, name=_named(name))
         if type(loss_scale) is DynamicLossScale:
             wrapper._wrapper.share(loss_scale._state)  # object and optimizer share one state
         super().__init__(wrapper, use_locking, name)
@@ -309,6 +367,16 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             # If the user's scale refuses the step, make its gradients non-finite.
             pairs = [(g if g is None else jnp.where(should_apply, g, jnp.nan), v) for g, v in pairs]
         super()._take(pairs)
+
+
+class NotCallableError(TypeError, RuntimeError):
+    """A loss that is no function, for which the document promises a RuntimeError."""
+
+
+def _named(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
+    return name
 
 
 def _rule(loss_scale: object) -> rules.LossScale:

@@ -6,9 +6,8 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks
 from gainstage._core.gradients import with_square
-from gainstage._core.options import OptimizerOptions
+from gainstage._core.options import OptimizerOptions, Setting, within
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -43,6 +42,8 @@ class Adadelta(Optimizer):
     """
 
     elementwise = True
+    rho: Setting[float] = Setting(check=within(low=0, high=1))
+    epsilon: Setting[float] = Setting(check=within(low=0))
     accumulated_grads: list[Variable]
     accumulated_steps: list[Variable]
 
@@ -55,8 +56,8 @@ class Adadelta(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)
-        self.rho: float = checks.real("rho", rho, low=0, high=1)
-        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
+        self.rho = rho
+        self.epsilon = epsilon
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

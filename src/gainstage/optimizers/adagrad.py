@@ -1,5 +1,6 @@
 """Adagrad."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -7,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gainstage._core import checks
 from gainstage._core.gradients import with_square
-from gainstage._core.options import OptimizerOptions
+from gainstage._core.options import OptimizerOptions, Setting, within
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -42,6 +42,10 @@ class Adagrad(Optimizer):
     """
 
     elementwise = True
+    initial_accumulator_value: Setting[float] = Setting(
+        check=within(low=0), needs_state=operator.ne
+    )
+    epsilon: Setting[float] = Setting(check=within(low=0))
 
     def __init__(
         self,
@@ -52,10 +56,8 @@ class Adagrad(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)
-        self.initial_accumulator_value: float = checks.real(
-            "initial_accumulator_value", initial_accumulator_value, low=0
-        )
-        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
+        self.initial_accumulator_value = initial_accumulator_value
+        self.epsilon = epsilon
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
-from gainstage._core.options import OptimizerOptions
+from gainstage._core.options import OptimizerOptions, Setting, needs_slot, within
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -44,6 +44,10 @@ class Adam(Optimizer):
     """
 
     elementwise = True
+    beta_1: Setting[float] = Setting(check=within(low=0, below=1))
+    beta_2: Setting[float] = Setting(check=within(low=0, below=1))
+    epsilon: Setting[float] = Setting(check=within(low=0))
+    amsgrad: Setting[bool] = Setting(check=checks.flag, needs_state=needs_slot)
 
     def __init__(
         self,
@@ -56,10 +60,10 @@ class Adam(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)
-        self.beta_1: float = checks.real("beta_1", beta_1, low=0, below=1)
-        self.beta_2: float = checks.real("beta_2", beta_2, low=0, below=1)
-        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
-        self.amsgrad: bool = checks.flag("amsgrad", amsgrad)
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
+        self.amsgrad = amsgrad
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

@@ -1,17 +1,19 @@
 """The base class of all optimizers: options, state, gradients, steps, saving, configuration."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Literal, Self, Unpack, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from gainstage._core import checks, gradients, saving
-from gainstage._core.bridge import assign, bound, functional, read, variables_in, write
+from gainstage._core import checks, gradients
+from gainstage._core.arguments import pairs_in, variables_in
+from gainstage._core.arrays import Devices, with_devices
+from gainstage._core.bridge import assign, bound, functional, read, write
 from gainstage._core.checks import brief, overrides
-from gainstage._core.configurable import Configurable, deserialize
+from gainstage._core.configurable import Configurable, deserialize, without_legacy
 from gainstage._core.gradients import Gradients, WithLoss, loss_of
 from gainstage._core.of_loss import VarList, check_floating, differentiate
 from gainstage._core.options import (
@@ -23,9 +25,10 @@ from gainstage._core.options import (
     check_option,
 )
 from gainstage._core.run import Runner, by_place, check_bound, fitted
-from gainstage._core.saving import shown, wrong_count
+from gainstage._core.saving import Saved, shown, wrong_count
 from gainstage._core.scaling import Scaling, ScalingState
-from gainstage._core.slots import Initializer
+from gainstage._core.sharding import replicate
+from gainstage._core.slots import Initializer, Slots
 from gainstage._core.step import OptimizerState, Step, StepInputs, StepOptions, StepState
 from gainstage._core.store import Computed, Store
 from gainstage._core.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
@@ -33,7 +36,7 @@ from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
 
 
-class Optimizer(Configurable, Arguments):
+class Optimizer(Configurable, Arguments, Saved):
     """The base class of all optimizers. Subclass it to write your own.
 
     A subclass implements `update_step`, and `build` if that needs state. The code is
@@ -43,7 +46,8 @@ class Optimizer(Configurable, Arguments):
     variables) and cast to the variable's dtype once, at the end.
 
     Args:
-        learning_rate: a number, a schedule, or a callable. A schedule, or a callable of one
+        learning_rate: a number, a variable, a schedule, or a callable. A variable is read in each
+            step, and is not one of the optimizer's `variables`. A schedule, or a callable of one
             argument, gets the number of earlier steps and is traced; accumulating steps count,
             skipped ones do not. A callable of no argument runs in Python, once per eager step;
             inside a traced function it is an error.
@@ -55,7 +59,8 @@ class Optimizer(Configurable, Arguments):
             step updates it, also a step that only accumulates.
         ema_momentum: the momentum of the average, in [0, 1].
         ema_overwrite_frequency: the number of updates after which the variables are set to their
-            average; None leaves that to `finalize_variable_values`.
+            average; None leaves that to `finalize_variable_values`. With accumulation, as in Keras,
+            each microbatch of the window that ends with such an update does it.
         loss_scale_factor: a fixed loss scale. `scale_loss` multiplies by it, a step divides by it,
             and a step with a non-finite gradient is skipped.
         gradient_accumulation_steps: the number of steps, >= 2, whose average gradient makes one
@@ -98,6 +103,7 @@ class Optimizer(Configurable, Arguments):
     """
 
     _keywords = PARAMETERS
+    _sums_losses = False  # whether a loss that is not a scalar is summed
 
     def __init__(
         self, learning_rate: Rate, *options: Any, **named_options: Unpack[OptimizerOptions]
@@ -105,13 +111,16 @@ class Optimizer(Configurable, Arguments):
         try:
             bound = Optimizer.__signature__.bind(learning_rate, *options, **named_options)
         except TypeError as error:
-            raise TypeError(f"{type(self).__name__}: {error}.") from None
+            names = ", ".join(type(self).__signature__.parameters)
+            message = f"{type(self).__name__}: {error}. Its arguments are {names}."
+            raise checks.InvalidArgumentError(message) from None
         bound.apply_defaults()
         self._set_arguments(bound.arguments)
         has_own_rate, step = overrides(self, "learning_rate"), StepOptions.checked(bound.arguments)
-        over = self.shard_state_over
-        self._store = Store(self.name, learning_rate, bool(has_own_rate), step, self.mesh, over)
-        self._slots = self._store.slots
+        self._slots = Slots(self.name, self._slot_name, self.shard_state_over)
+        self._store = Store(
+            self.name, learning_rate, bool(has_own_rate), step, self.mesh, self._slots
+        )
         self._undecayed: set[Variable] = set()
         self._undecayed_names: re.Pattern[str] | None = None
 
@@ -121,15 +130,19 @@ class Optimizer(Configurable, Arguments):
         snake = cls if cls.isupper() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls).lower()
         given = {**given, "name": snake if given["name"] is None else given["name"]}
         for name in [name for name in ARGUMENTS if name in given]:
-            setattr(self, name, ARGUMENTS[name].check(name, given[name]))
+            setattr(self, name, given[name])
         self._runner = Runner()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_runner": Runner()}
+        return {**vars(self), "_runner": Runner(), "mesh": self.mesh and Devices(self.mesh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(with_devices(state))
 
     def __repr__(self) -> str:
         rate, count = self._store.rate, len(self._store.index)
-        now = rate.source if rate.variable is None else shown(rate.variable)
+        stored = rate.source if isinstance(rate.source, Variable) else rate.variable
+        now = rate.source if stored is None else shown(stored)
         built = f"built for {count} variable{'s' * (count > 1)}" if count else "not built"
         return f"<{type(self).__name__} {self.name!r}: learning rate {now}, {built}>"
 
@@ -163,6 +176,14 @@ class Optimizer(Configurable, Arguments):
             )
         return value
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            hint = (
+                "" if name.startswith("_") or self.built else "; `build(variables)` creates slots"
+            )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}.")
+
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
         if not name.startswith("_") and name != "learning_rate" and "_store" in vars(self):
@@ -176,6 +197,12 @@ class Optimizer(Configurable, Arguments):
         moving averages, accumulators, master weights, the counts of `on_bad_microbatch`, then the
         variables that `build` added."""
         return self._store.variables
+
+    @property
+    def trainable_variables(self) -> list[Variable]:
+        """The variables that the optimizer was built with, in that order; none before `build`. A
+        copy of an optimizer, or an unpickled one, has copies of them, and trains these."""
+        return list(self._store.index)
 
     @property
     def _step_state(self) -> PyTree:
@@ -207,8 +234,10 @@ class Optimizer(Configurable, Arguments):
     def learning_rate(self) -> Variable:
         """The current learning rate, a float32 variable. A number can be assigned without
         recompiling a step. With a schedule or another callable the rate is computed and cannot be
-        assigned."""
+        assigned. If the optimizer was created with a variable, it is that one."""
         rate, count = self._store.rate, self._store.microbatches
+        if isinstance(rate.source, Variable):
+            return rate.source
         if rate.variable is not None:
             return rate.variable
         set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
@@ -232,7 +261,7 @@ class Optimizer(Configurable, Arguments):
             ValueError: a variable is given twice, the variables differ from those of the first
                 call, or the call is inside a traced function.
         """
-        variables = variables_in(var_list)
+        variables = variables_in(var_list, "var_list")
         if isinstance(var_list, Variable) or list(var_list) != variables:
             raise TypeError(f"Expected a list of variables for var_list; got {var_list!r}.")
         self._slots.start_build()
@@ -279,13 +308,17 @@ class Optimizer(Configurable, Arguments):
         """Adds a variable to the optimizer's state. A second `build` reuses those of the first.
 
         Args:
-            shape: the shape.
-            initializer: "zeros", "ones" or a callable of (shape, dtype).
+            shape: the shape, a sequence or a 1-D array of integers.
+            initializer: a name that Keras has, such as "zeros" or "random_normal", or a callable of
+                (shape, dtype). Random numbers are the same in each process and each call.
             dtype: the dtype, float32 by default.
             aggregation: accepted for Keras and ignored: there is one value on a mesh.
             name: the name, prefixed with the optimizer's.
         """
-        return self._slots.add(shape, initializer, dtype, name, in_build=self.built)
+        variable = self._slots.add(shape, initializer, dtype, name, in_build=self.built)
+        if self.built or self.mesh is not None:
+            replicate(self.name, self.mesh, [variable], list(self._store.index))
+        return variable
 
     def add_variable_from_reference(
         self,
@@ -344,15 +377,26 @@ class Optimizer(Configurable, Arguments):
 
     def assign(self, variable: Any, value: Any) -> None:
         """Sets a variable: ours, Keras's, or any other object with `assign`."""
+        if not hasattr(variable, "assign"):
+            raise checks.not_assignable(variable)
         variable.assign(value)
 
     def assign_add(self, variable: Any, value: Any) -> None:
         """Adds to a variable."""
+        if not hasattr(variable, "assign_add"):
+            raise checks.not_assignable(variable)
         variable.assign_add(value)
 
     def assign_sub(self, variable: Any, value: Any) -> None:
         """Subtracts from a variable."""
+        if not hasattr(variable, "assign_sub"):
+            raise checks.not_assignable(variable)
         variable.assign_sub(value)
+
+    @staticmethod
+    def _slot_name(owner: str, variable: str, slot: str, place: int) -> str:
+        """The name of a slot: see `Slots`."""
+        return f"{owner}/{variable}_{slot}"
 
     def _get_variable_index(self, variable: Variable) -> int:
         """The index of a variable in the list that the optimizer was built with."""
@@ -377,7 +421,8 @@ class Optimizer(Configurable, Arguments):
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
         if isinstance(var_names, str):
             raise TypeError(f"Expected a list of strings for var_names; got {var_names!r}.")
-        names, variables = list(var_names or ()), variables_in([] if var_list is None else var_list)
+        names, given = list(var_names or ()), [] if var_list is None else var_list
+        variables = variables_in(given, "var_list")
         try:
             self._undecayed_names = re.compile("|".join(names)) if names else None
         except re.error as error:
@@ -420,7 +465,8 @@ class Optimizer(Configurable, Arguments):
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
-            var_list: the variables to train, or a callable that returns them.
+            var_list: the variables to train, or a callable that returns them. It is called after
+                the loss, which may create them when it is called for the first time.
             has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
 
         Returns:
@@ -465,7 +511,7 @@ class Optimizer(Configurable, Arguments):
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
-            var_list: the variables, or a callable that returns them.
+            var_list: the variables, or a callable that returns them, called after the loss.
 
         Raises:
             TypeError: `loss` is not callable, or does not return a floating number.
@@ -474,12 +520,12 @@ class Optimizer(Configurable, Arguments):
         return self._loss_and_gradients(loss, var_list)
 
     def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
-        variables = variables_in(var_list() if callable(var_list) else var_list)
-        return differentiate(loss, variables, self.scale_loss, **how)
+        return differentiate(loss, var_list, self.scale_loss, sums=self._sums_losses, **how)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
-        loss, pairs = loss_of(grads_and_vars), [tuple(p) for p in grads_and_vars]
+        loss, own = loss_of(grads_and_vars), isinstance(grads_and_vars, WithLoss)
+        pairs = grads_and_vars if own else pairs_in(grads_and_vars)
         self.apply(WithLoss([g for g, _ in pairs], loss), [v for _, v in pairs])
         return self.iterations
 
@@ -550,7 +596,7 @@ class Optimizer(Configurable, Arguments):
         if trainable_variables is None:
             variables = self._built_variables("apply without trainable_variables")
         else:
-            variables = variables_in(trainable_variables)
+            variables = variables_in(trainable_variables, "trainable_variables")
         grads = fitted(grads, variables)
         if not self.built:
             self.build(variables)
@@ -713,54 +759,6 @@ class Optimizer(Configurable, Arguments):
         """The first values of all state, given those of the trainable variables."""
         return self._store.first_values(values)
 
-    # ── saving ───────────────────────────────────────────────────────────────────────────────
-
-    def set_weights(self, weights: Values) -> None:
-        """Sets all of `variables`, in that order; changes none if a value does not fit.
-
-        Raises:
-            ValueError: not built, the wrong number of arrays, or an array that does not fit.
-        """
-        self._built_variables("set_weights")
-        saving.set_all(self.variables, weights, self._weight_checks)
-
-    @property
-    def _weight_checks(self) -> saving.Checks:
-        """Checks of single variables' values, beside shape and dtype."""
-        return {}
-
-    def state(self) -> dict[str, jax.Array]:
-        """Returns all of `variables` by name, as a dictionary of arrays. The second variable of one
-        name gets the suffix "#2", and so on. With `group_small`, "groups" is the table of the
-        shared buffers."""
-        return saving.as_names(self.variables, self.groups)
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Sets all of `variables` from the result of `state`; changes none if an entry is wrong.
-
-        Raises:
-            TypeError: `state` is not a dictionary.
-            ValueError: not built, a name is missing or unknown, an array does not fit, or the
-                groups differ.
-        """
-        self.set_weights(saving.from_names(self.variables, self.groups, state))
-
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ...
-
-        With `group_small`, "groups" is the table of the shared buffers."""
-        saving.into_store(self.variables, self.groups, store)
-
-    def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Sets all of `variables` from what `save_own_variables` stored, or none.
-
-        Raises:
-            TypeError: `store` is not a mapping.
-            ValueError: not built, a key is missing, an array does not fit, or the groups differ.
-        """
-        self._built_variables("load_own_variables")
-        self.set_weights(saving.from_store(self.variables, self.groups, store))
-
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
     def get_config(self) -> dict[str, Any]:
@@ -779,9 +777,13 @@ class Optimizer(Configurable, Arguments):
         """Returns the optimizer that `get_config` (or Keras) describes; does not change `config`.
 
         Args:
-            config: the constructor's arguments.
+            config: the constructor's arguments. Entries that only TensorFlow 2 wrote are ignored.
             custom_objects: your own schedules by class name, if they cannot be found otherwise.
+
+        Raises:
+            ValueError: `config` has a `decay`, which only optimizers of TensorFlow 2 have.
         """
+        config = without_legacy(config)
         rate = config.get("learning_rate")
         if isinstance(rate, Mapping):
             schedule = deserialize(rate, LearningRateSchedule, custom_objects)

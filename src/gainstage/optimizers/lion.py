@@ -6,8 +6,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks
-from gainstage._core.options import OptimizerOptions
+from gainstage._core.options import OptimizerOptions, Setting, within
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -40,6 +39,8 @@ class Lion(Optimizer):
     """
 
     elementwise = True
+    beta_1: Setting[float] = Setting(check=within(above=0, high=1))
+    beta_2: Setting[float] = Setting(check=within(low=0, high=1))
 
     def __init__(
         self,
@@ -50,8 +51,8 @@ class Lion(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)
-        self.beta_1: float = checks.real("beta_1", beta_1, above=0, high=1)
-        self.beta_2: float = checks.real("beta_2", beta_2, low=0, high=1)
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

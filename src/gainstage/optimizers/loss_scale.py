@@ -8,7 +8,7 @@ import jax
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.bridge import read
-from gainstage._core.checks import check_verbs
+from gainstage._core.checks import InvalidArgumentError, check_verbs
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import (
     BEFORE_BUILD,
@@ -84,6 +84,7 @@ class LossScaleOptimizer(Retrying):
     telemetry: Fixed[bool] = Fixed()
     underflow_every: Fixed[int | None] = Fixed()
     _wrapper_type = ScalingWrapper
+    _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
     _min_scale = DynamicLossScale.min_scale
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
@@ -100,7 +101,7 @@ class LossScaleOptimizer(Retrying):
         underflow_every: int | None = None,
         **options: Unpack[WrapperOptions],
     ):
-        _check_inner(inner_optimizer, self._given)
+        _check_inner(inner_optimizer, self._given, self._inner_argument)
         self._rule = rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
@@ -119,12 +120,12 @@ class LossScaleOptimizer(Retrying):
         if store.index:
             _check_one_scale(inner_optimizer, list(store.index))
             self._wrapper.build(store, list(store.index))
-        self._store, self._slots = store, Slots(self.name, store.slots.shard_over)
+        self._store, self._slots = store, Slots(self.name, self._slot_name, store.slots.shard_over)
         store.set_wrapper(self._wrapper)
         self._inner = inner_optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        super().__setstate__(state)
         if self._store.wrapper is None:  # a shallow copy shares the original's
             self._store.set_wrapper(self._wrapper)
 
@@ -278,7 +279,7 @@ class LossScaleOptimizer(Retrying):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
-        self.inner_optimizer.update_step(gradient, variable, learning_rate)
+        self.inner_optimizer._update_one(gradient, variable, learning_rate)
 
     def exclude_from_weight_decay(
         self,
@@ -346,15 +347,19 @@ def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
         )
 
 
-def _check_inner(inner: object, given: set[str]) -> None:
+def _check_inner(inner: object, given: set[str], argument: str) -> None:
     if not isinstance(inner, Optimizer) or isinstance(inner, LossScaleOptimizer):
         advice = ""
         if hasattr(inner, "init") and hasattr(inner, "update"):
             advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)."
         elif type(inner).__module__.partition(".")[0] == "keras":
             advice = " Use gainstage.interop.keras.LossScaleOptimizer."
-        raise TypeError(
-            f"Expected an optimizer of gainstage, not wrapped, for inner_optimizer; got "
+        elif isinstance(inner, str):
+            advice = f" Use gainstage.get({inner!r})."
+        elif isinstance(inner, type):
+            advice = f" Create one: {inner.__name__}(...)."
+        raise InvalidArgumentError(
+            f"Expected an optimizer of gainstage, not wrapped, for {argument}; got "
             f"{inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 import jax
 
-from gainstage._core.bridge import variables_in
+from gainstage._core.arguments import variables_in
 from gainstage._core.checks import brief, check_verbs
 from gainstage._core.gradients import Gradients
 from gainstage._core.options import DEFAULTS, WrapperOptions
@@ -85,14 +85,19 @@ class MultiOptimizer(Optimizer):
         if unknown := options.keys() - WrapperOptions.__annotations__.keys():
             raise TypeError(f"Expected no {sorted(unknown)[0]} for MultiOptimizer; got {options}.")
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
-        pairs = [(optimizer, variables_in(v)) for optimizer, v in optimizers_and_variables]
+        pairs = [
+            (optimizer, variables_in(v, "optimizers_and_variables"))
+            for optimizer, v in optimizers_and_variables
+        ]
         if not pairs:
             raise ValueError("Expected at least one pair of an optimizer and its variables.")
         for optimizer, _ in pairs:
             _check_part(optimizer)
         if len({id(optimizer) for optimizer, _ in pairs}) < len(pairs):
             raise ValueError("Expected a new optimizer for each pair; got one of them twice.")
-        self._known = variables_in([v for _, variables in pairs for v in variables])
+        self._known = variables_in(
+            [v for _, variables in pairs for v in variables], "optimizers_and_variables"
+        )
         self.optimizers_and_variables = pairs
         over = {name: value for name, value in DEFAULTS.items() if name != "weight_decay"}
         self._wrapper = _Whole(self.name, over, self._store)
@@ -104,11 +109,11 @@ class MultiOptimizer(Optimizer):
                 optimizer._store.set_wrapper(self._wrapper)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        super().__setstate__(state)
         self._attach()
 
     def build(self, var_list: Sequence[Variable]) -> None:
-        if set(variables_in(var_list)) != set(self._known):
+        if set(variables_in(var_list, "var_list")) != set(self._known):
             raise ValueError(
                 f"Expected the variables of all optimizers of {self.name!r}, "
                 f"{brief([v.name for v in self._known])}; got {brief([v.name for v in var_list])}."
@@ -181,6 +186,7 @@ def _check_part(optimizer: Any) -> None:
         )
     if store.rate.is_called:
         raise ValueError(
-            f"The learning rate of {optimizer.name!r} is a callable of no argument, which is not "
-            f"called inside a compiled step. Use a schedule or callable of the step."
+            f"The learning rate of {optimizer.name!r} is a variable or a callable of no argument, "
+            f"which is not read inside a compiled step. Use a number, or a schedule or callable of "
+            f"the step."
         )

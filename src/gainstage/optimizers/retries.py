@@ -18,6 +18,8 @@ from gainstage.optimizers.base import Optimizer
 class Retrying(Optimizer):
     """An optimizer that skips steps, and can take a skipped step again."""
 
+    _is_base = True
+
     @overload
     def minimize(
         self,
@@ -54,7 +56,8 @@ class Retrying(Optimizer):
 
         Args:
             loss: a function of no argument that reads the variables and returns a scalar.
-            var_list: the variables to train, or a callable that returns them.
+            var_list: the variables to train, or a callable that returns them. It is called after
+                the loss, which may create them when it is called for the first time.
             has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
             retries: how often a step with a non-finite gradient is taken again, an integer >= 0.
                 Each retry calls the same loss at the scale that the rule has lowered, and leaves

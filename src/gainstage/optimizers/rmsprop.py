@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.gradients import with_square
-from gainstage._core.options import OptimizerOptions
+from gainstage._core.options import OptimizerOptions, Setting, needs_slot, within
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -46,6 +46,10 @@ class RMSprop(Optimizer):
     """
 
     elementwise = True
+    rho: Setting[float] = Setting(check=within(low=0, high=1))
+    momentum: Setting[float] = Setting(check=within(low=0, high=1), needs_state=needs_slot)
+    epsilon: Setting[float] = Setting(check=within(low=0))
+    centered: Setting[bool] = Setting(check=checks.flag, needs_state=needs_slot)
 
     def __init__(
         self,
@@ -58,10 +62,10 @@ class RMSprop(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)
-        self.rho: float = checks.real("rho", rho, low=0, high=1)
-        self.momentum: float = checks.real("momentum", momentum, low=0, high=1)
-        self.epsilon: float = checks.real("epsilon", epsilon, low=0)
-        self.centered: bool = checks.flag("centered", centered)
+        self.rho = rho
+        self.momentum = momentum
+        self.epsilon = epsilon
+        self.centered = centered
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

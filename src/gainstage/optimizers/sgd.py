@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import jax
 
 from gainstage._core import checks
-from gainstage._core.options import OptimizerOptions
+from gainstage._core.options import OptimizerOptions, Setting, needs_slot, within
 from gainstage._core.types import Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
@@ -42,6 +42,8 @@ class SGD(Optimizer):
     """
 
     elementwise = True
+    momentum: Setting[float] = Setting(check=within(low=0, high=1), needs_state=needs_slot)
+    nesterov: Setting[bool] = Setting(check=checks.flag)
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class SGD(Optimizer):
         **named_options: Unpack[OptimizerOptions],
     ):
         super().__init__(learning_rate, *options, **named_options)
-        self.momentum: float = checks.real("momentum", momentum, low=0, high=1)
-        self.nesterov: bool = checks.flag("nesterov", nesterov)
+        self.momentum = momentum
+        self.nesterov = nesterov
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._core import checks
 from gainstage._core.checks import LARGEST, LARGEST_FLOAT16
+from gainstage._core.configurable import explains_arguments
 from gainstage._core.types import Flag
 from gainstage.rules.base import LossScale, one_more, set_field, set_scales
 
@@ -32,6 +33,7 @@ class AdaptiveState(NamedTuple):
     largest: jax.Array  # float32: the largest recent true gradient, 0 if none is known
 
 
+@explains_arguments
 @dataclasses.dataclass(frozen=True)
 class AdaptiveLossScale(LossScale):
     """Keeps the largest gradient just below the largest float16 number.

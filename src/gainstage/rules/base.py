@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from gainstage._core import checks
 from gainstage._core.arrays import strong
 from gainstage._core.checks import LARGEST, SMALLEST
-from gainstage._core.configurable import Fields
+from gainstage._core.configurable import Fields, explains_arguments
 from gainstage._core.types import Flag, RuleState
 
 
@@ -105,6 +105,7 @@ class HasRule(Protocol):
 Rule = LossScale | HasRule  # an argument from which `as_rule` makes a rule
 
 
+@explains_arguments
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
     """A constant scale; a non-finite step is still skipped.
@@ -136,6 +137,7 @@ class FixedLossScale(LossScale):
         return state
 
 
+@explains_arguments
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale(LossScale):
     """Raises the scale after a run of finite steps, and lowers it after a non-finite step.

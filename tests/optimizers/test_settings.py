@@ -1,0 +1,201 @@
+"""Numbers of a rule and options that are set on an optimizer: checked, and obeyed by every step."""
+
+import functools
+
+import pytest
+
+import gainstage as gs
+from gainstage.compat import dtensor
+
+# Of each rule, its settings: a value that is taken, and one that is not.
+SETTINGS = [
+    (gs.SGD, "momentum", 0.5, 5.0),
+    (gs.SGD, "nesterov", True, 1),
+    (gs.Adam, "beta_1", 0.5, 1.0),
+    (gs.Adam, "beta_2", 0.5, -0.1),
+    (gs.Adam, "epsilon", 1e-3, "small"),
+    (gs.Adam, "amsgrad", True, "yes"),
+    (gs.AdamW, "beta_1", 0.5, None),
+    (gs.RMSprop, "rho", 0.5, 1.5),
+    (gs.RMSprop, "momentum", 0.5, -1.0),
+    (gs.RMSprop, "epsilon", 1e-3, -1e-3),
+    (gs.RMSprop, "centered", True, 0),
+    (gs.Adagrad, "initial_accumulator_value", 0.5, -0.5),
+    (gs.Adagrad, "epsilon", 1e-3, True),
+    (gs.Adadelta, "rho", 0.5, 2),
+    (gs.Adadelta, "epsilon", 1e-3, float("nan")),
+    (gs.Lion, "beta_1", 0.5, 0.0),
+    (gs.Lion, "beta_2", 0.5, 2.0),
+    (gs.SGD, "name", "mine", ""),
+    (gs.SGD, "jit_compile", False, "no"),
+    (gs.SGD, "clipnorm", 1.0, -1.0),
+    (dtensor.SGD, "amsgrad", False, True),
+]
+IDS = [f"{cls.__name__}.{name}" for cls, name, *_ in SETTINGS]
+
+
+@pytest.mark.parametrize(("cls", "name", "good", "bad"), SETTINGS, ids=IDS)
+def test_a_setting_is_checked_where_it_is_set(cls, name, good, bad):
+    """What the constructor refuses is refused later too, with the same error, and not set."""
+    with pytest.raises((TypeError, ValueError)) as first:
+        cls(**{name: bad})
+    opt = cls()
+    setattr(opt, name, good)
+    with pytest.raises(first.type) as later:
+        setattr(opt, name, bad)
+    assert str(later.value) == str(first.value)
+    assert getattr(opt, name) == good
+    assert opt.get_config().get(name, good) == good
+
+
+NEED_STATE = [
+    (gs.SGD, "momentum", 0.5),
+    (gs.RMSprop, "momentum", 0.5),
+    (gs.RMSprop, "centered", True),
+    (gs.Adam, "amsgrad", True),
+    (gs.Adagrad, "initial_accumulator_value", 0.5),
+]
+
+
+@pytest.mark.parametrize(("cls", "name", "value"), NEED_STATE)
+def test_a_setting_that_needs_state_is_set_before_build(cls, name, value):
+    """After `build` the error says so, and the next step is as before; before, it works."""
+    w, v = gs.Variable(1.0), gs.Variable(1.0)
+    opt, twin = cls(0.1), cls(0.1)
+    for each, variable in ((opt, w), (twin, v)):
+        each.apply([1.0], [variable])
+    with pytest.raises(ValueError, match=f"{name} to be set before '.*' is built"):
+        setattr(opt, name, value)
+    for each in (opt, twin):
+        each.apply([1.0])
+    assert float(w) == float(v)
+    late, early = cls(0.1), cls(0.1, **{name: value})
+    setattr(late, name, value)
+    weights = [gs.Variable(1.0), gs.Variable(1.0)]
+    for each, variable in zip((late, early), weights, strict=True):
+        each.apply([1.0], [variable])
+        each.apply([2.0])
+    assert float(weights[0]) == float(weights[1])
+
+
+def test_a_setting_may_be_changed_to_one_that_needs_less_state():
+    """Momentum can be lowered and turned off after `build`; its slots stay."""
+    w, opt = gs.Variable(0.0), gs.SGD(1.0, momentum=0.5)
+    opt.apply([1.0], [w])
+    opt.momentum = 0.0
+    opt.apply([1.0])
+    assert float(w) == -2.0
+    opt.momentum = 0
+    assert len(opt.momentums) == 1
+
+
+def compiled(opt, weight, **options):
+    return gs.jit(
+        lambda: opt.minimize(lambda: weight * 4.0, [weight]),
+        state=([weight], opt.variables),
+        **options,
+    )
+
+
+def change_clip(opt):
+    opt.clipvalue = 1.0
+
+
+def change_decay(opt):
+    opt.weight_decay = 0.5
+
+
+def change_schedule(opt):
+    opt.learning_rate = gs.schedules.ExponentialDecay(0.25, 1, 0.5)
+
+
+def change_inner(opt):
+    getattr(opt, "inner_optimizer", opt).nesterov = True
+
+
+CHANGES = [change_clip, change_decay, change_schedule, change_inner]
+MAKE = {
+    "plain": functools.partial(gs.SGD, 0.5, momentum=0.5),
+    "scaled": lambda: gs.LossScaleOptimizer(gs.SGD(0.5, momentum=0.5)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_a_compiled_step_obeys_what_is_changed_later(make, change):
+    """After a change, a step of `gs.jit` gives what an eager step gives."""
+    weights = [gs.Variable(3.0), gs.Variable(3.0)]
+    eager, opt = make(), make()
+    for each, weight in zip((eager, opt), weights, strict=True):
+        each.build([weight])
+    step = compiled(opt, weights[1], donate=True)
+    unchanged = []
+    for _ in range(2):
+        eager.minimize(lambda: weights[0] * 4.0, [weights[0]])
+        step()
+        assert float(weights[1]) == float(weights[0])
+    unchanged = float(weights[0])
+    for each in (eager, opt):
+        change(each)
+    eager.minimize(lambda: weights[0] * 4.0, [weights[0]])
+    step()
+    assert float(weights[1]) == pytest.approx(float(weights[0]), rel=1e-6)
+    assert float(weights[1]) != unchanged
+
+
+def test_a_compiled_step_is_compiled_again_only_after_a_change():
+    """A new learning rate needs no compilation, a changed option one, and the next step none."""
+    traces = []
+
+    class Counting(gs.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            traces.append(0)
+            super().update_step(gradient, variable, learning_rate)
+
+    weight, opt = gs.Variable(3.0), Counting(0.5)
+    opt.build([weight])
+    step = compiled(opt, weight)
+    counts = []
+    for change in (None, {"learning_rate": 0.25}, {"clipvalue": 1.0}, None, {"clipvalue": 2.0}):
+        for name, value in (change or {}).items():
+            setattr(opt, name, value)
+        step()
+        counts.append(len(traces))
+    assert counts == [1, 1, 2, 2, 3]
+    assert float(weight) == 3.0 - 0.5 * 4 - 0.25 * 4 - 0.25 - 0.25 - 0.25 * 2
+
+
+def test_a_variable_as_learning_rate_is_read_in_each_step():
+    """Two optimizers can share one rate; assigning it changes both, eagerly and compiled."""
+    rate = gs.Variable(0.5, name="rate")
+    a, b = gs.Variable(0.0), gs.Variable(0.0)
+    opts = gs.SGD(rate), gs.LossScaleOptimizer(gs.SGD(rate))
+    for opt, weight in zip(opts, (a, b), strict=True):
+        opt.build([weight])
+        assert opt.learning_rate is rate
+        assert rate not in opt.variables
+    step = gs.jit(
+        lambda: [opts[0].minimize(lambda: a * 1.0, [a]), opts[1].minimize(lambda: b * 1.0, [b])],
+        state=([a, b], opts[0].variables, opts[1].variables, rate),
+    )
+    step()
+    rate.assign(0.25)
+    step()
+    opts[0].learning_rate = 0.125
+    assert float(rate) == 0.125
+    for opt, weight in zip(opts, (a, b), strict=True):
+        opt.minimize(lambda weight=weight: weight * 1.0, [weight])
+    assert (float(a), float(b)) == (-0.875, -0.875)
+    assert opts[0].get_config()["learning_rate"] == 0.125
+
+
+def test_a_variable_as_learning_rate_must_be_in_the_state_and_a_floating_scalar():
+    """A compiled step that would freeze the rate, and a rate of another kind, are errors."""
+    rate, weight = gs.Variable(0.5, name="rate"), gs.Variable(0.0)
+    opt = gs.SGD(rate)
+    opt.build([weight])
+    with pytest.raises(ValueError, match="in its state; got 'rate'"):
+        compiled(opt, weight)()
+    for wrong in (gs.Variable([0.5, 0.5]), gs.Variable(1)):
+        with pytest.raises(TypeError, match="Expected a floating scalar for learning_rate"):
+            gs.SGD(wrong)
