@@ -466,6 +466,13 @@ def test_both_classes_are_made_from_both_forms(cls, config, settings):
     assert again.get_config() == opt.get_config()
 
 
+def test_another_loss_scale_cannot_be_read():
+    """A configuration of 2.3 whose scale is neither fixed nor dynamic is a ValueError."""
+    config = {"optimizer": INNER, "loss_scale": {"class_name": "MyLossScale", "config": {}}}
+    with pytest.raises(ValueError, match="MyLossScale"):
+        tf2.LossScaleOptimizer.from_config(config)
+
+
 @pytest.mark.parametrize("cls", [tf2.LossScaleOptimizer, experimental.LossScaleOptimizer])
 @row("differences", "a fixed scale below 1")
 def test_a_fixed_scale_below_1_has_a_configuration_that_can_be_read(cls):
@@ -762,6 +769,15 @@ def test_a_gradient_of_none_is_left_out():
     with pytest.warns(UserWarning, match="No gradient for"):
         wrapped().minimize(lambda: a * 2.0, [a, b])
     assert (float(a), float(b)) == (2.0, 3.0)
+
+
+def test_minimize_updates_the_scale_and_skips():
+    """`minimize` moves the weight by the true gradient whatever the scale is, or skips."""
+    w = gs.Variable(5.0)
+    opt = wrapped(gs.SGD(2.0), initial_scale=2, dynamic_growth_steps=1)
+    for factor, weight, after in ((1.0, 3.0, 4.0), (1.0, 1.0, 8.0), (INF, 1.0, 4.0)):
+        opt.minimize(lambda factor=factor: w * factor, [w])
+        assert (float(w), float(opt.loss_scale)) == (weight, after)
 
 
 @row(4, "minimize")
