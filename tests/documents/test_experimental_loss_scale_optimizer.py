@@ -148,7 +148,8 @@ def test_an_object_gives_its_arguments_and_not_its_state():
     live = experimental.DynamicLossScale(64.0, 7)
     live.update([INF])
     opt = older(live)
-    assert after_each(opt, [1.0, INF], scale) == [64.0, 32.0]
+    assert float(opt.loss_scale) == 64.0
+    assert after_each(opt, [INF, INF], scale) == [32.0, 16.0]
     assert float(live()) == 32.0
 
 
@@ -596,9 +597,9 @@ def test_dynamic_must_be_a_bool(wrong):
 def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
     """Without `dynamic`, `initial_scale` is required, and `dynamic_growth_steps` an error."""
     with pytest.raises(ValueError, match="initial_scale"):
-        tf2.LossScaleOptimizer(gs.SGD(), dynamic=False)
+        tf2.LossScaleOptimizer(gs.SGD(), False)
     with pytest.raises(ValueError, match="dynamic_growth_steps"):
-        tf2.LossScaleOptimizer(gs.SGD(), **FIXED, dynamic_growth_steps=2)
+        tf2.LossScaleOptimizer(gs.SGD(), False, 8.0, 2)
 
 
 @pytest.mark.parametrize(

