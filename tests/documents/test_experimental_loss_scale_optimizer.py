@@ -169,7 +169,7 @@ def test_the_multiplier_must_be_2():
 
 @pytest.mark.parametrize("lost", [{"hysteresis": 2}, {"max_scale": 2.0**20}, {"min_scale": 0.5}])
 def test_a_rule_with_settings_that_would_be_lost_is_refused(lost):
-    """Only the first scale and the period of a rule are kept; another setting is a ValueError."""
+    """Difference: a rule with settings other than a first scale and a period is a ValueError."""
     with pytest.raises(ValueError, match="nothing else but a first scale and a period"):
         older(gs.DynamicLossScale(8.0, 5, **lost))
 
@@ -253,7 +253,7 @@ def test_another_loss_scale_is_refused(wrong):
     ids=["None", "text", "class", "v1", "tf2", "experimental"],
 )
 def test_an_optimizer_that_cannot_be_wrapped_is_refused(wrong):
-    """Anything but an optimizer that is no wrapper is a TypeError; of the older class, both."""
+    """What is no optimizer, or is a wrapper, is a TypeError; of the older class also a ValueError."""
     with pytest.raises(TypeError, match="inner_optimizer"):
         tf2.LossScaleOptimizer(wrong())
     with pytest.raises(ValueError, match=r"\boptimizer") as caught:
@@ -383,7 +383,7 @@ def test_a_callable_loss_gives_a_callable():
 
 
 def test_a_large_integer_loss_does_not_wrap_around():
-    """An integer is multiplied in float32, where the product of 70000 and `2**15` has its sign."""
+    """An integer loss is multiplied in float32, so 70000 times `2**15` does not overflow."""
     assert float(wrapped().get_scaled_loss(70000)) == 70000 * 2.0**15
 
 
@@ -688,7 +688,7 @@ def test_a_variable_as_the_rate_stays_live():
 @pytest.mark.parametrize("arguments", [{}, FIXED], ids=["dynamic", "fixed"])
 @pytest.mark.parametrize("start", [int, gs.Variable])
 def test_iterations_count_all_steps(arguments, start):
-    """`iterations` can be set before the first step, and each step adds 1, skipped or not."""
+    """`iterations` can be set before the first step, and every step adds 1, also a skipped one."""
     opt = wrapped(**arguments)
     opt.iterations = start(7)
     counts = after_each(opt, [1.0, NAN, 1.0], lambda opt: opt.iterations)
@@ -697,7 +697,7 @@ def test_iterations_count_all_steps(arguments, start):
 
 
 def test_with_accumulation_iterations_count_no_skipped_step():
-    """Difference: with accumulation a skipped microbatch leaves its window and is not counted."""
+    """Difference: with accumulation a skipped microbatch is left out, and does not count."""
     w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, gradient_accumulation_steps=2))
     for gradient in (1.0, INF, 3.0):
         apply(opt, gradient, w)
@@ -733,7 +733,7 @@ def test_apply_gradients_takes_the_settings_of_a_strategy(arguments):
 
 
 def test_aggregate_gradients_returns_pairs():
-    """`aggregate_gradients` (2.11 to 2.15) returns the pairs, which one process need not sum."""
+    """In one process `aggregate_gradients` (2.11 to 2.15) returns the pairs unchanged."""
     w = gs.Variable(3.0)
     assert wrapped().aggregate_gradients([(1.0, w)]) == [(1.0, w)]
 
@@ -828,13 +828,13 @@ def test_there_are_no_tapes():
 
 
 def test_compute_gradients_returns_unscaled_gradients():
-    """`compute_gradients` (2.11 to 2.15) scales and unscales; without a tape it is None."""
+    """`compute_gradients` (2.11 to 2.15) unscales the gradients, and accepts `tape=None`."""
     w = gs.Variable(3.0)
     ((gradient, variable),) = wrapped().compute_gradients(lambda: w * 2.0, [w], tape=None)
     assert (float(gradient), variable) == (2.0, w)
 
 
-def test_variables_that_are_none_are_refused():
+def test_var_list_must_hold_variables():
     """Anything but variables in `var_list` is a ValueError."""
     w = gs.Variable(3.0)
     with pytest.raises(ValueError, match="var_list"):

@@ -46,23 +46,30 @@ def pairs_of(pairs):
 # ── MixedPrecisionLossScaleOptimizer: summary ────────────────────────────────────────────────
 
 
+passed = []
+
+
 @jax.custom_vjp
 def probe(x):
-    """The identity, which notes the gradients that pass through it."""
+    """The identity, which notes in `passed` the gradients that pass through it."""
     return x
 
 
-probe.defvjp(lambda x: (x, None), lambda _, g: (jax.debug.callback(seen.append, g), (g,))[1])
-seen = []
+def note(_, gradient):
+    jax.debug.callback(passed.append, gradient)
+    return (gradient,)
+
+
+probe.defvjp(lambda x: (x, None), note)
 
 
 def test_each_intermediate_gradient_is_multiplied_by_the_scale():
     """Between loss and weights every gradient is the scale times the true gradient."""
     w = gs.Variable(1.0)
-    seen.clear()
+    passed.clear()
     ((gradient, _),) = wrapped(8).compute_gradients(lambda: probe(w * 2.0) * 3.0, [w])
     jax.effects_barrier()
-    assert ([float(each) for each in seen], float(gradient)) == ([8 * 3.0], 2.0 * 3.0)
+    assert ([float(each) for each in passed], float(gradient)) == ([8 * 3.0], 2.0 * 3.0)
 
 
 def test_loss_scaling_has_no_mathematical_effect():
@@ -131,7 +138,7 @@ def test_it_wraps_another_optimizer():
     ],
 )
 def test_the_loss_scale_may_be_a_number_or_dynamic_or_an_object(scale, before, after):
-    """`loss_scale` is a number, "dynamic" or an object; here also a rule, with its own floor."""
+    """`loss_scale` is a number, "dynamic" or an object. Difference: it may also be a rule."""
     opt = wrapped(scale)
     assert (float(opt.loss_scale), opt.loss_scale.dtype) == (before, jnp.float32)
     assert weights_after(opt, [INF]) == [3.0]
