@@ -253,7 +253,7 @@ def test_another_loss_scale_is_refused(wrong):
     ids=["None", "text", "class", "v1", "tf2", "experimental"],
 )
 def test_an_optimizer_that_cannot_be_wrapped_is_refused(wrong):
-    """What is no optimizer, or is a wrapper, is a TypeError; of the older class also a ValueError."""
+    """What is no optimizer, or a wrapper, is a TypeError; of the older class also a ValueError."""
     with pytest.raises(TypeError, match="inner_optimizer"):
         tf2.LossScaleOptimizer(wrong())
     with pytest.raises(ValueError, match=r"\boptimizer") as caught:
