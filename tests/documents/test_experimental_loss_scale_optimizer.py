@@ -575,6 +575,7 @@ def test_a_skipped_step_halves_the_scale_and_moves_nothing():
         (1.0, 1.0, (0.5, 0.5), (4.0, 1)),
         (1.0, NAN, (0.5, 0.5), (2.0, 0)),
         (-INF, 1.0, (0.5, 0.5), (1.0, 0)),
+        (INF, 1.0, (0.5, 0.5), (1.0, 0)),  # never below 1
         (1.0, 1.0, (0.0, 0.0), (1.0, 1)),
     ):
         opt.apply_gradients([(first, a), (second, b)])

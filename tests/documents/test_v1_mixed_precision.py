@@ -443,6 +443,14 @@ def test_get_slot_returns_the_variable_of_a_slot():
     assert opt.get_slot(gs.Variable(3.0), "momentum") is None
 
 
+def test_the_slots_of_adam_are_its_moments():
+    """The slots `m` and `v` of Adam are the first and the second moment of the gradients."""
+    w, opt = gs.Variable(3.0), wrapped(8, v1.AdamOptimizer(0.5, beta1=0.75, beta2=0.5))
+    opt.apply_gradients([(2.0, w)])
+    assert float(opt.get_slot(w, "m")) == 0.25 * 2.0
+    assert float(opt.get_slot(w, "v")) == 0.5 * 2.0**2
+
+
 @row(2, "get_slot_names")
 def test_get_slot_names_returns_the_names_of_the_slots():
     """The names are known after the first step; gradient descent has no slots."""
@@ -678,7 +686,7 @@ def adam(gradients, rate, beta1, beta2, epsilon):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
+        {},  # the default epsilon matters for a gradient as small as this
         {"learning_rate": 0.25, "beta1": 0.5, "beta2": 0.75, "epsilon": 0.125},
         {"learning_rate": 0.1, "epsilon": 1.0, "use_locking": True, "name": "other"},
     ],
@@ -687,7 +695,7 @@ def test_adam(arguments):
     """Adam follows the formula of the page, in which epsilon is outside of the correction."""
     defaults = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
     rate, beta1, beta2, epsilon = ({**defaults, **arguments}[name] for name in defaults)
-    gradients = [1.0, 2.0, -0.5]
+    gradients = [1.0, 2.0, -0.5] if arguments else [1e-7, 2e-7]
     expected = adam(gradients, rate, beta1, beta2, epsilon)
     after = weights_after(v1.AdamOptimizer(**arguments), gradients)[-1]
     assert after - 3.0 == pytest.approx(expected - 3.0, rel=1e-3)
