@@ -187,6 +187,18 @@ class DynamicLossScale(LossScale):
         return f"DynamicLossScale({live}, {config})"
 
 
+def summed(loss: Any, weights: Any = None) -> Any:
+    """A loss that sums the elements of another one, times `weights` if they are given."""
+    if not callable(loss):
+        return loss  # which is an error where it is differentiated
+
+    def one() -> jax.Array:
+        value = jnp.asarray(loss())
+        return jnp.sum(value if weights is None else value * jnp.asarray(weights))
+
+    return one
+
+
 def _nothing(norms: Sequence[jax.Array], state: PyTree, mask: Given = None) -> tuple[None, Any]:
     """An update that changes nothing: the caller takes the step."""
     return None, state

@@ -7,6 +7,8 @@ from typing import Any, Self, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.arguments import pairs_in
@@ -15,6 +17,7 @@ from gainstage._core.checks import InvalidArgumentError, brief
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import VarList
+from gainstage._core.slots import Initializer
 from gainstage._core.step import StepInputs
 from gainstage._core.store import ScalingWrapper, Store
 from gainstage._core.types import Given, PyTree, Scalar
@@ -115,6 +118,32 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return name in arguments and name not in vars(self) and not hasattr(type(self), name)
 
     @property
+    def weights(self) -> list[Variable]:
+        """All of `variables`."""
+        return self.variables
+
+    def get_weights(self) -> list[np.ndarray]:
+        """Returns the values of all of `variables`, as `set_weights` takes them."""
+        return [variable.numpy() for variable in self.variables]
+
+    def add_slot(
+        self, var: Variable, slot_name: str, initializer: Initializer = "zeros"
+    ) -> Variable:
+        """Returns the inner optimizer's slot of a variable; adds it if there is none."""
+        slots = self._store.slots
+        return slots.of.get((var, slot_name, 0)) or slots.add_like(var, slot_name, initializer)
+
+    def add_weight(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        dtype: DTypeLike | None = None,
+        initializer: Initializer = "zeros",
+    ) -> Variable:
+        """Adds a variable to the state, with TensorFlow's order of arguments."""
+        return self.add_variable(shape, initializer, dtype, name=name)
+
+    @property
     def iterations(self) -> Variable:
         """The number of steps so far, skipped ones included."""
         return super().iterations
@@ -146,13 +175,45 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return self._divided(grads)
 
     def minimize(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, loss: Callable[[], Any], var_list: VarList, tape: object = None
+        self,
+        loss: Callable[[], Any],
+        var_list: VarList,
+        grad_loss: object = None,
+        name: str | None = None,
+        tape: object = None,
     ) -> jax.Array:
-        """Scales, differentiates, unscales and applies; returns the true loss. A loss that is not a
-        scalar is summed."""
-        if tape is not None:
-            raise ValueError("Expected no tape: pass the loss as a callable.")
-        return super().minimize(loss, var_list)
+        """Scales, differentiates, unscales and applies; returns the true loss.
+
+        Args:
+            loss: a callable of no argument; a result that is not a scalar is summed.
+            var_list: the variables to train, or a callable that returns them, called after the
+                loss.
+            grad_loss: weights of the loss's elements; None for 1.
+            name: accepted for TensorFlow and ignored.
+            tape: must be None: there are no tapes here.
+        """
+        _refuse(tape)
+        return super().minimize(live.summed(loss, grad_loss), var_list)
+
+    def compute_gradients(
+        self, loss: Callable[[], Any], var_list: VarList, tape: object = None
+    ) -> list[tuple[jax.Array | None, Variable]]:
+        """Returns the unscaled (gradient, variable) pairs of a loss, a callable. A loss that is not
+        a scalar is summed."""
+        _refuse(tape)
+        return super().compute_gradients(loss, var_list)
+
+    def get_gradients(self, loss: Callable[[], Any], params: VarList) -> list[jax.Array | None]:
+        """Returns the unscaled gradients of a loss, a callable."""
+        return [gradient for gradient, _ in self.compute_gradients(loss, params)]
+
+    def get_updates(self, loss: Callable[[], Any], params: VarList) -> list[Variable]:
+        """Takes a step as `minimize`, and returns `iterations` in a list."""
+        return [self.apply_gradients(self.compute_gradients(loss, params))]
+
+    def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
+        """Returns the pairs unchanged: gradients here are those of the whole mesh."""
+        return pairs_in(grads_and_vars)
 
     def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
         self._forgotten.clear()  # this method scales and unscales itself
@@ -163,12 +224,15 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         grads_and_vars: Iterable[tuple[Any, Any]],
         name: str | None = None,
         experimental_aggregate_gradients: bool = True,
+        *,
+        skip_gradients_aggregation: bool = False,
     ) -> Variable:
         """Takes a step on unscaled gradients, if they are finite.
 
         Args:
             grads_and_vars: (gradient, variable) pairs.
-            name, experimental_aggregate_gradients: accepted for TensorFlow and ignored.
+            name, experimental_aggregate_gradients, skip_gradients_aggregation: accepted for
+                TensorFlow and ignored.
 
         Raises:
             ValueError: there are no gradients.
@@ -216,6 +280,11 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         inner = deserialize(inner, Optimizer, custom_objects)
         LossScaleOptimizer.__init__(optimizer, inner, **config)
         return optimizer
+
+
+def _refuse(tape: object) -> None:
+    if tape is not None:
+        raise ValueError("Expected no tape: pass the loss as a callable.")
 
 
 def scale_arguments(loss_scale: object) -> dict[str, Any]:

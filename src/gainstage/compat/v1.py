@@ -11,16 +11,18 @@ from gainstage._core import checks
 from gainstage._core.arguments import pairs_in, variables_in
 from gainstage._core.checks import check_verbs
 from gainstage._core.of_loss import ALL_READ, VarList
+from gainstage._core.options import Setting, within
 from gainstage._core.sharding import varying_axes
 from gainstage._core.store import ScalingWrapper
 from gainstage._core.types import Rate, Values
-from gainstage._core.variable import Variable
+from gainstage._core.variable import Variable, is_tracing
 from gainstage.compat.live import (
     FLOOR,
     DynamicLossScale,
     FixedLossScale,
     LossScale,
     UnscaledLossScaleOptimizer,
+    summed,
 )
 from gainstage.optimizers import base as core
 from gainstage.rules import base as rules
@@ -37,6 +39,14 @@ __all__ = [
 ]
 
 Pairs = list[tuple[Any, Variable]]
+Number = float | Variable | Callable[[], float]
+# The attribute of our rule for each number of a rule there, and its check.
+NUMBERS = {
+    "momentum": ("momentum", within(low=0, high=1)),
+    "beta1": ("beta_1", within(low=0, below=1)),
+    "beta2": ("beta_2", within(low=0, below=1)),
+    "epsilon": ("epsilon", within(low=0)),
+}
 
 
 class Optimizer:
@@ -55,7 +65,8 @@ class Optimizer:
 
     GATE_NONE, GATE_OP, GATE_GRAPH = 0, 1, 2
 
-    def __init__(self, optimizer: core.Optimizer, use_locking: bool, name: str):
+    def __init__(self, optimizer: core.Optimizer, use_locking: bool, name: str, **numbers: Any):
+        self._numbers = numbers  # functions, or variables, of which each step uses the result
         self._optimizer, self._use_locking, self._name = optimizer, use_locking, name
 
     def get_name(self) -> str:
@@ -134,12 +145,8 @@ class Optimizer:
                 f"{gate_gradients!r}."
             )
 
-        def weighted() -> jax.Array:
-            value = jnp.asarray(loss())
-            return jnp.sum(value if grad_loss is None else value * jnp.asarray(grad_loss))
-
         pairs = self._optimizer.compute_gradients(
-            weighted, ALL_READ if var_list is None else var_list
+            summed(loss, grad_loss), ALL_READ if var_list is None else var_list
         )
         if not pairs:
             raise ValueError("Expected a loss that reads a trainable variable, or a var_list.")
@@ -170,10 +177,24 @@ class Optimizer:
                 )
         if global_step is not None and not isinstance(global_step, Variable):
             raise TypeError(f"Expected a gainstage.Variable for global_step; got {global_step!r}.")
+        self._read_numbers()
         before = self._steps()
         self._take(pairs)
         if global_step is not None:
             global_step.assign(global_step + (self._steps() - before))
+
+    def _read_numbers(self) -> None:
+        """Sets the numbers of the rule that were given as functions or variables."""
+        for argument, source in self._numbers.items():
+            if is_tracing():
+                raise ValueError(
+                    f"Expected a number for {argument} in a traced function, which would keep the "
+                    f"first value of {source!r}."
+                )
+            attribute, check = NUMBERS[argument]
+            number = check(argument, source.item() if isinstance(source, Variable) else source())
+            if number != getattr(self._optimizer, attribute):
+                setattr(self._optimizer, attribute, number)
 
     def _take(self, pairs: Pairs) -> None:
         self._optimizer.apply_gradients(pairs)
@@ -213,6 +234,13 @@ class MomentumOptimizer(Optimizer):
     """TensorFlow 1's momentum: `m = momentum * m + g; w -= learning_rate * m`, or, with
     `use_nesterov`, `w -= learning_rate * (g + momentum * m)`.
 
+    Args:
+        learning_rate: a number, a variable, a schedule, or a callable.
+        momentum: a number in [0, 1], a variable, or a callable of no argument. The last two are
+            read in each step; a new value compiles the step again.
+        use_locking, name: as for every `Optimizer`.
+        use_nesterov: whether to use Nesterov momentum.
+
     Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import v1
@@ -228,14 +256,15 @@ class MomentumOptimizer(Optimizer):
     def __init__(
         self,
         learning_rate: Rate,
-        momentum: float,
+        momentum: Number,
         use_locking: bool = False,
         name: str = "Momentum",
         use_nesterov: bool = False,
     ):
         nesterov = checks.flag("use_nesterov", use_nesterov)
-        optimizer = _Momentum(learning_rate, momentum, nesterov, name=_named(name))
-        super().__init__(optimizer, use_locking, name)
+        now, later = _numbers(momentum=momentum)
+        optimizer = _Momentum(learning_rate, nesterov=nesterov, name=_named(name), **now)
+        super().__init__(optimizer, use_locking, name, **later)
 
 
 class _SlotNames(core.Optimizer):
@@ -250,6 +279,7 @@ class _Momentum(_SlotNames, optimizers.SGD):
     """TensorFlow 1's rule: the learning rate multiplies the momentum, not the gradient."""
 
     elementwise = True
+    momentum: Setting[float] = Setting(check=within(low=0, high=1))  # it always has a slot
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
@@ -272,20 +302,27 @@ class _Adam(_SlotNames, optimizers.Adam):
 class AdamOptimizer(Optimizer):
     """Adam with epsilon outside of the bias correction, as in `gainstage.Adam`.
 
+    Args:
+        learning_rate: a number, a variable, a schedule, or a callable.
+        beta1, beta2, epsilon: numbers, variables, or callables of no argument, as for
+            `MomentumOptimizer`.
+        use_locking, name: as for every `Optimizer`.
+
     Source: `tf.compat.v1.train.AdamOptimizer`.
     """
 
     def __init__(
         self,
         learning_rate: Rate = 0.001,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-08,
+        beta1: Number = 0.9,
+        beta2: Number = 0.999,
+        epsilon: Number = 1e-08,
         use_locking: bool = False,
         name: str = "Adam",
     ):
-        optimizer = _Adam(learning_rate, beta1, beta2, epsilon, name=_named(name))
-        super().__init__(optimizer, use_locking, name)
+        now, later = _numbers(beta1=beta1, beta2=beta2, epsilon=epsilon)
+        optimizer = _Adam(learning_rate, name=_named(name), **now)
+        super().__init__(optimizer, use_locking, name, **later)
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
         names = {"momentum": "m", "velocity": "v"}
@@ -351,6 +388,9 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
         return self._inner._slots()
 
+    def _read_numbers(self) -> None:
+        self._inner._read_numbers()
+
     def compute_gradients(self, loss: Callable[[], Any], *args: Any, **kwargs: Any) -> Pairs:
         """As `Optimizer.compute_gradients`, with a scaled loss and unscaled gradients."""
         if self._own is None or not callable(loss):
@@ -367,6 +407,13 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             # If the user's scale refuses the step, make its gradients non-finite.
             pairs = [(g if g is None else jnp.where(should_apply, g, jnp.nan), v) for g, v in pairs]
         super()._take(pairs)
+
+
+def _numbers(**given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The numbers as arguments of our rule, and apart those that each step reads."""
+    later = {name: x for name, x in given.items() if callable(x) or isinstance(x, Variable)}
+    numbers = {name: x for name, x in given.items() if name not in later}
+    return {NUMBERS[n][0]: NUMBERS[n][1](n, x) for n, x in numbers.items()}, later
 
 
 class NotCallableError(TypeError, RuntimeError):
