@@ -733,6 +733,7 @@ def test_apply_gradients_takes_the_settings_of_a_strategy(arguments):
     assert (float(w), int(opt.iterations)) == (2.0, 1)
 
 
+@row(4, "aggregate_gradients")
 def test_aggregate_gradients_returns_pairs():
     """In one process `aggregate_gradients` (2.11 to 2.15) returns the pairs unchanged."""
     w = gs.Variable(3.0)
@@ -828,6 +829,7 @@ def test_there_are_no_tapes():
         wrapped().minimize(w**2, [w])
 
 
+@row(4, "compute_gradients")
 def test_compute_gradients_returns_unscaled_gradients():
     """`compute_gradients` (2.11 to 2.15) unscales the gradients, and accepts `tape=None`."""
     w = gs.Variable(3.0)
@@ -856,6 +858,38 @@ def test_slots_are_those_of_the_inner_optimizer():
         opt.get_slot(w, "m")
 
 
+@row(4, "get_gradients", "get_updates")
+def test_gradients_and_updates_of_a_loss():
+    """`get_gradients` returns unscaled gradients; `get_updates` takes a step."""
+    w, opt = gs.Variable(3.0), wrapped()
+    (gradient,) = opt.get_gradients(lambda: w * 2.0, [w])
+    assert float(gradient) == 2.0
+    (count,) = opt.get_updates(lambda: w * 2.0, [w])
+    assert (float(w), int(count)) == (2.0, 1)
+
+
+@row(4, "add_slot", "add_weight")
+def test_state_is_added_by_name():
+    """`add_slot` returns the slot of a variable, always the same; `add_weight` adds a variable."""
+    w, opt = gs.Variable([3.0, 4.0], name="w"), wrapped()
+    slot = opt.add_slot(w, "mine", initializer="ones")
+    assert (slot.numpy().tolist(), opt.add_slot(w, "mine")) == ([1.0, 1.0], slot)
+    assert opt.get_slot(w, "mine") is slot
+    weight = opt.add_weight("count", (2,), "int32")
+    assert (weight.shape, weight.dtype.name, weight.numpy().tolist()) == ((2,), "int32", [0, 0])
+    assert slot in opt.variables
+    assert weight in opt.variables
+
+
+@row(4, "weights", "get_weights")
+def test_weights_are_the_variables():
+    """`weights` lists all state, and `get_weights` returns its values."""
+    opt = wrapped(initial_scale=8)
+    after_each(opt, [2.0])
+    assert opt.weights == opt.variables
+    assert [x.tolist() for x in opt.get_weights()] == [1, 8.0, 1, 0.5]
+
+
 @row(4, "variables")
 def test_variables_are_all_state():
     """`variables` lists the state of the inner optimizer. Difference: and count and scale."""
@@ -864,7 +898,7 @@ def test_variables_are_all_state():
     assert [float(v) for v in opt.variables] == [1.0, 8.0, 1.0, 0.5, -0.5 * 2.0]
 
 
-@row(4, "weights", "set_weights")
+@row(4, "set_weights")
 def test_the_weights_of_one_optimizer_can_be_set_in_another():
     """The values of `variables`, set in another optimizer, let it go on from there."""
     runs = []

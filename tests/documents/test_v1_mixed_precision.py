@@ -122,6 +122,15 @@ def test_it_wraps_another_optimizer():
     assert stepped(opt) == 2.5
 
 
+@row(2, "no error: one optimizer in two wrappers")
+def test_an_optimizer_has_one_scale():
+    """Difference: a second wrapper around one optimizer is an error that names the first."""
+    inner = v1.GradientDescentOptimizer(0.25)
+    first = wrapped(8, inner)
+    with pytest.raises(ValueError, match=f"already wrapped by {first.get_name()!r}"):
+        wrapped(8, inner)
+
+
 # ── MixedPrecisionLossScaleOptimizer: arguments ──────────────────────────────────────────────
 
 
@@ -514,6 +523,7 @@ def test_variables_encode_the_current_state():
     assert opt.get_slot(w, "momentum") in opt.variables()
 
 
+@row(2, "new: set_weights")
 def test_the_state_can_be_restored():
     """New: `build` and `set_weights` bring the values of `variables()` into a new optimizer."""
     weights = []
@@ -529,6 +539,7 @@ def test_the_state_can_be_restored():
     assert weights == [(3.0 - 0.5 * 2.0 - 0.5 * 3.0, 2.0**14)] * 2
 
 
+@row(2, "new: build")
 def test_a_step_can_be_compiled():
     """It works as in a `tf.function`: after `build` the whole first step runs in `gs.jit`."""
     w, count, opt = gs.Variable(1.0), gs.Variable(0), wrapped("dynamic")
@@ -583,6 +594,7 @@ def test_the_loss_must_be_callable(make):
         assert isinstance(caught.value, TypeError)
 
 
+@row(2, "TypeError: var_list has something else")
 @pytest.mark.parametrize("wrong", [["w"], [1.0], [jnp.ones(2)]], ids=["text", "number", "array"])
 def test_var_list_must_hold_variables(wrong):
     """Anything but variables in `var_list` is an error: a TypeError and a ValueError."""
@@ -593,6 +605,7 @@ def test_var_list_must_hold_variables(wrong):
         assert isinstance(caught.value, ValueError)
 
 
+@row(2, "TypeError: malformed grads_and_vars")
 @pytest.mark.parametrize(
     "malformed",
     [
@@ -748,6 +761,18 @@ def test_momentum_may_be_a_callable():
     momenta[0] = 0.25
     opt.apply_gradients([(0.0, w)])
     assert float(w) == 3.0 - 0.5 * 2.0 - 0.5 * (0.25 * 2.0)
+
+
+def test_a_callable_number_is_read_in_eager_steps_only():
+    """Difference: in a compiled step, which would keep the first number, it is an error."""
+    w, opt = gs.Variable(3.0), v1.MomentumOptimizer(0.5, lambda: 0.5)
+    opt.build([w])
+    step = gs.jit(lambda: opt.apply_gradients([(2.0, w)]), state=([w], opt.variables()))
+    with pytest.raises(ValueError, match="Expected a number for momentum in a traced function"):
+        step()
+    with pytest.raises(ValueError, match=r"for momentum; got 1\.5"):
+        v1.MomentumOptimizer(0.5, lambda: 1.5).apply_gradients([(2.0, w)])
+    assert float(w) == 3.0
 
 
 @pytest.mark.parametrize("name", ["beta1", "beta2", "epsilon"])

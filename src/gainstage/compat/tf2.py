@@ -130,8 +130,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self, var: Variable, slot_name: str, initializer: Initializer = "zeros"
     ) -> Variable:
         """Returns the inner optimizer's slot of a variable; adds it if there is none."""
-        slots = self._store.slots
-        return slots.of.get((var, slot_name, 0)) or slots.add_like(var, slot_name, initializer)
+        slots, key = self._store.slots, (var, slot_name, 0)
+        return slots.of[key] if key in slots.of else slots.add_like(var, slot_name, initializer)
 
     def add_weight(
         self,
