@@ -6,6 +6,7 @@ docs/migrating.md that a test holds.
 """
 
 import copy
+import inspect
 import json
 
 import jax
@@ -141,6 +142,13 @@ def test_learning_rate_may_be(rate, expected):
 def test_learning_rate_may_be_an_array():
     """A scalar array is a learning rate as a number is."""
     assert run(dtensor.SGD(jnp.float32(0.25)), [1.0, 1.0]) == [2.75, 2.5]
+
+
+def test_a_callable_rate_is_called_once_in_a_step():
+    """A callable returns the actual value to use: each step calls it once."""
+    values = [0.25, 0.5, 1.0]
+    assert run(dtensor.SGD(values.pop), [1.0, 1.0, 1.0]) == [2.0, 1.5, 1.25]
+    assert values == []
 
 
 def test_a_variable_as_learning_rate_is_live():
@@ -432,6 +440,35 @@ def test_variables_are_all_state():
     assert [v.name for v in opt.variables] == names
 
 
+# ── methods ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("add_variable", "shape dtype initializer name"),
+        ("add_variable_from_reference", "model_variable variable_name initial_value"),
+        ("apply_gradients", "grads_and_vars"),
+        ("build", "var_list"),
+        ("compute_gradients", "loss var_list tape"),
+        ("exclude_from_weight_decay", "var_list var_names"),
+        ("finalize_variable_values", "var_list"),
+        ("from_config", "config"),
+        ("get_config", ""),
+        ("load_own_variables", "store"),
+        ("minimize", "loss var_list tape"),
+        ("save_own_variables", "store"),
+        ("set_weights", "weights"),
+        ("update_step", "gradient variable"),
+    ],
+)
+def test_methods_take_the_documented_arguments(method, arguments):
+    """The arguments of each method have the names and the order of the page."""
+    signature = inspect.signature(getattr(dtensor.SGD(), method))
+    names = arguments.split()
+    assert [*signature.parameters][: len(names)] == names
+
+
 # ── add_variable, add_variable_from_reference ────────────────────────────────────────────────
 
 
@@ -503,8 +540,16 @@ def test_the_name_of_a_slot():
 def test_the_initial_value_of_a_slot():
     """A slot starts with `initial_value`, or with 0."""
     opt, var = dtensor.SGD(), gs.Variable([1.0, 2.0])
-    for value, expected in ((None, [0, 0]), ([3.0, 4.0], [3, 4]), (var, [1, 2])):
+    for value, expected in ((None, [0.0, 0.0]), ([3.0, 4.0], [3.0, 4.0]), (var, [1.0, 2.0])):
         assert numbers([opt.add_variable_from_reference(var, "m", value)]) == [expected]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, gs.Variable])
+def test_the_initial_value_of_a_sharded_slot(kind):
+    """On a mesh too a slot may start as an array or a variable, and has the sharding."""
+    var = sharded(mesh_of_all())
+    slot = dtensor.SGD().add_variable_from_reference(var, "m", kind(var.value()))
+    assert (numbers([slot]), slot.sharding) == ([[1.0] * var.size], var.sharding)
 
 
 # ── aggregate_gradients ──────────────────────────────────────────────────────────────────────

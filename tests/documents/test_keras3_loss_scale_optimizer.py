@@ -5,6 +5,7 @@ In the order of that page. `@row` names the rows of docs/migrating.md that a tes
 
 import collections
 import copy
+import inspect
 import json
 
 import jax
@@ -194,6 +195,12 @@ def test_name_is_the_prefix_of_state():
     assert names[0] == "mine/step_counter"
     assert names[-1] == "inner/w_momentum"
     assert wrapped().name == wrapped().name == "loss_scale_optimizer"
+
+
+def test_name_is_the_fourth_argument():
+    """The arguments of the signature may be given by position."""
+    opt = gs.LossScaleOptimizer(gs.SGD(), 8.0, 3, "mine")
+    assert (opt.initial_scale, opt.dynamic_growth_steps, opt.name) == (8.0, 3, "mine")
 
 
 @row(1, "dynamic")
@@ -469,6 +476,40 @@ def test_loss_scale_is_the_factor_of_the_loss():
     assert scales(opt, [np.inf]) == [16.0]
 
 
+# ── methods ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("add_variable", "shape initializer dtype aggregation name"),
+        ("add_variable_from_reference", "reference_variable name initializer"),
+        ("apply", "grads trainable_variables"),
+        ("apply_gradients", "grads_and_vars"),
+        ("assign", "variable value"),
+        ("assign_add", "variable value"),
+        ("assign_sub", "variable value"),
+        ("build", "var_list"),
+        ("check_finite", "grads"),
+        ("exclude_from_weight_decay", "var_list var_names"),
+        ("finalize_variable_values", "var_list"),
+        ("from_config", "config custom_objects"),
+        ("get_config", ""),
+        ("load_own_variables", "store"),
+        ("save_own_variables", "store"),
+        ("scale_loss", "loss"),
+        ("set_weights", "weights"),
+        ("stateless_apply", "optimizer_variables grads trainable_variables"),
+        ("update_step", "gradient variable learning_rate"),
+    ],
+)
+def test_methods_take_the_documented_arguments(method, arguments):
+    """The arguments of each method have the names and the order of the page."""
+    signature = inspect.signature(getattr(wrapped(), method))
+    names = arguments.split()
+    assert [*signature.parameters][: len(names)] == names
+
+
 # ── add_variable, add_variable_from_reference ────────────────────────────────────────────────
 
 
@@ -635,6 +676,14 @@ def test_exclude_from_weight_decay(names):
         assert (float(bias), float(kernel)) == (1.0, 1.0 - 0.5 * 0.5)
 
 
+def test_a_word_may_have_any_characters():
+    """A word that is in the name excludes the variable, whatever characters it has."""
+    w, opt = gs.Variable(1.0, name="w+b"), wrapped(weight_decay=0.5)
+    opt.exclude_from_weight_decay(var_names=["w+b"])
+    opt.apply([0.0], [w])
+    assert float(w) == 1.0
+
+
 @row(1, "no error: exclude_from_weight_decay after build")
 @row("differences", "exclusion after build")
 def test_exclusion_comes_before_build():
@@ -702,15 +751,23 @@ def test_from_config_reads_what_older_keras_wrote():
 
 
 def test_from_config_takes_custom_objects():
-    """`custom_objects` says which class a name means."""
+    """`custom_objects` says which class of the user's a name means."""
 
     class Mine(gs.SGD):
         pass
 
+    class Falling(gs.schedules.LearningRateSchedule):
+        def __call__(self, step):
+            return 0.5 / (step + 1)
+
     config = copy.deepcopy(WRITTEN_BY_KERAS)
     config["inner_optimizer"]["class_name"] = "Other"
-    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"Other": Mine})
+    falling = {"class_name": "Falling", "config": {}}
+    config["inner_optimizer"]["config"]["learning_rate"] = falling
+    custom = {"Other": Mine, "Falling": Falling}
+    opt = gs.LossScaleOptimizer.from_config(config, custom_objects=custom)
     assert type(opt.inner_optimizer) is Mine
+    assert run(opt, [16.0, 16.0]) == [2.5, 2.25]
 
 
 @row(1, "get_config")
