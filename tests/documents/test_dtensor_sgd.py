@@ -203,8 +203,8 @@ def test_gradients_clip_option_clips(name, value, expected):
     assert clip.get_config()[name] == value
     opt = dtensor.SGD(0.5, gradients_clip_option=clip)
     assert one_step(opt) == expected
-    mapping = dtensor.SGD(0.5, gradients_clip_option={name: value})
-    assert mapping.get_config() == opt.get_config()
+    for same in ({"gradients_clip_option": {name: value}}, {name: value}):
+        assert dtensor.SGD(0.5, **same).get_config() == opt.get_config()
 
 
 @row(3, "ema_option")
@@ -215,7 +215,8 @@ def test_ema_option_averages():
     assert average.get_config() == AVERAGED
     opt = dtensor.SGD(1.0, ema_option=average)
     assert run(opt, [1.0, 1.0]) == [2.0, 0.5 * 2.0 + 0.5 * 1.0]
-    assert dtensor.SGD(1.0, ema_option=AVERAGED).get_config() == opt.get_config()
+    for same in ({"ema_option": AVERAGED}, AVERAGED):
+        assert dtensor.SGD(1.0, **same).get_config() == opt.get_config()
 
 
 @row(3, "jit_compile")
@@ -317,8 +318,9 @@ def test_ema_overwrite_frequency_is_the_number_of_steps():
 @row(3, "decay")
 def test_old_keywords_are_ignored():
     """`decay`, a keyword of older versions, has no effect and is warned of."""
-    with pytest.warns(UserWarning, match="decay has no effect"):
-        opt = dtensor.SGD(0.5, decay=0.5)
+    for decay in (None, 0.5):
+        with pytest.warns(UserWarning, match="decay has no effect"):
+            opt = dtensor.SGD(0.5, decay=decay)
     assert run(opt, [1.0, 1.0]) == [2.5, 2.0]
 
 
@@ -906,6 +908,7 @@ def test_a_customized_optimizer(rate, compiled):
     opt = Sign(rate, jit_compile=compiled)
     opt.apply_gradients([(7.0, a), (-0.1, b)])
     assert numbers([a, b, *opt.counts.values()]) == [2.5, 4.5, 1.0, 1.0]
+    assert float(opt.learning_rate) == 0.5
 
 
 def test_a_customized_optimizer_in_a_wrapper():
@@ -1086,3 +1089,6 @@ def test_the_other_classes_have_their_own_arguments():
     opt = dtensor.Adam(0.1, 0.5, 0.75, 1e-3, True)
     again = dtensor.Adam.from_config(opt.get_config())
     assert (again.beta_1, again.beta_2, again.epsilon, again.amsgrad) == (0.5, 0.75, 1e-3, True)
+    inner = dtensor.Adam(clipnorm=1.0)
+    failing(ValueError, "clipnorm", gs.LossScaleOptimizer, inner, clipnorm=2.0)
+    assert gs.LossScaleOptimizer(inner, weight_decay=0.1).inner_optimizer is inner

@@ -110,6 +110,11 @@ def test_scaling_keeps_small_intermediate_gradients():
     assert trained(gs.LossScaleOptimizer(gs.SGD(2.0**26))) == -1.0
 
 
+def test_it_is_an_optimizer():
+    """The class inherits from `Optimizer`."""
+    assert isinstance(wrapped(), gs.Optimizer)
+
+
 def test_the_loss_is_multiplied_by_the_scale():
     """The loss to differentiate is the loss times the loss scale."""
     assert float(wrapped(scale=8.0).scale_loss(3.0)) == 24.0
@@ -203,12 +208,15 @@ def test_name_is_the_fourth_argument():
     assert (opt.initial_scale, opt.dynamic_growth_steps, opt.name) == (8.0, 3, "mine")
 
 
+# Asked for in apex#183 (fixed or dynamic).
 @row(1, "dynamic")
 def test_dynamic_false_is_a_fixed_scale():
     """`dynamic=False`, refused there, is a scale here that checks, skips and stays."""
     opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=8.0, dynamic=False)
     assert run(opt, [8.0, np.inf, 8.0]) == [2.5, 2.5, 2.0]
-    assert (float(opt.loss_scale), opt.dynamic, wrapped().dynamic) == (8.0, False, True)
+    assert (float(opt.loss_scale), opt.rule) == (8.0, gs.FixedLossScale(8.0))
+    assert (opt.dynamic, opt.dynamic_growth_steps, wrapped().dynamic) == (False, None, True)
+    assert opt.variables[0].name == "loss_scale_optimizer/dynamic_scale"
 
 
 @row(1, "weight_decay")
@@ -332,7 +340,7 @@ def test_rule_replaces_the_scale_arguments():
     """New here: a rule has bounds, backoff and hysteresis, and excludes the scale arguments."""
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)
     opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
-    assert opt.rule == rule
+    assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2))
     assert scales(opt, [np.inf, np.inf]) == [8.0, 4.0]
     failing(ValueError, "cannot be combined", gs.LossScaleOptimizer, gs.SGD(), 8.0, rule=rule)
 
@@ -370,7 +378,7 @@ def test_jit_compile_changes_only_how_a_step_runs():
     assert not wrapped(gs.SGD(0.5, jit_compile=False)).jit_compile
     for compiled, calls in ((True, 1), (False, 3)):
         opt = wrapped(Counting(0.5), jit_compile=compiled, growth=9)
-        assert run(opt, [8.0] * 3) == [2.5, 2.0, 1.5]
+        assert run(opt, [8.0, np.inf, 4.0]) == [2.5, 2.5, 2.0]
         assert opt.inner_optimizer.calls == calls
 
 
@@ -426,15 +434,13 @@ def test_a_subclass_may_have_its_own_learning_rate():
 @row(1, "variables")
 def test_variables_are_the_wrappers_and_the_inner_optimizers():
     """`variables` is all state, here without the wrapper's own unused count and rate."""
-    opt = wrapped(gs.SGD(0.5, momentum=0.9))
+    opt = wrapped(gs.SGD(0.5, momentum=0.9), name="lso")
+    state = ["lso/step_counter", "lso/dynamic_scale", "SGD/iteration", "SGD/learning_rate"]
+    assert [v.name for v in opt.variables] == state
     opt.build([gs.Variable(1.0, name="w")])
-    assert [v.name for v in opt.variables] == [
-        "loss_scale_optimizer/step_counter",
-        "loss_scale_optimizer/dynamic_scale",
-        "SGD/iteration",
-        "SGD/learning_rate",
-        "SGD/w_momentum",
-    ]
+    assert [v.name for v in opt.variables] == [*state, "SGD/w_momentum"]
+    opt.add_variable((), name="mine")
+    assert [v.name for v in opt.variables][:3] == [*state[:2], "lso/mine"]
 
 
 @row(1, "dynamic_scale")
@@ -1052,12 +1058,21 @@ def test_an_optimizer_has_one_wrapper():
 
 
 @row(1, "ValueError: an option on the wrapper")
-def test_an_option_is_given_once():
-    """An option on the wrapper is an error if the inner optimizer has it too."""
-    twice = "weight_decay here and weight_decay on 'SGD'"
-    failing(ValueError, twice, wrapped, gs.SGD(weight_decay=0.1), weight_decay=0.2)
-    clips = "clipnorm here and clipvalue on 'SGD'"
-    failing(ValueError, clips, wrapped, gs.SGD(clipvalue=1.0), clipnorm=1.0)
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ({"weight_decay": 0.2}, {"weight_decay": 0.1}),
+        ({"clipnorm": 1.0}, {"clipnorm": 1.0}),
+        ({"clipnorm": 1.0}, {"clipvalue": 1.0}),
+        ({"use_ema": True}, {"use_ema": True}),
+        ({"loss_scale_factor": 2.0}, {"loss_scale_factor": 2.0}),
+    ],
+)
+def test_an_option_is_given_once(outer, inner):
+    """An option on the wrapper is an error, here if the inner optimizer has it too."""
+    (here,), (there,) = outer, inner
+    twice = f"{here} here and {there} on 'SGD'"
+    failing(ValueError, twice, wrapped, gs.SGD(**inner), **outer)
 
 
 @row(1, "ValueError: two clip options")
@@ -1093,10 +1108,16 @@ def test_ema_overwrite_frequency_is_positive(wrong):
 @row(1, "no error: scale arguments out of range")
 def test_scale_arguments_are_checked():
     """A scale that is not positive and growth steps below 1 are errors here."""
+    inner = gs.SGD(0.5)
     for wrong in (0.0, -8.0, np.inf, np.nan):
-        failing(ValueError, "initial_scale", wrapped, scale=wrong)
+        failing(ValueError, "initial_scale", wrapped, inner, wrong)
     for wrong in (0, -1, 1.5):
-        failing(ValueError, "dynamic_growth_steps", wrapped, growth=wrong)
+        failing(ValueError, "dynamic_growth_steps", wrapped, inner, growth=wrong)
+    failing(TypeError, "initial_scale", wrapped, inner, True)
+    failing(TypeError, "bool for dynamic", wrapped, inner, dynamic=1)
+    failing(TypeError, "LossScale for rule", gs.LossScaleOptimizer, inner, rule=128.0)
+    failing(ValueError, "clipnorm", wrapped, inner, clipnorm=-1.0)
+    assert run(wrapped(inner), [8.0]) == [2.5]  # which is still free
 
 
 @row(1, "ValueError: all gradients are None")
