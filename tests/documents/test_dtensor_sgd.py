@@ -66,7 +66,7 @@ def failing(error, match, call, *args, **kwargs):
 
 
 def test_state_has_the_layout_of_its_variable():
-    """Whatever state is made, its sharding is that of the variable, or it is on the whole mesh."""
+    """Slots have the sharding of their variable; scalars are replicated on the mesh."""
     mesh = mesh_of_all()
     w, opt = sharded(mesh), dtensor.SGD(0.5, momentum=0.5, use_ema=True, mesh=mesh)
     opt.apply_gradients([(np.ones(w.shape, np.float32), w)])
@@ -76,7 +76,7 @@ def test_state_has_the_layout_of_its_variable():
 
 
 def test_update_without_momentum():
-    """`w = w - learning_rate * g` if momentum is 0."""
+    """Without momentum, a step subtracts learning rate times gradient."""
     assert run(dtensor.SGD(0.5), [2.0, -1.0]) == [3.0 - 0.5 * 2.0, 2.0 + 0.5 * 1.0]
 
 
@@ -92,7 +92,7 @@ def descended(gradients, momentum, nesterov):
 
 @row(3, "momentum")
 def test_update_with_momentum():
-    """The velocity is `momentum` of the old one less rate times gradient, and is added."""
+    """With momentum, the weight moves by a velocity that decays by `momentum`."""
     grads = [2.0, -1.0, 4.0]
     assert run(dtensor.SGD(0.5, momentum=0.5), grads) == descended(grads, 0.5, False)
     assert run(dtensor.SGD(0.5, 1), grads) == descended(grads, 1.0, False)
@@ -100,7 +100,7 @@ def test_update_with_momentum():
 
 @row(3, "nesterov")
 def test_update_with_nesterov():
-    """Nesterov's step is `momentum` of the new velocity less rate times gradient."""
+    """With `nesterov`, the step looks ahead along the new velocity."""
     grads = [2.0, -1.0, 4.0]
     opt = dtensor.SGD(0.5, momentum=0.5, nesterov=True)
     assert run(opt, grads) == descended(grads, 0.5, True)
@@ -110,7 +110,7 @@ def test_update_with_nesterov():
 
 
 def test_arguments_come_in_the_documented_order():
-    """All nine arguments may be given by position, and have the defaults of the signature."""
+    """All nine arguments can be passed by position and have the documented defaults."""
     mesh, clip, average = mesh_of_all(), dtensor.GradientsClipOption(1.0), dtensor.EMAOption(True)
     opt = dtensor.SGD(0.5, 0.25, True, False, clip, average, True, "mine", mesh)
     given = (opt.momentum, opt.nesterov, opt.amsgrad, opt.jit_compile, opt.name)
@@ -135,24 +135,24 @@ def test_arguments_come_in_the_documented_order():
     ids=["float", "int", "schedule", "callable"],
 )
 def test_learning_rate_may_be(rate, expected):
-    """A rate is a number, a schedule or a callable without arguments, which is refused there."""
+    """The learning rate can be a number, a schedule or, unlike in TensorFlow, a callable."""
     assert run(dtensor.SGD(rate), [1.0, 1.0]) == expected
 
 
 def test_learning_rate_may_be_an_array():
-    """A scalar array is a learning rate as a number is."""
+    """The learning rate can be a scalar array."""
     assert run(dtensor.SGD(jnp.float32(0.25)), [1.0, 1.0]) == [2.75, 2.5]
 
 
 def test_a_callable_rate_is_called_once_in_a_step():
-    """A callable returns the actual value to use: each step calls it once."""
+    """Each step calls a callable learning rate once and uses its value."""
     values = [0.25, 0.5, 1.0]
     assert run(dtensor.SGD(values.pop), [1.0, 1.0, 1.0]) == [2.0, 1.5, 1.25]
     assert values == []
 
 
 def test_a_variable_as_learning_rate_is_live():
-    """A variable that is the rate is read in every step, and may be set by either name."""
+    """A variable as learning rate is read in every step and set through the optimizer."""
     rate, w = gs.Variable(0.5), gs.Variable(3.0)
     opt = dtensor.SGD(rate)
     opt.apply_gradients([(1.0, w)])
@@ -165,14 +165,14 @@ def test_a_variable_as_learning_rate_is_live():
 
 
 def test_the_learning_rate_is_0_01_by_default():
-    """The text of the page says 0.001 and its signature 0.01, as the class does."""
+    """The default is 0.01, as in the signature of the page; its text says 0.001."""
     assert float(dtensor.SGD().learning_rate) == np.float32(0.01)
 
 
 @row(3, "ValueError: momentum outside of [0, 1]")
 @pytest.mark.parametrize("wrong", [-0.1, 1.5])
 def test_momentum_is_a_fraction(wrong):
-    """`momentum` is in [0, 1], when it is given and when it is set."""
+    """`momentum` must be in [0, 1], in the constructor and when set."""
     failing(ValueError, "momentum", dtensor.SGD, momentum=wrong)
     opt = dtensor.SGD(momentum=0.5)
     with pytest.raises(ValueError, match="momentum"):
@@ -182,7 +182,7 @@ def test_momentum_is_a_fraction(wrong):
 @row(3, "amsgrad")
 @row("differences", "option objects and amsgrad")
 def test_amsgrad_has_no_meaning():
-    """`amsgrad` does nothing there; here True is a ValueError."""
+    """`amsgrad=True` is a ValueError; TensorFlow ignores it."""
     assert run(dtensor.SGD(0.5, amsgrad=False), [1.0]) == [2.5]
     failing(ValueError, "amsgrad=False", dtensor.SGD, amsgrad=True)
 
@@ -198,7 +198,7 @@ CLIPS = [
 @row("differences", "option objects and amsgrad")
 @pytest.mark.parametrize(("name", "value", "expected"), CLIPS)
 def test_gradients_clip_option_clips(name, value, expected):
-    """A clip option, an object or a mapping, has no effect there and clips here."""
+    """An object or mapping as `gradients_clip_option` clips; TensorFlow ignores it."""
     clip = dtensor.GradientsClipOption(**{name: value})
     assert clip.get_config()[name] == value
     opt = dtensor.SGD(0.5, gradients_clip_option=clip)
@@ -210,7 +210,7 @@ def test_gradients_clip_option_clips(name, value, expected):
 @row(3, "ema_option")
 @row("differences", "option objects and amsgrad")
 def test_ema_option_averages():
-    """An averaging option, an object or a mapping, has no effect there and averages here."""
+    """An object or mapping as `ema_option` averages; TensorFlow ignores it."""
     average = dtensor.EMAOption(**AVERAGED)
     assert average.get_config() == AVERAGED
     opt = dtensor.SGD(1.0, ema_option=average)
@@ -221,7 +221,7 @@ def test_ema_option_averages():
 
 @row(3, "jit_compile")
 def test_jit_compile_compiles_the_update():
-    """With `jit_compile` the update is one program; the default is that of the signature, False."""
+    """`jit_compile` compiles the update; the default is False."""
     traced = []
 
     class Watching(dtensor.SGD):
@@ -236,7 +236,7 @@ def test_jit_compile_compiles_the_update():
 
 @row(3, "name")
 def test_name_appears_in_the_names_of_state():
-    """The optimizer's name is in the name of each of its variables."""
+    """The optimizer's name appears in the names of its variables."""
     opt = dtensor.SGD(momentum=0.5, name="mine")
     opt.build([gs.Variable(1.0)])
     assert all("mine" in v.name for v in opt.variables)
@@ -244,7 +244,7 @@ def test_name_appears_in_the_names_of_state():
 
 @row(3, "mesh")
 def test_mesh_is_where_global_variables_are():
-    """Count and rate are on the whole mesh, by default that of the variables; it is optional."""
+    """`mesh` is optional and replicates iterations and rate; the default is the variables' mesh."""
     mesh = mesh_of_all()
     given, found = dtensor.SGD(mesh=mesh), dtensor.SGD()
     given.build([gs.Variable(jax.device_put(1.0, on(mesh)))])
@@ -259,7 +259,7 @@ def test_mesh_is_where_global_variables_are():
 
 @row(3, "weight_decay")
 def test_weight_decay_decays():
-    """If set, weights decay; this and the options below are documented there, but refused."""
+    """`weight_decay` decays the weights; TensorFlow documents these options but refuses them."""
     opt = dtensor.SGD(0.5, weight_decay=0.5)
     assert one_step(opt) == WEIGHTS - 0.5 * 0.5 * WEIGHTS - 0.5 * GRADIENTS
 
@@ -267,13 +267,13 @@ def test_weight_decay_decays():
 @row(3, "clipnorm", "clipvalue", "global_clipnorm")
 @pytest.mark.parametrize(("name", "value", "expected"), CLIPS)
 def test_clipping(name, value, expected):
-    """Each gradient's norm, each element, or the norm of all gradients is at most this value."""
+    """The clip options limit each norm, each element, or the norm of all gradients."""
     assert one_step(dtensor.SGD(0.5, **{name: value})) == expected
 
 
 @row(3, "use_ema")
 def test_use_ema_averages_and_overwrites():
-    """With `use_ema` the weights are averaged, and from time to time set to their average."""
+    """`use_ema` averages the weights after each step and periodically overwrites them."""
     assert run(dtensor.SGD(1.0, **AVERAGED), [1.0, 1.0]) == [2.0, 0.5 * 2.0 + 0.5 * 1.0]
     without = {**AVERAGED, "use_ema": False}
     assert run(dtensor.SGD(1.0, **without), [1.0, 1.0]) == [2.0, 1.0]
@@ -282,7 +282,7 @@ def test_use_ema_averages_and_overwrites():
 @row(3, "use_ema")
 @row("differences", "averages on a mesh, in 2.15")
 def test_averages_on_a_mesh_are_updated():
-    """Sharded weights have an average that follows them, which in 2.15 it does not."""
+    """Averages of sharded weights are updated; in TensorFlow 2.15 they never change."""
     mesh = mesh_of_all()
     w, opt = sharded(mesh), dtensor.SGD(1.0, use_ema=True, ema_momentum=0.5, mesh=mesh)
     for _ in range(2):
@@ -295,7 +295,7 @@ def test_averages_on_a_mesh_are_updated():
 
 @row(3, "ema_momentum")
 def test_ema_momentum_is_the_weight_of_the_old_average():
-    """The new average is `ema_momentum` of the old and the rest of the current value."""
+    """The average is `ema_momentum` * average + (1 - `ema_momentum`) * weight."""
     w, average = gs.Variable(3.0), None
     opt = dtensor.SGD(1.0, use_ema=True, ema_momentum=0.75)
     for gradient in (1.0, 4.0, -2.0):
@@ -308,7 +308,7 @@ def test_ema_momentum_is_the_weight_of_the_old_average():
 
 @row(3, "ema_overwrite_frequency")
 def test_ema_overwrite_frequency_is_the_number_of_steps():
-    """After so many steps weights become their average; without it they never do."""
+    """Averages overwrite the weights every `ema_overwrite_frequency` steps, by default never."""
     weights = run(dtensor.SGD(1.0, **AVERAGED), [1.0] * 4)
     assert weights == [2.0, 1.5, 0.5, 0.5 * (0.5 * 1.5 + 0.5 * 0.5) + 0.5 * -0.5]
     never = dtensor.SGD(1.0, use_ema=True, ema_momentum=0.5)
@@ -317,7 +317,7 @@ def test_ema_overwrite_frequency_is_the_number_of_steps():
 
 @row(3, "decay")
 def test_old_keywords_are_ignored():
-    """`decay`, a keyword of older versions, has no effect and is warned of."""
+    """`decay`, a keyword of older versions, has no effect except a warning."""
     for decay in (None, 0.5):
         with pytest.warns(UserWarning, match="decay has no effect"):
             opt = dtensor.SGD(0.5, decay=decay)
@@ -329,7 +329,7 @@ def test_old_keywords_are_ignored():
 
 @row(3, "new: loss_scale_factor")
 def test_loss_scale_factor_is_a_fixed_loss_scale():
-    """New here: the loss is multiplied, gradients are divided, and a NaN is skipped."""
+    """New: `loss_scale_factor` is a fixed loss scale that skips NaN gradients."""
     opt, w = dtensor.SGD(0.5, loss_scale_factor=8.0), gs.Variable(3.0)
     assert float(opt.scale_loss(1.0)) == 8.0
     opt.minimize(lambda: w * 1.0, [w])
@@ -339,13 +339,13 @@ def test_loss_scale_factor_is_a_fixed_loss_scale():
 
 @row(3, "new: gradient_accumulation_steps")
 def test_gradient_accumulation_steps_averages():
-    """New here: the average of so many gradients makes one update."""
+    """New: the average of `gradient_accumulation_steps` gradients makes one update."""
     assert run(dtensor.SGD(0.5, gradient_accumulation_steps=2), [1.0, 3.0]) == [3.0, 2.0]
 
 
 @row(3, "new: on_bad_microbatch")
 def test_on_bad_microbatch_may_drop_the_window():
-    """New here: a non-finite microbatch can make its whole window void."""
+    """New: a non-finite microbatch can drop its accumulation window."""
     accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
     opt = dtensor.SGD(0.5, loss_scale_factor=8.0, **accumulate)
     assert run(opt, [8.0, np.nan, 8.0, 8.0]) == [3.0, 3.0, 3.0, 2.5]
@@ -353,7 +353,7 @@ def test_on_bad_microbatch_may_drop_the_window():
 
 @row(3, "new: group_small")
 def test_group_small_shares_buffers():
-    """New here: the slots of small variables can be one buffer."""
+    """New: slots of small variables can share a buffer."""
     variables = [gs.Variable([1.0, 2.0]), gs.Variable(3.0)]
     opt = dtensor.SGD(0.5, 0.9, group_small=True)
     opt.apply_gradients(zip([jnp.ones(2), jnp.ones(())], variables, strict=True))
@@ -363,7 +363,7 @@ def test_group_small_shares_buffers():
 
 @row(3, "new: master_weights")
 def test_master_weights_keep_small_updates():
-    """New here: updates too small for a float16 weight add up in a float32 copy."""
+    """New: a float32 copy accumulates updates that are too small for float16."""
     opt = dtensor.SGD(2.0**-14, master_weights=True)
     w = gs.Variable(jnp.float16(1.0))
     for _ in range(64):
@@ -373,7 +373,7 @@ def test_master_weights_keep_small_updates():
 
 @row(3, "new: shard_state_over")
 def test_shard_state_over_shards_slots():
-    """New here: each device of an axis can hold one part of a slot."""
+    """New: slots can be sharded over an axis of the mesh."""
     mesh = mesh_of_all()
     w = gs.Variable(jax.device_put(np.ones((64, 32), np.float32), on(mesh)))
     opt = dtensor.SGD(0.5, 0.9, shard_state_over=mesh.axis_names)
@@ -388,7 +388,7 @@ def test_shard_state_over_shards_slots():
 
 @row(3, "iterations")
 def test_iterations_counts_steps():
-    """Each `apply_gradients` adds 1; here the count is int32, on the whole mesh."""
+    """Each `apply_gradients` adds 1 to `iterations`, an int32 replicated on the mesh."""
     mesh = mesh_of_all()
     w, opt = sharded(mesh), dtensor.SGD(mesh=mesh)
     for expected in (1, 2):
@@ -399,7 +399,7 @@ def test_iterations_counts_steps():
 
 @row(3, "learning_rate")
 def test_learning_rate_can_be_read_and_set():
-    """`learning_rate` is the current rate, and a number may be assigned to it."""
+    """`learning_rate` is the current rate and can be set."""
     opt = dtensor.SGD(0.5)
     opt.learning_rate = 2.0
     assert float(opt.learning_rate) == 2.0
@@ -411,7 +411,7 @@ def test_learning_rate_can_be_read_and_set():
 
 @row(3, "TypeError: setting a number where a schedule is")
 def test_a_schedule_is_not_replaced_by_a_number():
-    """A number is no replacement for a schedule; a schedule is one for a number."""
+    """A number cannot replace a schedule, but a schedule can replace a number."""
     opt = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
     with pytest.raises(TypeError, match="Expected a schedule or callable"):
         opt.learning_rate = 0.5
@@ -422,7 +422,7 @@ def test_a_schedule_is_not_replaced_by_a_number():
 
 @row(3, "momentums")
 def test_momentums_are_the_velocities():
-    """There is one momentum for each variable, with its sharding, only if `momentum` is not 0."""
+    """Each variable has a momentum of its sharding, unless `momentum` is 0."""
     w = sharded(mesh_of_all())
     opt, without = dtensor.SGD(0.5, momentum=0.5), dtensor.SGD(0.5)
     opt.apply_gradients([(np.ones(w.shape, np.float32), w)])
@@ -435,7 +435,7 @@ def test_momentums_are_the_velocities():
 @row(3, "variables")
 @row("differences", "variables of a DTensor optimizer")
 def test_variables_are_all_state():
-    """`variables` is all state; there it lacks iterations and learning rate."""
+    """`variables` is all state; TensorFlow leaves out iterations and learning rate."""
     opt = dtensor.SGD(0.5, momentum=0.9)
     opt.build([gs.Variable(1.0, name="w")])
     names = ["SGD/iteration", "SGD/learning_rate", "SGD/w_momentum"]
@@ -465,7 +465,7 @@ def test_variables_are_all_state():
     ],
 )
 def test_methods_take_the_documented_arguments(method, arguments):
-    """The arguments of each method have the names and the order of the page."""
+    """Each method takes the documented arguments in the documented order."""
     signature = inspect.signature(getattr(dtensor.SGD(), method))
     names = arguments.split()
     assert [*signature.parameters][: len(names)] == names
@@ -476,7 +476,7 @@ def test_methods_take_the_documented_arguments(method, arguments):
 
 @row(3, "add_variable")
 def test_add_variable_creates_an_optimizer_variable():
-    """A variable of shape, dtype, initializer and name, in this order, becomes state."""
+    """`add_variable` takes shape, dtype, initializer and name, and adds to the state."""
     opt = dtensor.SGD()
     new = opt.add_variable((2,), "int32", "ones", "x")
     assert (numbers([new]), new.dtype, new.name) == ([[1, 1]], jnp.int32, "SGD/x")
@@ -487,26 +487,26 @@ def test_add_variable_creates_an_optimizer_variable():
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, jnp.array])
 def test_the_shape_of_a_variable_may_be(kind):
-    """A shape is a list or tuple of integers, or an array of them."""
+    """`shape` can be a list, a tuple or an array of integers."""
     assert dtensor.SGD().add_variable(kind([2, 3])).shape == (2, 3)
 
 
 @pytest.mark.parametrize("arguments", [(), (None,)])
 def test_a_variable_is_a_scalar_of_float32_by_default(arguments):
-    """Without a shape, or with None, a variable is a scalar, by default 0 in float32."""
+    """The default variable is a float32 scalar of 0."""
     new = dtensor.SGD().add_variable(*arguments)
     assert (new.shape, new.dtype, float(new)) == ((), jnp.float32, 0.0)
 
 
 def test_an_initializer_may_be_a_name():
-    """`initializer` may be the name of an initializer of Keras."""
+    """`initializer` can be the name of an initializer of Keras."""
     assert numbers([dtensor.SGD().add_variable((2, 2), initializer="identity")]) == [
         [[1.0, 0.0], [0.0, 1.0]]
     ]
 
 
 def test_added_variables_are_on_the_mesh():
-    """Variables are made mesh-aware, in a subclass's `build` and at any other time."""
+    """Added variables are replicated on the mesh, before, in and after `build`."""
 
     class Counted(dtensor.SGD):
         def build(self, var_list):
@@ -524,7 +524,7 @@ def test_added_variables_are_on_the_mesh():
 
 @row(3, "add_variable_from_reference")
 def test_add_variable_from_reference_takes_shape_dtype_and_sharding():
-    """A slot of a variable has its shape, dtype and sharding; here float32 for half precision."""
+    """A slot has its variable's shape, dtype and sharding; for half precision, float32."""
     opt, reference = dtensor.SGD(), sharded(mesh_of_all())
     slot = opt.add_variable_from_reference(model_variable=reference, variable_name="slot")
     assert (slot.shape, slot.dtype, slot.sharding) == (
@@ -534,13 +534,13 @@ def test_add_variable_from_reference_takes_shape_dtype_and_sharding():
 
 
 def test_the_name_of_a_slot():
-    """A slot is called by its own name, a slash, and the variable's name."""
+    """The name of a slot is `variable_name`, a slash and the variable's name."""
     slot = dtensor.SGD().add_variable_from_reference(gs.Variable(1.0, name="dense_1"), "momentum")
     assert slot.name.endswith("momentum/dense_1")
 
 
 def test_the_initial_value_of_a_slot():
-    """A slot starts with `initial_value`, or with 0."""
+    """A slot starts with `initial_value`, by default 0."""
     opt, var = dtensor.SGD(), gs.Variable([1.0, 2.0])
     for value, expected in ((None, [0.0, 0.0]), ([3.0, 4.0], [3.0, 4.0]), (var, [1.0, 2.0])):
         assert numbers([opt.add_variable_from_reference(var, "m", value)]) == [expected]
@@ -548,7 +548,7 @@ def test_the_initial_value_of_a_slot():
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, gs.Variable])
 def test_the_initial_value_of_a_sharded_slot(kind):
-    """On a mesh too a slot may start as an array or a variable, and has the sharding."""
+    """The initial value of a sharded slot can be an array or a variable."""
     var = sharded(mesh_of_all())
     slot = dtensor.SGD().add_variable_from_reference(var, "m", kind(var.value()))
     assert (numbers([slot]), slot.sharding) == ([[1.0] * var.size], var.sharding)
@@ -559,7 +559,7 @@ def test_the_initial_value_of_a_sharded_slot(kind):
 
 @row(3, "aggregate_gradients")
 def test_gradients_are_those_of_the_whole_mesh():
-    """Gradients need no aggregation: they are not summed over devices again."""
+    """Gradients are those of the whole mesh; a step does not sum them over devices."""
     w = sharded(mesh_of_all())
     dtensor.SGD(0.5).apply_gradients([(np.ones(w.shape, np.float32), w)])
     assert numbers([w]) == [[0.5] * w.size]
@@ -570,7 +570,7 @@ def test_gradients_are_those_of_the_whole_mesh():
 
 @row(3, "apply")
 def test_apply_takes_gradients_and_variables():
-    """`apply` takes two lists, or after the first step gradients alone."""
+    """`apply` takes gradients and variables; after `build`, gradients alone."""
     w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
     opt.apply([1.0], [w])
     opt.apply([1.0])
@@ -579,7 +579,7 @@ def test_apply_takes_gradients_and_variables():
 
 @row(3, "apply_gradients")
 def test_apply_gradients_takes_pairs_and_returns_none():
-    """(gradient, variable) pairs make a step, no pairs make none, and nothing is returned."""
+    """`apply_gradients` takes pairs and returns None; an empty list changes nothing."""
     w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
     assert opt.apply_gradients(zip([1.0], [w], strict=True)) is None
     assert opt.apply_gradients([]) is None
@@ -599,7 +599,7 @@ def test_malformed_pairs(malformed):
 
 @row(3, "ValueError: all gradients are None")
 def test_some_gradient_is_needed():
-    """Only gradients of None are a ValueError, and change nothing."""
+    """A step without any gradient is a ValueError and changes nothing."""
     w, opt = gs.Variable(1.0), dtensor.SGD()
     opt.build([w])
     failing(ValueError, "None for all of", opt.apply_gradients, [(None, w)])
@@ -608,7 +608,7 @@ def test_some_gradient_is_needed():
 
 @row(3, "KeyError: a variable not built with")
 def test_a_variable_has_to_be_known():
-    """A variable that the optimizer was not built with is a KeyError there, a ValueError here."""
+    """An unknown variable is a ValueError; in TensorFlow, a KeyError."""
     opt, new = dtensor.SGD(), gs.Variable(1.0, name="new")
     opt.build([gs.Variable(1.0)])
     failing(ValueError, "built with.*got 'new'", opt.apply_gradients, [(1.0, new)])
@@ -623,7 +623,7 @@ def test_a_variable_has_to_be_known():
     [("assign", [0.5, 0.25]), ("assign_add", [1.5, 2.25]), ("assign_sub", [0.5, 1.75])],
 )
 def test_assignments(method, expected):
-    """A variable is set to a value, or it is added or subtracted."""
+    """These methods set, add to, and subtract from a variable."""
     variable = gs.Variable([1.0, 2.0])
     getattr(dtensor.SGD(), method)(variable, jnp.array([0.5, 0.25]))
     assert numbers([variable]) == [expected]
@@ -634,7 +634,7 @@ def test_assignments(method, expected):
 
 @row(3, "build")
 def test_build_makes_a_momentum_for_each_variable():
-    """`build` makes the state of a list of variables; a second one does nothing."""
+    """`build` creates one momentum per variable; a second call does nothing."""
     v, w, opt = gs.Variable(1.0), gs.Variable([1.0, 2.0]), dtensor.SGD(0.5, momentum=0.5)
     for _ in range(2):
         opt.build([v, w])
@@ -648,7 +648,7 @@ def test_build_makes_a_momentum_for_each_variable():
 
 @row(3, "compute_gradients")
 def test_compute_gradients_returns_pairs():
-    """A callable loss gives (gradient, variable) pairs; the gradient may be None."""
+    """`compute_gradients` returns (gradient, variable) pairs; a gradient can be None."""
     a, b, opt = gs.Variable(3.0), gs.Variable(1.0), dtensor.SGD()
     for var_list in ([a, b], (a, b)):
         pairs = opt.compute_gradients(lambda: a * a, var_list, tape=None)
@@ -657,7 +657,7 @@ def test_compute_gradients_returns_pairs():
 
 @pytest.mark.parametrize("method", ["compute_gradients", "minimize"])
 def test_there_are_no_tapes(method):
-    """A tape, which belongs to a loss that is no callable there, is a ValueError here."""
+    """Passing a tape is a ValueError: Gainstage has none."""
     w = gs.Variable(1.0)
     failing(ValueError, "no tape", getattr(dtensor.SGD(), method), lambda: w * w, [w], object())
 
@@ -665,13 +665,13 @@ def test_there_are_no_tapes(method):
 @row(3, "ValueError: the loss is not callable")
 @pytest.mark.parametrize("method", ["compute_gradients", "minimize"])
 def test_a_loss_is_a_callable(method):
-    """A loss that is no callable, without a tape a ValueError there, is a TypeError here."""
+    """A loss that is not callable is a TypeError; in TensorFlow, a ValueError."""
     w = gs.Variable(1.0)
     failing(TypeError, "Expected a callable", getattr(dtensor.SGD(), method), w**2, [w])
 
 
 def test_compute_gradients_calls_the_loss_before_var_list():
-    """A callable `var_list` may name variables that the loss makes when it is first called."""
+    """A callable `var_list` can return variables that the loss creates."""
     made = []
 
     def loss():
@@ -689,7 +689,7 @@ def test_compute_gradients_calls_the_loss_before_var_list():
 @row(3, "exclude_from_weight_decay")
 @pytest.mark.parametrize("names", [None, ["bias"], ["ia"], ["other", "^b"]])
 def test_exclude_from_weight_decay(names):
-    """Variables in a list, or with one of some words in their name, do not decay."""
+    """Variables in `var_list`, or with a word of `var_names` in their name, do not decay."""
     bias, kernel = gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="kernel")
     opt = dtensor.SGD(0.5, weight_decay=0.5)
     opt.exclude_from_weight_decay(None if names else [bias], names)
@@ -698,7 +698,7 @@ def test_exclude_from_weight_decay(names):
 
 
 def test_exclusion_comes_before_build():
-    """The exclusion has to be said before `build`."""
+    """Excluding after `build` is a ValueError."""
     opt, w = dtensor.SGD(), gs.Variable(1.0)
     opt.build([w])
     failing(ValueError, "before build", opt.exclude_from_weight_decay, [w])
@@ -709,7 +709,7 @@ def test_exclusion_comes_before_build():
 
 @row(3, "finalize_variable_values")
 def test_finalize_variable_values_sets_the_averages():
-    """At the end of training it sets variables to their averages."""
+    """`finalize_variable_values` sets variables to their averages."""
     w, opt = gs.Variable(3.0), dtensor.SGD(1.0, use_ema=True, ema_momentum=0.5)
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
@@ -724,7 +724,7 @@ def test_finalize_variable_values_sets_the_averages():
 @row(3, "from_config")
 @row("differences", "from_config of a DTensor optimizer")
 def test_from_config_is_the_reverse_of_get_config():
-    """A configuration gives the same optimizer without its state; there it fails."""
+    """`from_config` makes the same optimizer without state; in TensorFlow it fails."""
     opt = dtensor.SGD(0.5, 0.5, nesterov=True, ema_option=AVERAGED, clipnorm=1.0, name="mine")
     weights = run(opt, [1.0, 2.0])
     again = dtensor.SGD.from_config(opt.get_config())
@@ -733,7 +733,7 @@ def test_from_config_is_the_reverse_of_get_config():
 
 
 def test_from_config_reads_a_schedule():
-    """A schedule is in the configuration as data, and is a schedule again."""
+    """A schedule survives `get_config`, JSON and `from_config`."""
     opt = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
     again = dtensor.SGD.from_config(json.loads(json.dumps(opt.get_config())))
     assert run(again, [1.0, 1.0]) == run(opt, [1.0, 1.0]) == [2.5, 2.25]
@@ -749,7 +749,7 @@ def test_from_config_reads_a_schedule():
     ids=lambda config: [*config][-1],
 )
 def test_from_config_reads_what_tensorflow_wrote(written):
-    """Keys that only TensorFlow has are no obstacle."""
+    """`from_config` ignores keys without effect that TensorFlow wrote."""
     given = copy.deepcopy(written)
     opt = dtensor.SGD.from_config(given)
     assert given == written
@@ -758,7 +758,7 @@ def test_from_config_reads_what_tensorflow_wrote(written):
 
 @row(3, "get_config")
 def test_get_config_is_a_serializable_dictionary():
-    """Every hyperparameter is in a dictionary that JSON takes; mesh and compilation are not."""
+    """`get_config` survives JSON and has every hyperparameter, but not the mesh."""
     opt = dtensor.SGD(0.1, 0.5, True, ema_option=AVERAGED, mesh=mesh_of_all(), jit_compile=True)
     config = json.loads(json.dumps(opt.get_config()))
     expected = {"learning_rate": 0.1, "momentum": 0.5, "nesterov": True, "name": "SGD", **AVERAGED}
@@ -772,7 +772,7 @@ def test_get_config_is_a_serializable_dictionary():
 
 @row(3, "minimize")
 def test_minimize_computes_and_applies_gradients():
-    """`minimize` is `compute_gradients` and `apply_gradients`, and returns None."""
+    """`minimize` computes and applies gradients, and returns None."""
     a, b = gs.Variable(3.0), gs.Variable(3.0)
     opt, by_hand = dtensor.SGD(0.25), dtensor.SGD(0.25)
     assert opt.minimize(lambda: a * a, (a,), tape=None) is None
@@ -781,7 +781,7 @@ def test_minimize_computes_and_applies_gradients():
 
 
 def test_minimize_trains_variables_that_the_loss_makes():
-    """A callable `var_list` completes the variables after the first call of the loss."""
+    """`minimize` trains variables that the loss creates in the first step."""
     first, made = gs.Variable(1.0), []
 
     def loss():
@@ -796,7 +796,7 @@ def test_minimize_trains_variables_that_the_loss_makes():
 
 
 def test_a_loss_of_several_elements_is_summed():
-    """The value to minimize may have any shape: its elements are summed."""
+    """`minimize` sums a loss that is not a scalar."""
     w = gs.Variable([1.0, 2.0])
     dtensor.SGD(0.5).minimize(lambda: w * w, [w])
     assert numbers([w]) == [[1.0 - 0.5 * 2.0, 2.0 - 0.5 * 4.0]]
@@ -824,7 +824,7 @@ def through_variables(opt, other):
 @row(3, "load_own_variables", "save_own_variables", "set_weights")
 @pytest.mark.parametrize("way", [through_a_store, through_arrays, through_variables])
 def test_state_moves_to_another_optimizer(way):
-    """Saved, or set from arrays or variables, state goes on where it was, with its shardings."""
+    """Training continues from state that was saved, or set from arrays or variables."""
     mesh = mesh_of_all()
     runs = [(sharded(mesh), dtensor.SGD(0.5, momentum=0.5)) for _ in range(2)]
     for w, opt in runs:
@@ -852,14 +852,14 @@ def test_set_weights_needs_build():
 
 @row(3, "scale_loss")
 def test_scale_loss_multiplies_by_the_factor():
-    """A loss stays as it is, unless there is a `loss_scale_factor`."""
+    """`scale_loss` returns the loss itself, unless `loss_scale_factor` is set."""
     assert dtensor.SGD().scale_loss(3.0) == 3.0
     assert float(dtensor.SGD(loss_scale_factor=2.0).scale_loss(3.0)) == 6.0
 
 
 @row(3, "stateless_apply")
 def test_stateless_apply_is_pure():
-    """Lists of arrays become new lists, and objects stay as they are."""
+    """`stateless_apply` returns new arrays and changes no variable."""
     w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
     opt.build([w])
     state = [v.value() for v in opt.variables]
@@ -872,7 +872,7 @@ def test_stateless_apply_is_pure():
 
 @row(3, "update_step")
 def test_update_step_updates_one_variable():
-    """`update_step` takes a gradient and its variable, and uses the optimizer's rate."""
+    """`update_step` updates one variable with the optimizer's learning rate."""
     w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
     opt.build([w])
     opt.update_step(jnp.float32(1.0), w)
@@ -903,7 +903,7 @@ class Sign(dtensor.SGD):
     "rate", [0.5, lambda: 0.5, gs.schedules.ExponentialDecay(0.5, 1, 1.0)], ids=type
 )
 def test_a_customized_optimizer(rate, compiled):
-    """A subclass defines `build`, and `update_step` of two arguments, with the rate of the step."""
+    """A subclass can override `build` and an `update_step` of two arguments."""
     a, b = gs.Variable(3.0), gs.Variable(4.0)
     opt = Sign(rate, jit_compile=compiled)
     opt.apply_gradients([(7.0, a), (-0.1, b)])
@@ -912,7 +912,7 @@ def test_a_customized_optimizer(rate, compiled):
 
 
 def test_a_customized_optimizer_in_a_wrapper():
-    """Its `update_step` of two arguments works in a `LossScaleOptimizer` too."""
+    """A subclass with an `update_step` of two arguments works in a `LossScaleOptimizer`."""
     w, opt = gs.Variable(3.0), gs.LossScaleOptimizer(Sign(0.5), 8.0)
     opt.minimize(lambda: w * 7.0, [w])
     opt.update_step(jnp.float32(7.0), w, jnp.float32(0.25))
@@ -920,13 +920,13 @@ def test_a_customized_optimizer_in_a_wrapper():
 
 
 def test_a_customized_optimizer_has_a_configuration():
-    """What a subclass adds in `get_config`, `from_config` passes to its constructor."""
+    """`from_config` passes what a subclass adds in `get_config` to its constructor."""
     again = Sign.from_config(Sign(0.25, rest=1.0).get_config())
     assert (type(again), again.rest, float(again.learning_rate)) == (Sign, 1.0, 0.25)
 
 
 def test_a_customized_optimizer_needs_update_step():
-    """A subclass without `update_step` is a NotImplementedError."""
+    """A step of a subclass without `update_step` is a NotImplementedError."""
 
     class Empty(gs.Optimizer):
         pass
@@ -939,7 +939,7 @@ def test_a_customized_optimizer_needs_update_step():
 
 @row(3, "ValueError: mesh is no mesh")
 def test_mesh_is_a_mesh():
-    """A `mesh` that is none is a ValueError."""
+    """A `mesh` of another type is a ValueError."""
     failing(ValueError, r"Expected a jax.sharding.Mesh", dtensor.SGD, mesh="mesh")
 
 
@@ -966,13 +966,13 @@ def test_an_unknown_keyword():
     ],
 )
 def test_an_option_object_is_of_its_class(option, value, cls):
-    """Anything else for an option object, ignored there, is a TypeError that names its class."""
+    """A wrong option object, which TensorFlow ignores, is a TypeError that names its class."""
     failing(TypeError, cls, dtensor.SGD, **{option: value})
 
 
 @row(3, "no error: anything for an option object")
 def test_an_option_is_given_once():
-    """An option in its object and by itself, or on a wrapper, is a ValueError."""
+    """An option passed twice, by itself and in its object, is a ValueError."""
     clip = {"gradients_clip_option": {"clipnorm": 1.0}}
     failing(ValueError, "twice", dtensor.SGD, **clip, clipnorm=1.0)
     inner = dtensor.SGD(**clip)
@@ -981,7 +981,7 @@ def test_an_option_is_given_once():
 
 @row(3, "ValueError: two clip options")
 def test_there_is_one_clip_option():
-    """`clipnorm` and `global_clipnorm`, and here any two clip options, exclude each other."""
+    """Any two clip options are a ValueError."""
     for make in (dtensor.SGD, dtensor.GradientsClipOption):
         failing(ValueError, "at most one", make, clipnorm=1.0, global_clipnorm=1.0)
     failing(ValueError, "at most one", dtensor.SGD, clipnorm=1.0, clipvalue=1.0)
@@ -991,7 +991,7 @@ def test_there_is_one_clip_option():
 @pytest.mark.parametrize("make", [dtensor.SGD, dtensor.EMAOption])
 @pytest.mark.parametrize("wrong", [-0.1, 1.5])
 def test_ema_momentum_is_a_fraction(make, wrong):
-    """`ema_momentum` is in [0, 1], here also without `use_ema`."""
+    """`ema_momentum` must be in [0, 1], even without `use_ema`."""
     failing(ValueError, "ema_momentum", make, ema_momentum=wrong)
     failing(ValueError, "ema_momentum", make, use_ema=True, ema_momentum=wrong)
 
@@ -1037,7 +1037,7 @@ def test_example_of_processed_gradients():
 
 
 def test_example_of_a_schedule():
-    """A schedule is a rate that changes, here on a loss of shape (1,)."""
+    """A schedule changes the learning rate, for a loss of shape (1,)."""
     var = gs.Variable(np.array([1.0]))
     rate = gs.schedules.ExponentialDecay(initial_learning_rate=0.01, decay_steps=20, decay_rate=0.1)
     opt = dtensor.SGD(learning_rate=rate)
@@ -1047,7 +1047,7 @@ def test_example_of_a_schedule():
 
 
 def test_example_of_clipping():
-    """Gradients of 2 that are clipped to 1 take 2 to 1."""
+    """With `clipvalue=1`, gradients of 2 move the weights by 1."""
     opt = dtensor.SGD(learning_rate=1, clipvalue=1)
     var1, var2 = gs.Variable(2.0), gs.Variable(2.0)
     opt.minimize(lambda: 2 * var1 + 2 * var2, [var1, var2])
@@ -1061,12 +1061,12 @@ def averaged(momentum):
 
 @row("differences", "moving averages")
 def test_example_of_averages():
-    """The third step overwrites with the average, here without the first weight: -0.25."""
+    """The third step overwrites with -0.25; TensorFlow, which averages the start, with -0.125."""
     assert averaged(0.5) == [1.0, 0.0, 0.5 * (0.5 * 1.0 + 0.5 * 0.0) + 0.5 * -1.0]
 
 
 def test_averages_of_momentum_0_and_1():
-    """Momentum 0 is no averaging; momentum 1 keeps the first value, here the first result."""
+    """Momentum 0 means no averaging; momentum 1 keeps the first step's result."""
     assert averaged(0) == [1.0, 0.0, -1.0]
     assert averaged(1) == [1.0, 0.0, 1.0]
 
@@ -1077,7 +1077,7 @@ def test_averages_of_momentum_0_and_1():
 @row(3, "Adam, AdamW, RMSprop, Adagrad, Adadelta")
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"])
 def test_the_other_classes(name):
-    """They take the same keywords on a mesh and step as the classes of `gainstage`."""
+    """The other classes take the same keywords and step as those of `gainstage`."""
     clip = dtensor.GradientsClipOption(clipvalue=0.5)
     opt = getattr(dtensor, name)(0.25, gradients_clip_option=clip, mesh=mesh_of_all())
     assert not opt.jit_compile
@@ -1085,7 +1085,7 @@ def test_the_other_classes(name):
 
 
 def test_the_other_classes_have_their_own_arguments():
-    """The arguments of a rule come first, and are in its configuration."""
+    """The other classes take their own arguments first and put them in their configuration."""
     opt = dtensor.Adam(0.1, 0.5, 0.75, 1e-3, True)
     again = dtensor.Adam.from_config(opt.get_config())
     assert (again.beta_1, again.beta_2, again.epsilon, again.amsgrad) == (0.5, 0.75, 1e-3, True)

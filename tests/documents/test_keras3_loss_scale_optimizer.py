@@ -94,7 +94,7 @@ class Counting(gs.SGD):
 
 
 def test_scaling_keeps_small_intermediate_gradients():
-    """A float16 gradient that would be 0 on its way is found again behind the scale."""
+    """A gradient that underflows in float16 survives with loss scaling."""
 
     def trained(opt):
         w = gs.Variable(0.0)
@@ -116,17 +116,17 @@ def test_it_is_an_optimizer():
 
 
 def test_the_loss_is_multiplied_by_the_scale():
-    """The loss to differentiate is the loss times the loss scale."""
+    """`scale_loss` multiplies the loss by the loss scale."""
     assert float(wrapped(scale=8.0).scale_loss(3.0)) == 24.0
 
 
 def test_gradients_are_divided_by_the_scale():
-    """At the end gradients get their true size back."""
+    """The step divides the gradients by the loss scale."""
     assert run(wrapped(scale=8.0), [8.0 * 2.0]) == [3.0 - 0.5 * 2.0]
 
 
 def test_a_nonfinite_gradient_halves_the_scale_and_skips_the_step():
-    """Each step with an inf or NaN halves the scale, and changes nothing else."""
+    """A step with an inf or NaN gradient halves the scale and changes nothing else."""
     opt = wrapped(gs.SGD(0.5, momentum=0.5), scale=8.0)
     w, others = gs.Variable([3.0, 4.0]), gs.Variable(5.0)
     opt.apply([[8.0, 8.0], 8.0], [w, others])
@@ -138,7 +138,7 @@ def test_a_nonfinite_gradient_halves_the_scale_and_skips_the_step():
 
 
 def test_finite_steps_since_the_last_change_double_the_scale():
-    """The scale doubles after `dynamic_growth_steps` finite steps since it changed."""
+    """The scale doubles after `dynamic_growth_steps` finite steps in a row."""
     opt = wrapped(scale=8.0, growth=3)
     grads = [1.0, 1.0, np.inf, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
     assert scales(opt, grads) == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 16.0]
@@ -149,7 +149,7 @@ def test_finite_steps_since_the_last_change_double_the_scale():
 
 @row(1, "inner_optimizer")
 def test_inner_optimizer_takes_the_steps():
-    """The wrapped instance makes the update, and stays the wrapper's."""
+    """The wrapped optimizer takes the steps and cannot be replaced."""
     inner = gs.SGD(0.25)
     opt = wrapped(inner)
     assert opt.inner_optimizer is inner
@@ -161,7 +161,7 @@ def test_inner_optimizer_takes_the_steps():
 
 @row(1, "initial_scale")
 def test_initial_scale_is_the_first_scale():
-    """The first scale is any real number from 2**-126 to 2**126, by default 2**15."""
+    """The initial scale is a real number from 2**-126 to 2**126; the default is 2**15."""
     assert float(gs.LossScaleOptimizer(gs.SGD()).loss_scale) == 2.0**15
     for scale in (0.1, np.int64(16), 2.0**-126, 2.0**126):
         opt = wrapped(scale=scale)
@@ -170,14 +170,14 @@ def test_initial_scale_is_the_first_scale():
 
 
 def test_the_scale_is_updated_and_its_first_value_kept():
-    """During training the scale changes, and `initial_scale` still says the first one."""
+    """Training changes the scale; `initial_scale` keeps its first value."""
     opt = wrapped(scale=8.0)
     assert scales(opt, [np.inf]) == [4.0]
     assert opt.initial_scale == 8.0
 
 
 def test_a_scale_too_high_is_left_faster_than_one_too_low():
-    """One step halves a scale that is too high; it takes a growth period to double a low one."""
+    """A scale falls in one step, but needs `dynamic_growth_steps` steps to rise."""
     opt = wrapped(scale=2.0**20, growth=5)
     assert scales(opt, [np.inf] * 3)[-1] == 2.0**17
     assert scales(opt.from_config(opt.get_config()), [1.0] * 15)[-1] == 2.0**23
@@ -185,7 +185,7 @@ def test_a_scale_too_high_is_left_faster_than_one_too_low():
 
 @row(1, "dynamic_growth_steps")
 def test_dynamic_growth_steps_is_the_period():
-    """Every `dynamic_growth_steps` finite steps the scale is doubled; by default every 2000."""
+    """The scale doubles every `dynamic_growth_steps` finite steps; the default is 2000."""
     assert scales(wrapped(growth=2), [1.0] * 4) == [8.0, 16.0, 16.0, 32.0]
     assert scales(wrapped(growth=1), [1.0] * 2) == [16.0, 32.0]
     assert gs.LossScaleOptimizer(gs.SGD()).dynamic_growth_steps == 2000
@@ -193,7 +193,7 @@ def test_dynamic_growth_steps_is_the_period():
 
 @row(1, "name")
 def test_name_is_the_prefix_of_state():
-    """State is called by the optimizer's name; here two wrappers may have the same one."""
+    """`name` is the prefix of state variables; unlike in Keras, it need not be unique."""
     opt = wrapped(gs.SGD(0.5, 0.5, name="inner"), name="mine")
     opt.build([gs.Variable(1.0, name="w")])
     names = [v.name for v in opt.variables]
@@ -203,7 +203,7 @@ def test_name_is_the_prefix_of_state():
 
 
 def test_name_is_the_fourth_argument():
-    """The arguments of the signature may be given by position."""
+    """All arguments of the signature, including `name`, can be passed by position."""
     opt = gs.LossScaleOptimizer(gs.SGD(), 8.0, 3, "mine")
     assert (opt.initial_scale, opt.dynamic_growth_steps, opt.name) == (8.0, 3, "mine")
 
@@ -211,7 +211,7 @@ def test_name_is_the_fourth_argument():
 # Asked for in apex#183 (fixed or dynamic).
 @row(1, "dynamic")
 def test_dynamic_false_is_a_fixed_scale():
-    """`dynamic=False`, refused there, is a scale here that checks, skips and stays."""
+    """`dynamic=False`, which Keras refuses, means a fixed scale that skips overflows."""
     opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=8.0, dynamic=False)
     assert run(opt, [8.0, np.inf, 8.0]) == [2.5, 2.5, 2.0]
     assert (float(opt.loss_scale), opt.rule) == (8.0, gs.FixedLossScale(8.0))
@@ -222,7 +222,7 @@ def test_dynamic_false_is_a_fixed_scale():
 @row(1, "weight_decay")
 @row("differences", "options of the wrapper")
 def test_weight_decay_on_the_wrapper_decays():
-    """If set, weights decay; here this option and those below work on the wrapper too."""
+    """`weight_decay` decays the weights; unlike in Keras, also when set on the wrapper."""
     decayed = WEIGHTS - WEIGHTS * 0.5 * 0.5
     for opt in both(weight_decay=0.5):
         assert one_step(opt) == decayed - 0.5 * GRADIENTS
@@ -230,14 +230,14 @@ def test_weight_decay_on_the_wrapper_decays():
 
 @row(1, "clipnorm")
 def test_clipnorm_limits_each_norm():
-    """The true gradient of each weight is clipped so that its norm is at most `clipnorm`."""
+    """`clipnorm` limits the norm of each variable's unscaled gradient."""
     for opt in both(clipnorm=3.5):
         assert one_step(opt) == WEIGHTS - 0.5 * np.array([3.0, 3.5])
 
 
 @row(1, "clipvalue")
 def test_clipvalue_limits_each_element():
-    """The elements of true gradients are at most `clipvalue`."""
+    """`clipvalue` limits each element of the unscaled gradients."""
     for opt in both(1.0, clipvalue=2.0):
         w = gs.Variable([0.0, 0.0, 0.0])
         opt.apply([[8.0 * 5, 8.0 * -5, 8.0 * 1]], [w])
@@ -246,7 +246,7 @@ def test_clipvalue_limits_each_element():
 
 @row(1, "global_clipnorm")
 def test_global_clipnorm_limits_the_norm_of_all():
-    """All true gradients together are clipped to the norm `global_clipnorm`."""
+    """`global_clipnorm` limits the norm of all unscaled gradients together."""
     for opt in both(global_clipnorm=1.0):
         assert one_step(opt) == WEIGHTS - 0.5 * GRADIENTS / np.hypot(3.0, 4.0)
     assert one_step(wrapped(global_clipnorm=5.5)) == WEIGHTS - 0.5 * GRADIENTS
@@ -254,7 +254,7 @@ def test_global_clipnorm_limits_the_norm_of_all():
 
 @row(1, "use_ema")
 def test_use_ema_averages_the_weights_after_each_step():
-    """With `use_ema` an average follows the weights, and overwrites them periodically."""
+    """`use_ema` averages the weights after each step and periodically overwrites them."""
     for opt in both(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2):
         assert run(opt, [8.0, 8.0]) == [2.0, 0.5 * 2.0 + 0.5 * 1.0]
     assert run(wrapped(gs.SGD(1.0), ema_overwrite_frequency=2), [8.0, 8.0]) == [2.0, 1.0]
@@ -262,7 +262,7 @@ def test_use_ema_averages_the_weights_after_each_step():
 
 @row(1, "ema_momentum")
 def test_ema_momentum_is_the_weight_of_the_old_average():
-    """The new average is `ema_momentum` of the old and the rest of the current value."""
+    """The average is `ema_momentum` * average + (1 - `ema_momentum`) * weight."""
     for opt in both(1.0, use_ema=True, ema_momentum=0.75):
         w, average = gs.Variable(3.0), None
         for gradient in (1.0, 4.0, -2.0):
@@ -275,14 +275,14 @@ def test_ema_momentum_is_the_weight_of_the_old_average():
 
 @row(1, "ema_overwrite_frequency")
 def test_ema_overwrite_frequency_counts_updates():
-    """Every `ema_overwrite_frequency` updates the average is the weight; a skip is none."""
+    """Every `ema_overwrite_frequency` updates, skips excluded, averages overwrite the weights."""
     options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
     weights = run(wrapped(gs.SGD(1.0), growth=9, **options), [8.0, np.nan, 4.0, 4.0, 4.0])
     assert weights == [2.0, 2.0, 1.5, 0.5, 0.5 * (0.5 * 1.5 + 0.5 * 0.5) + 0.5 * -0.5]
 
 
 def test_without_a_frequency_finalizing_overwrites():
-    """By default training leaves the weights alone until `finalize_variable_values`."""
+    """By default only `finalize_variable_values` overwrites the weights with averages."""
     opt, w = wrapped(gs.SGD(1.0), use_ema=True, ema_momentum=0.5), gs.Variable(3.0)
     assert opt.ema_overwrite_frequency is None
     for _ in range(2):
@@ -295,7 +295,7 @@ def test_without_a_frequency_finalizing_overwrites():
 @row(1, "loss_scale_factor")
 @row("differences", "loss_scale_factor of the inner optimizer")
 def test_loss_scale_factor_multiplies_the_loss_and_divides_the_gradients():
-    """A fixed factor multiplies the loss and divides gradients, here beside the dynamic scale."""
+    """`loss_scale_factor` multiplies the loss and divides gradients, beside the dynamic scale."""
     plain = gs.SGD(0.5, loss_scale_factor=4.0)
     assert float(plain.scale_loss(3.0)) == 12.0
     assert run(plain, [4.0]) == [2.5]
@@ -307,7 +307,7 @@ def test_loss_scale_factor_multiplies_the_loss_and_divides_the_gradients():
 
 @row(1, "gradient_accumulation_steps")
 def test_gradient_accumulation_updates_with_the_average():
-    """State and weights wait for so many steps, and use the average; a skip does not count."""
+    """Each window of finite microbatches makes one update with their average gradient."""
     for opt in both(gradient_accumulation_steps=2):
         weights = run(opt, [8.0, np.nan, 24.0])
         assert weights == [3.0, 3.0, 3.0 - 0.5 * (8.0 / 8 + 24.0 / 4) / 2]
@@ -315,7 +315,7 @@ def test_gradient_accumulation_updates_with_the_average():
 
 
 def test_accumulation_and_the_frequency_of_averages():
-    """The frequency of averages counts updates, so that all microbatches of an update overwrite."""
+    """The overwrite frequency counts updates; every microbatch of such an update overwrites."""
     averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
     inner = gs.SGD(1.0, gradient_accumulation_steps=2, **averages)
     w, average, expected = 3.0, 0.0, []
@@ -329,7 +329,7 @@ def test_accumulation_and_the_frequency_of_averages():
 
 
 def test_accumulation_and_schedules():
-    """Learning-rate schedules count all steps, not only those that update."""
+    """With accumulation, learning-rate schedules count microbatches."""
     rate = gs.schedules.ExponentialDecay(1.0, 1, 0.5)
     opt = wrapped(gs.SGD(rate, gradient_accumulation_steps=2), growth=99)
     assert run(opt, [8.0] * 4) == [3.0, 3.0 - 0.5**1, 2.5, 2.5 - 0.5**3]
@@ -337,7 +337,7 @@ def test_accumulation_and_schedules():
 
 @row(1, "new: rule")
 def test_rule_replaces_the_scale_arguments():
-    """New here: a rule has bounds, backoff and hysteresis, and excludes the scale arguments."""
+    """New: `rule` replaces the scale arguments, with bounds, backoff and hysteresis."""
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)
     opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
     assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2))
@@ -347,7 +347,7 @@ def test_rule_replaces_the_scale_arguments():
 
 @row(1, "new: telemetry")
 def test_telemetry_records_the_steps():
-    """New here: `telemetry` makes statistics and a report available, in additional state."""
+    """New: `telemetry` records statistics of the steps in additional state."""
     plain, opt = wrapped(), wrapped(telemetry=True)
     plain.build([gs.Variable(1.0)])
     run(opt, [np.nan])
@@ -358,7 +358,7 @@ def test_telemetry_records_the_steps():
 
 @row(1, "new: underflow_every")
 def test_underflow_every_counts_what_float16_loses():
-    """New here: at intervals the report counts the gradients that float16 flushes to 0."""
+    """New: `underflow_every` makes the report count gradients that underflow in float16."""
     opt = wrapped(telemetry=True, underflow_every=10)
     run(opt, [2.0**-26])
     assert gs.report(opt).underflow.flushed == [1.0]
@@ -366,7 +366,7 @@ def test_underflow_every_counts_what_float16_loses():
 
 @row(1, "new: on_bad_microbatch")
 def test_on_bad_microbatch_may_drop_the_window():
-    """New here: a non-finite microbatch can make its whole window void."""
+    """New: a non-finite microbatch can drop its accumulation window."""
     accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
     weights = run(wrapped(gs.SGD(0.5), **accumulate), [8.0, np.nan, 4.0, 4.0])
     assert weights == [3.0, 3.0, 3.0, 3.0 - 0.5 * 1.0]
@@ -374,7 +374,7 @@ def test_on_bad_microbatch_may_drop_the_window():
 
 @row(1, "new: jit_compile")
 def test_jit_compile_changes_only_how_a_step_runs():
-    """New here: compiled or not, by default as the inner optimizer, steps are the same."""
+    """New: `jit_compile`, by default the inner optimizer's, does not change the result."""
     assert not wrapped(gs.SGD(0.5, jit_compile=False)).jit_compile
     for compiled, calls in ((True, 1), (False, 3)):
         opt = wrapped(Counting(0.5), jit_compile=compiled, growth=9)
@@ -384,7 +384,7 @@ def test_jit_compile_changes_only_how_a_step_runs():
 
 @row(1, "new: mesh")
 def test_mesh_replicates_scalars():
-    """New here: scalars are on the mesh that is given, or that the variables are on."""
+    """New: scalars are replicated on `mesh`, by default the mesh of the variables."""
     mesh = mesh_of_all()
     everywhere = NamedSharding(mesh, PartitionSpec())
     given, found = wrapped(mesh=mesh), wrapped()
@@ -399,7 +399,7 @@ def test_mesh_replicates_scalars():
 @row(1, "iterations")
 @row("differences", "iterations of the wrapper")
 def test_iterations_is_the_inner_optimizers():
-    """`iterations` counts the inner optimizer's updates, without skipped steps."""
+    """`iterations` is the inner optimizer's; skipped steps do not count."""
     opt, w = wrapped(), gs.Variable(1.0)
     counts = [int(opt.iterations)]
     for gradient in (1.0, np.nan, 1.0):
@@ -411,7 +411,7 @@ def test_iterations_is_the_inner_optimizers():
 
 @row(1, "learning_rate")
 def test_learning_rate_is_the_inner_optimizers():
-    """`learning_rate` reads and sets the inner optimizer's, without compiling again."""
+    """`learning_rate` is the inner optimizer's; setting it does not recompile the step."""
     opt, w = wrapped(Counting(0.5), growth=9), gs.Variable(3.0)
     opt.apply([8.0], [w])
     opt.learning_rate = 0.25
@@ -433,7 +433,7 @@ def test_a_subclass_may_have_its_own_learning_rate():
 
 @row(1, "variables")
 def test_variables_are_the_wrappers_and_the_inner_optimizers():
-    """`variables` is all state, here without the wrapper's own unused count and rate."""
+    """`variables` is all state; Keras adds an unused iteration and learning rate."""
     opt = wrapped(gs.SGD(0.5, momentum=0.9), name="lso")
     state = ["lso/step_counter", "lso/dynamic_scale", "SGD/iteration", "SGD/learning_rate"]
     assert [v.name for v in opt.variables] == state
@@ -445,7 +445,7 @@ def test_variables_are_the_wrappers_and_the_inner_optimizers():
 
 @row(1, "dynamic_scale")
 def test_dynamic_scale_is_the_current_scale():
-    """`dynamic_scale` is a float32 variable; here it exists before `build`."""
+    """`dynamic_scale` is a float32 variable; unlike in Keras, it exists before `build`."""
     opt = wrapped()
     assert (float(opt.dynamic_scale), opt.dynamic_scale.dtype) == (8.0, jnp.float32)
     run(opt, [np.inf])
@@ -454,7 +454,7 @@ def test_dynamic_scale_is_the_current_scale():
 
 @row(1, "step_counter", "new: dynamic_counter")
 def test_step_counter_counts_finite_steps():
-    """`step_counter` counts finite steps in a row; here it is None for a fixed scale."""
+    """`step_counter` counts finite steps in a row; it is None for a fixed scale."""
     opt, w = wrapped(growth=3), gs.Variable(1.0)
     counts = [int(opt.step_counter)]
     for gradient in (1.0, 1.0, np.nan, 1.0):
@@ -467,7 +467,7 @@ def test_step_counter_counts_finite_steps():
 
 @row(1, "built")
 def test_built_says_whether_there_is_state():
-    """`built` is True from `build` on."""
+    """`built` is False before `build` and True after it."""
     opt = wrapped()
     assert not opt.built
     opt.build([gs.Variable(1.0)])
@@ -476,7 +476,7 @@ def test_built_says_whether_there_is_state():
 
 @row(1, "new: loss_scale")
 def test_loss_scale_is_the_factor_of_the_loss():
-    """New here: `loss_scale` is the dynamic scale times `loss_scale_factor`."""
+    """New: `loss_scale` is `dynamic_scale` times `loss_scale_factor`."""
     opt = wrapped(loss_scale_factor=4.0)
     assert (float(opt.loss_scale), opt.loss_scale.dtype) == (32.0, jnp.float32)
     assert scales(opt, [np.inf]) == [16.0]
@@ -510,7 +510,7 @@ def test_loss_scale_is_the_factor_of_the_loss():
     ],
 )
 def test_methods_take_the_documented_arguments(method, arguments):
-    """The arguments of each method have the names and the order of the page."""
+    """Each method takes the documented arguments in the documented order."""
     signature = inspect.signature(getattr(wrapped(), method))
     names = arguments.split()
     assert [*signature.parameters][: len(names)] == names
@@ -521,7 +521,7 @@ def test_methods_take_the_documented_arguments(method, arguments):
 
 @row(1, "add_variable")
 def test_add_variable_adds_state():
-    """A variable of this shape, initializer and dtype, by default float32, becomes state."""
+    """`add_variable` adds a variable to the state, by default of float32 zeros."""
     opt = wrapped()
     new = opt.add_variable((2,), initializer="ones", dtype="int32", aggregation="sum", name="x")
     assert (numbers([new]), new.dtype, new.name) == ([[1, 1]], jnp.int32, f"{opt.name}/x")
@@ -534,25 +534,25 @@ def test_add_variable_adds_state():
 
 @pytest.mark.parametrize("name", ["random_normal", "glorot_uniform", "HeNormal", "orthogonal"])
 def test_add_variable_knows_initializers_by_name(name):
-    """`initializer` may be the name of any common initializer."""
+    """`initializer` can be the name of an initializer of Keras."""
     new = wrapped().add_variable((8, 4), initializer=name)
     assert new.shape == (8, 4)
     assert len(np.unique(new.numpy())) > 1
 
 
 def test_identity_is_an_initializer():
-    """`initializer="identity"` gives the identity matrix."""
+    """The initializer `identity` makes an identity matrix."""
     assert numbers([wrapped().add_variable((2, 2), "identity")]) == [[[1, 0], [0, 1]]]
 
 
 def test_an_unknown_initializer_is_an_error():
-    """A name that is no initializer's is a ValueError that lists the names."""
+    """An unknown initializer name is a ValueError that lists the known names."""
     failing(ValueError, "glorot_uniform", wrapped().add_variable, (2,), initializer="zeroes")
 
 
 @row(1, "add_variable_from_reference")
 def test_add_variable_from_reference_makes_a_slot():
-    """A slot is all zeros, with the shape and the sharding of its reference."""
+    """A slot has its reference's shape and sharding, and is zero by default."""
     opt, reference = wrapped(), sharded(mesh_of_all())
     slot = opt.add_variable_from_reference(reference)
     assert (slot.sharding, numbers([slot])) == (reference.sharding, [[0.0] * reference.size])
@@ -562,7 +562,7 @@ def test_add_variable_from_reference_makes_a_slot():
 
 @row("differences", "slots of float16 variables")
 def test_slots_are_float32_or_wider():
-    """A slot has its reference's dtype, but here float32 where that is half precision."""
+    """A slot has its reference's dtype; unlike in Keras, float32 for half precision."""
     half = gs.Variable(jnp.ones(2, jnp.float16))
     assert wrapped().add_variable_from_reference(half).dtype == jnp.float32
     opt = wrapped(gs.Adam(0.5), use_ema=True, gradient_accumulation_steps=2)
@@ -577,7 +577,7 @@ def test_slots_are_float32_or_wider():
 @row(1, "apply")
 @row("differences", "apply on JAX")
 def test_apply_updates_the_variables():
-    """`apply` takes scaled gradients, here both eagerly and inside of `gs.jit`."""
+    """`apply` takes scaled gradients; unlike Keras's on JAX, it works eagerly and in `gs.jit`."""
     w, opt = gs.Variable(3.0), wrapped()
     opt.apply([8.0], [w])
     assert float(w) == 2.5
@@ -588,7 +588,7 @@ def test_apply_updates_the_variables():
 
 
 def test_apply_matches_gradients_and_variables_in_order():
-    """Gradients belong one to one to the variables that the optimizer was built with."""
+    """`apply` pairs gradients with the variables of `build`, in order."""
     a, b, opt = gs.Variable(1.0), gs.Variable([1.0, 1.0]), wrapped()
     opt.build([a, b])
     opt.apply([8.0, [0.0, 16.0]])
@@ -596,7 +596,7 @@ def test_apply_matches_gradients_and_variables_in_order():
 
 
 def test_the_first_apply_builds():
-    """Variables that the first `apply` is given build the optimizer."""
+    """The first `apply` builds the optimizer for its `trainable_variables`."""
     opt = wrapped()
     assert run(opt, [8.0]) == [2.5]
     assert opt.built
@@ -615,7 +615,7 @@ def test_no_gradients_are_no_step():
 @row(1, "apply_gradients")
 @row("differences", "the result of apply_gradients")
 def test_apply_gradients_takes_pairs():
-    """`apply_gradients` takes scaled gradients in pairs and returns `iterations`, there 0."""
+    """`apply_gradients` takes pairs and returns `iterations`; Keras's always returns 0."""
     w, opt = gs.Variable(3.0), wrapped()
     counts = [int(opt.apply_gradients(zip([8.0], [w], strict=True))) for _ in range(2)]
     assert (counts, float(w)) == ([1, 2], 2.0)
@@ -630,7 +630,7 @@ def test_apply_gradients_takes_pairs():
     [("assign", [0.5, 0.25]), ("assign_add", [1.5, 2.25]), ("assign_sub", [0.5, 1.75])],
 )
 def test_assignments(method, expected):
-    """A model's or an optimizer's variable is set to a value, or it is added or subtracted."""
+    """These methods set, add to, and subtract from a model or optimizer variable."""
     opt = wrapped()
     for variable in (gs.Variable([1.0, 2.0]), opt.add_variable((2,), lambda *_: [1.0, 2.0])):
         getattr(opt, method)(variable, jnp.array([0.5, 0.25]))
@@ -643,7 +643,7 @@ def test_assignments(method, expected):
 @row(1, "build")
 @row("differences", "a second build")
 def test_build_creates_the_state():
-    """`build` adds the slots of these variables; here a second one does nothing."""
+    """`build` creates the state; unlike in Keras, a second call does nothing."""
     w, opt = gs.Variable([1.0, 2.0]), wrapped(gs.SGD(0.5, momentum=0.9))
     assert len(opt.variables) == 4
     opt.build([w])
@@ -659,7 +659,7 @@ def test_build_creates_the_state():
 
 @row(1, "check_finite")
 def test_check_finite():
-    """True unless an element of a gradient is inf or NaN; None and no gradients are finite."""
+    """`check_finite` is False if any element is inf or NaN; None counts as finite."""
     opt = wrapped()
     assert bool(opt.check_finite([jnp.ones(2), None, np.float16(1)]))
     assert bool(opt.check_finite([]))
@@ -674,7 +674,7 @@ def test_check_finite():
 @row("differences", "exclude_from_weight_decay of the wrapper")
 @pytest.mark.parametrize("names", [None, ["bias"], ["ia"], ["^b", "other"]])
 def test_exclude_from_weight_decay(names):
-    """Variables in a list, or with one of some words in their name, do not decay."""
+    """Variables in `var_list`, or with a word of `var_names` in their name, do not decay."""
     for opt in both(weight_decay=0.5):
         bias, kernel = gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="kernel")
         opt.exclude_from_weight_decay(None if names else [bias], names)
@@ -683,7 +683,7 @@ def test_exclude_from_weight_decay(names):
 
 
 def test_a_word_may_have_any_characters():
-    """A word that is in the name excludes the variable, whatever characters it has."""
+    """A word of `var_names` matches literally, even with special characters."""
     w, opt = gs.Variable(1.0, name="w+b"), wrapped(weight_decay=0.5)
     opt.exclude_from_weight_decay(var_names=["w+b"])
     opt.apply([0.0], [w])
@@ -693,7 +693,7 @@ def test_a_word_may_have_any_characters():
 @row(1, "no error: exclude_from_weight_decay after build")
 @row("differences", "exclusion after build")
 def test_exclusion_comes_before_build():
-    """The exclusion has to be said before `build`; afterwards it is an error here."""
+    """Excluding after `build` is a ValueError; Keras ignores it."""
     opt, w = wrapped(), gs.Variable(1.0)
     opt.build([w])
     failing(ValueError, "before build", opt.exclude_from_weight_decay, [w])
@@ -704,7 +704,7 @@ def test_exclusion_comes_before_build():
 
 @row(1, "finalize_variable_values")
 def test_finalize_variable_values_sets_the_averages():
-    """At the end it sets the model's variables to their averages; without any it does nothing."""
+    """`finalize_variable_values` sets variables to their averages; without EMA it does nothing."""
     opt = wrapped(gs.SGD(1.0, use_ema=True, ema_momentum=0.5))
     w, v = gs.Variable(3.0), gs.Variable(1.0)
     for _ in range(2):
@@ -717,7 +717,7 @@ def test_finalize_variable_values_sets_the_averages():
 
 @row(1, "ValueError: finalize_variable_values of other variables")
 def test_finalize_takes_variables_that_were_trained():
-    """Other variables are a ValueError."""
+    """`finalize_variable_values` raises ValueError for unknown variables."""
     opt = wrapped(use_ema=True)
     opt.build([gs.Variable(1.0)])
     failing(ValueError, "built with", opt.finalize_variable_values, [gs.Variable(1.0)])
@@ -741,7 +741,7 @@ WRITTEN_BY_KERAS = {
 @row(1, "from_config")
 @row("differences", "from_config")
 def test_from_config_creates_the_optimizer():
-    """From a dictionary, also one that Keras wrote, the same optimizer is made."""
+    """`from_config` reads a configuration, also Keras's, without changing it."""
     config = copy.deepcopy(WRITTEN_BY_KERAS)
     opt = gs.LossScaleOptimizer.from_config(config)
     assert config == WRITTEN_BY_KERAS  # there it loses a key
@@ -750,14 +750,14 @@ def test_from_config_creates_the_optimizer():
 
 
 def test_from_config_reads_what_older_keras_wrote():
-    """Options at their defaults, which Keras once wrote for the wrapper, are accepted."""
+    """`from_config` ignores wrapper options at their defaults, which older Keras wrote."""
     unset = {"weight_decay": None, "clipnorm": None, "use_ema": False, "ema_momentum": 0.99}
     opt = gs.LossScaleOptimizer.from_config({**WRITTEN_BY_KERAS, **unset})
     assert (opt.weight_decay, opt.use_ema) == (None, False)
 
 
 def test_from_config_takes_custom_objects():
-    """`custom_objects` says which class of the user's a name means."""
+    """`custom_objects` maps names to user-defined optimizers and schedules."""
 
     class Mine(gs.SGD):
         pass
@@ -778,7 +778,7 @@ def test_from_config_takes_custom_objects():
 
 @row(1, "get_config")
 def test_get_config_is_a_serializable_dictionary():
-    """The configuration survives JSON; an option is said once, where it was given."""
+    """`get_config` survives JSON and has each option once, where it was passed."""
     opt = wrapped(gs.SGD(0.1, weight_decay=0.5), clipnorm=2.0)
     config = opt.get_config()
     expected = {"name": opt.name, "initial_scale": 8, "dynamic_growth_steps": 2, "clipnorm": 2}
@@ -789,7 +789,7 @@ def test_get_config_is_a_serializable_dictionary():
 
 
 def test_a_configuration_has_no_state():
-    """The optimizer made of a configuration starts anew."""
+    """A configuration has no state: the new optimizer starts from the beginning."""
     opt = wrapped(scale=8.0)
     run(opt, [8.0, np.inf])
     again = gs.LossScaleOptimizer.from_config(opt.get_config())
@@ -797,7 +797,7 @@ def test_a_configuration_has_no_state():
 
 
 def test_a_subclass_adds_hyperparameters_to_get_config():
-    """What a subclass adds in `get_config`, `from_config` passes to its constructor."""
+    """`from_config` passes what a subclass adds in `get_config` to its constructor."""
 
     class Mine(gs.LossScaleOptimizer):
         def __init__(self, *args, patience=1, **kwargs):
@@ -830,7 +830,7 @@ def through_weights(opt, other):
 @row("differences", "set_weights of the wrapper")
 @pytest.mark.parametrize("way", [through_a_store, through_weights])
 def test_state_moves_to_another_optimizer(way):
-    """Saved or set, all state, here the inner optimizer's too, goes on where it was."""
+    """Training continues from saved or set weights; Keras's `set_weights` forgets inner state."""
     (w, opt), (other_w, other) = runs = [
         (gs.Variable(3.0), wrapped(gs.SGD(0.5, momentum=0.9))) for _ in range(2)
     ]
@@ -850,7 +850,7 @@ def test_state_moves_to_another_optimizer(way):
 @row(1, "warning: load_own_variables of another length")
 @row("differences", "loading another number of variables")
 def test_load_own_variables_loads_all_or_nothing():
-    """A store of another length, which only warns there, is a ValueError here."""
+    """A store of another length is a ValueError and loads nothing; Keras only warns."""
     opt, store = wrapped(gs.SGD(0.5, momentum=0.9)), {}
     opt.build([gs.Variable(1.0)])
     opt.save_own_variables(store)
@@ -871,7 +871,7 @@ def test_set_weights_needs_build():
 
 @row(1, "ValueError: set_weights of another shape")
 def test_set_weights_checks_shapes():
-    """A weight of another shape, or here too short a list, is an error and sets nothing."""
+    """A wrong shape or too short a list is a ValueError and sets nothing."""
     opt = wrapped(gs.SGD(0.5, momentum=0.9))
     opt.build([gs.Variable([1.0, 2.0])])
     before = numbers(opt.variables)
@@ -886,7 +886,7 @@ def test_set_weights_checks_shapes():
 @row(1, "scale_loss")
 @row("differences", "a loss in float16")
 def test_scale_loss_scales_in_float32():
-    """Before and after `build`, a loss is scaled, here in float32 or wider."""
+    """`scale_loss` works before and after `build`, in float32 or wider."""
     opt, w = gs.LossScaleOptimizer(gs.SGD()), gs.Variable(1.0)
     for _ in range(2):
         scaled = opt.scale_loss(jnp.float16(4.0))
@@ -899,13 +899,13 @@ def test_scale_loss_scales_in_float32():
 
 @pytest.mark.parametrize("loss", [70000, True, np.int32(70000)])
 def test_scale_loss_of_an_integer(loss):
-    """A loss that is an integer or a bool is scaled as a number, not in its own dtype."""
+    """`scale_loss` scales integers and bools in float32."""
     scaled = gs.LossScaleOptimizer(gs.SGD()).scale_loss(loss)
     assert (scaled.dtype, float(scaled)) == (jnp.float32, int(loss) * 2.0**15)
 
 
 def test_scale_loss_comes_before_the_gradients():
-    """The gradients of the scaled loss are what `apply` takes."""
+    """Gradients of `scale_loss(loss)` are what `apply` expects."""
     w, opt = gs.Variable(3.0), wrapped()
     gradient = jax.grad(lambda x: opt.scale_loss(x**2))(w.value())
     assert float(gradient) == 8.0 * 6.0
@@ -914,7 +914,7 @@ def test_scale_loss_comes_before_the_gradients():
 
 
 def test_a_callable_is_no_loss_to_scale():
-    """A callable is a TypeError that says to call it."""
+    """A callable loss is a TypeError that says to call it."""
     failing(TypeError, "call", wrapped().scale_loss, lambda: 1.0)
 
 
@@ -923,7 +923,7 @@ def test_a_callable_is_no_loss_to_scale():
 
 @row(1, "stateless_apply")
 def test_stateless_apply_is_pure():
-    """Lists of arrays become new lists, also in `jax.jit` and `jax.vmap`; objects stay."""
+    """`stateless_apply` returns new arrays, also in `jax.jit` and `jax.vmap`."""
     w, opt = gs.Variable(3.0), wrapped()
     opt.build([w])
     state = [v.value() for v in opt.variables]
@@ -945,7 +945,7 @@ def test_stateless_apply_needs_build():
 @row(1, "no error: a wrong number of optimizer_variables")
 @row("differences", "stateless_apply with a list too short")
 def test_stateless_apply_counts_its_lists():
-    """A list of another length is a ValueError that names it."""
+    """A list of the wrong length is a ValueError that names the list."""
     opt = wrapped()
     opt.build([gs.Variable(1.0)])
     state = [v.value() for v in opt.variables]
@@ -959,7 +959,7 @@ def test_stateless_apply_counts_its_lists():
 
 @row(1, "update_step")
 def test_update_step_is_the_inner_optimizers():
-    """`update_step` makes the inner optimizer's update with an unscaled gradient."""
+    """`update_step` applies the inner optimizer's update with an unscaled gradient."""
     w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, momentum=0.5))
     opt.build([w])
     for expected in (2.5, 1.75):
@@ -969,7 +969,7 @@ def test_update_step_is_the_inner_optimizers():
 
 @row(1, "NotImplementedError: no update_step")
 def test_update_step_has_to_be_defined():
-    """A subclass without `update_step` is a NotImplementedError, and changes nothing."""
+    """A step without `update_step` is a NotImplementedError and changes nothing."""
 
     class Empty(gs.Optimizer):
         pass
@@ -985,7 +985,7 @@ def test_update_step_has_to_be_defined():
 @row(1, "new: minimize")
 @row("differences", "minimize")
 def test_minimize_returns_the_true_loss():
-    """New here: `minimize` returns the unscaled float32 loss; v1 and dtensor return None."""
+    """New: `minimize` returns the unscaled float32 loss; in v1 and dtensor, None."""
     w = gs.Variable(jnp.float16(3.0))
     value = wrapped().minimize(lambda: w * w, [w])
     assert (float(value), value.dtype, float(w)) == (9.0, jnp.float32, 0.0)
@@ -997,7 +997,7 @@ def test_minimize_returns_the_true_loss():
 
 
 def test_minimize_trains_variables_that_the_loss_makes():
-    """A callable `var_list` is called after the loss, so it may name what the loss made."""
+    """New: a callable `var_list` can return variables that the loss creates."""
     made = []
 
     def loss():
@@ -1011,7 +1011,7 @@ def test_minimize_trains_variables_that_the_loss_makes():
 
 @row(1, "new: compute_gradients")
 def test_compute_gradients_returns_scaled_pairs():
-    """New here: (scaled gradient, variable) pairs, with None where there is no dependence."""
+    """New: `compute_gradients` returns scaled pairs, with None for an unused variable."""
     a, b = gs.Variable(3.0), gs.Variable(4.0)
     pairs = wrapped().compute_gradients(lambda: a * a, [a, b])
     assert [(g if g is None else float(g), v) for g, v in pairs] == [(8.0 * 6.0, a), (None, b)]
@@ -1023,14 +1023,14 @@ def test_compute_gradients_returns_scaled_pairs():
 @row(1, "ValueError: an unknown keyword")
 @pytest.mark.parametrize("error", [ValueError, TypeError])
 def test_an_unknown_keyword(error):
-    """It is a ValueError as there, here a TypeError too, and lists the options."""
+    """An unknown keyword is a ValueError, as in Keras, and also a TypeError."""
     failing(error, "clipnorm.*got 'clip'", wrapped, clip=1.0)
     failing(error, "got 'learning_rate'", wrapped, learning_rate=0.1)
 
 
 @row(1, "ValueError: dynamic=False")
 def test_a_fixed_scale_has_to_be_given():
-    """`dynamic=False` needs an `initial_scale`, and takes no growth steps."""
+    """`dynamic=False` needs `initial_scale` and refuses `dynamic_growth_steps`."""
     failing(ValueError, "initial_scale", gs.LossScaleOptimizer, gs.SGD(), dynamic=False)
     arguments = {"initial_scale": 8.0, "dynamic_growth_steps": 2, "dynamic": False}
     failing(ValueError, "no dynamic_growth_steps", gs.LossScaleOptimizer, gs.SGD(), **arguments)
@@ -1039,19 +1039,19 @@ def test_a_fixed_scale_has_to_be_given():
 @row(1, "AttributeError: no optimizer is wrapped")
 @pytest.mark.parametrize("wrong", ["sgd", None, gs.SGD])
 def test_only_an_optimizer_is_wrapped(wrong):
-    """Something that is no optimizer is an AttributeError there, and a TypeError here."""
+    """Wrapping something other than an optimizer is a TypeError; in Keras, AttributeError."""
     failing(TypeError, "Expected an optimizer", gs.LossScaleOptimizer, wrong)
 
 
 @row(1, "no error: a wrapper is wrapped")
 def test_a_wrapper_is_not_wrapped():
-    """A wrapper around a wrapper is a TypeError here."""
+    """Wrapping a wrapper, which Keras accepts, is a TypeError."""
     failing(TypeError, "not wrapped", wrapped, wrapped())
 
 
 @row(1, "no error: one optimizer in two wrappers")
 def test_an_optimizer_has_one_wrapper():
-    """The second wrapper of an optimizer is a ValueError here, which names both."""
+    """Wrapping an optimizer twice, which Keras accepts, is a ValueError that names both."""
     inner = gs.SGD(name="shared")
     first = wrapped(inner, name="first")
     failing(ValueError, f"'shared' is already wrapped by '{first.name}'", wrapped, inner)
@@ -1069,7 +1069,7 @@ def test_an_optimizer_has_one_wrapper():
     ],
 )
 def test_an_option_is_given_once(outer, inner):
-    """An option on the wrapper is an error, here if the inner optimizer has it too."""
+    """An option on both the wrapper and the inner optimizer is a ValueError."""
     (here,), (there,) = outer, inner
     twice = f"{here} here and {there} on 'SGD'"
     failing(ValueError, twice, wrapped, gs.SGD(**inner), **outer)
@@ -1077,7 +1077,7 @@ def test_an_option_is_given_once(outer, inner):
 
 @row(1, "ValueError: two clip options")
 def test_there_is_one_clip_option():
-    """Two clip options exclude each other."""
+    """Two clip options are a ValueError."""
     failing(ValueError, "at most one of clipnorm", wrapped, clipnorm=1.0, clipvalue=1.0)
     failing(ValueError, "at most one of clipnorm", gs.SGD, clipnorm=1.0, global_clipnorm=1.0)
 
@@ -1085,14 +1085,14 @@ def test_there_is_one_clip_option():
 @row(1, "ValueError: gradient_accumulation_steps of 1")
 @pytest.mark.parametrize("wrong", [1, -2, 2.5])
 def test_accumulation_takes_two_steps_at_least(wrong):
-    """`gradient_accumulation_steps` is an integer of at least 2."""
+    """`gradient_accumulation_steps` must be an integer of at least 2."""
     failing(ValueError, "gradient_accum", wrapped, gradient_accumulation_steps=wrong)
 
 
 @row(1, "ValueError: ema_momentum outside of [0, 1]")
 @pytest.mark.parametrize("wrong", [-0.1, 1.5])
 def test_ema_momentum_is_a_fraction(wrong):
-    """`ema_momentum` is in [0, 1], here also without `use_ema`."""
+    """`ema_momentum` must be in [0, 1], even without `use_ema`."""
     failing(ValueError, "ema_momentum", wrapped, ema_momentum=wrong)
     failing(ValueError, "ema_momentum", wrapped, use_ema=True, ema_momentum=wrong)
 
@@ -1101,13 +1101,13 @@ def test_ema_momentum_is_a_fraction(wrong):
 @row("differences", "ema_overwrite_frequency=0")
 @pytest.mark.parametrize("wrong", [-1, 0, 1.5])
 def test_ema_overwrite_frequency_is_positive(wrong):
-    """`ema_overwrite_frequency` is an integer of at least 1; 0 is an error here."""
+    """`ema_overwrite_frequency` must be an integer of at least 1; Keras accepts 0."""
     failing(ValueError, "ema_over", wrapped, use_ema=True, ema_overwrite_frequency=wrong)
 
 
 @row(1, "no error: scale arguments out of range")
 def test_scale_arguments_are_checked():
-    """A scale that is not positive and growth steps below 1 are errors here."""
+    """Wrong scale arguments, which Keras accepts, raise and leave the inner optimizer free."""
     inner = gs.SGD(0.5)
     for wrong in (0.0, -8.0, np.inf, np.nan):
         failing(ValueError, "initial_scale", wrapped, inner, wrong)
@@ -1122,7 +1122,7 @@ def test_scale_arguments_are_checked():
 
 @row(1, "ValueError: all gradients are None")
 def test_some_gradient_is_needed():
-    """Only gradients of None are a ValueError, and change nothing."""
+    """A step without any gradient is a ValueError and changes nothing."""
     opt, w = wrapped(), gs.Variable(1.0)
     opt.build([w])
     before = numbers(opt.variables)
@@ -1132,7 +1132,7 @@ def test_some_gradient_is_needed():
 
 @row(1, "warning: some gradients are None")
 def test_variables_without_a_gradient_stay():
-    """A variable with a gradient of None keeps its value and slots, with a warning."""
+    """A variable with gradient None keeps its value and slots, with a warning."""
     a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
     opt = wrapped(gs.SGD(0.5, momentum=0.5, weight_decay=0.1))
     opt.apply([8.0, 8.0], [a, b])
@@ -1152,13 +1152,13 @@ def test_a_variable_has_to_be_known():
 
 @row(1, "ValueError: apply without variables before build")
 def test_apply_without_variables_needs_build():
-    """Gradients alone can be applied only after `build`."""
+    """`apply` without variables before `build` is a ValueError."""
     failing(ValueError, "built before apply without", wrapped().apply, [1.0])
 
 
 @row(1, "ValueError: a wrong number of gradients")
 def test_there_is_a_gradient_for_each_variable():
-    """Another number of gradients than of variables is a ValueError."""
+    """A wrong number of gradients is a ValueError."""
     opt, w = wrapped(), gs.Variable(1.0)
     failing(ValueError, "Expected 1 gradients", opt.apply, [1.0, 2.0], [w])
     opt.build([w])
@@ -1167,7 +1167,7 @@ def test_there_is_a_gradient_for_each_variable():
 
 @row(1, "TypeError: setting a number where a schedule is")
 def test_a_schedule_is_not_replaced_by_a_number():
-    """A number is no replacement for a schedule; a schedule is one for a number."""
+    """A number cannot replace a schedule, but a schedule can replace a number."""
     opt = wrapped(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
     with pytest.raises(TypeError, match="Expected a schedule or callable"):
         opt.learning_rate = 0.5
@@ -1202,7 +1202,7 @@ def v1_scaled(scale):
     ids=["keras3", "tf2", "v1"],
 )
 def test_the_scale_stays_finite_and_positive(make, low):
-    """A scale grows to 2**126 at most, falls to a positive bound, and recovers from both."""
+    """The scale stays between a positive bound and 2**126; Keras's becomes inf or 0."""
     w, up, down = gs.Variable(1.0), make(2.0**125), make(4 * low)
     for _ in range(4):
         up.apply_gradients([(1.0, w)])
@@ -1225,7 +1225,7 @@ def test_the_scale_stays_finite_and_positive(make, low):
     ids=["keras3", "factor", "tf2", "experimental", "v1"],
 )
 def test_a_fixed_scale_skips_nonfinite_steps(make):
-    """Also with a fixed scale a NaN is not applied, in any class."""
+    """Every class skips NaN gradients with a fixed scale; the originals apply them."""
     w, opt = gs.Variable(3.0), make()
     opt.minimize(lambda: w * 1.0, var_list=[w])
     opt.apply_gradients([(np.nan, w)])
@@ -1234,7 +1234,7 @@ def test_a_fixed_scale_skips_nonfinite_steps(make):
 
 @row("differences", "a gradient that overflows when unscaled")
 def test_an_overflow_in_unscaling_is_skipped():
-    """A finite gradient that is inf after the division is not applied."""
+    """A gradient that overflows when unscaled is skipped; Keras applies it."""
     opt = wrapped(scale=2.0**-10)
     assert run(opt, [np.float32(2.0**127)]) == [3.0]
     assert (int(opt.iterations), float(opt.loss_scale)) == (0, 2.0**-11)
@@ -1242,7 +1242,7 @@ def test_an_overflow_in_unscaling_is_skipped():
 
 @row("differences", "the learning rate in a configuration")
 def test_a_configuration_has_the_rate_as_it_was_written():
-    """0.1 is 0.1 in a configuration, not its float32 neighbour in full length."""
+    """A configuration has the learning rate as written; Keras writes its float32 value."""
     assert gs.SGD(0.1).get_config()["learning_rate"] == 0.1
 
 
@@ -1258,7 +1258,7 @@ def test_a_configuration_has_the_rate_as_it_was_written():
 )
 @pytest.mark.filterwarnings("ignore:.*unscaled")
 def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
-    """A schedule does not see skipped steps, but for the classes of TensorFlow 2."""
+    """A skipped step does not advance a schedule, except in the TensorFlow 2 classes."""
     opt = wrap(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
     opt.apply_gradients([(np.nan, gs.Variable(1.0))])
     assert float(opt.learning_rate) == rate
@@ -1275,7 +1275,7 @@ def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
     ids=["keras3", "dtensor", "tf2"],
 )
 def test_averages_start_with_the_first_result(make):
-    """The first average is the first step's result; there TensorFlow 2 averages the start too."""
+    """Averages start with the first step's result; TensorFlow 2 includes the initial weights."""
     w, opt = gs.Variable(3.0), make(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
@@ -1284,7 +1284,7 @@ def test_averages_start_with_the_first_result(make):
 
 @row("differences", "moving averages")
 def test_averages_of_a_skipped_first_step_are_the_weights():
-    """If the first step is skipped, the average is what the weights are."""
+    """If the first step is skipped, the average is that of the weights."""
     w, opt = gs.Variable(3.0), wrapped(use_ema=True)
     opt.apply([np.nan], [w])
     opt.finalize_variable_values([w])
@@ -1296,7 +1296,7 @@ def test_averages_of_a_skipped_first_step_are_the_weights():
 
 @row("differences", "growth")
 def test_a_count_beyond_the_period_leads_to_growth():
-    """A larger count that was loaded doubles the scale at the next finite step."""
+    """A loaded step count above the period leads to growth; in Keras it prevents it."""
     opt = wrapped(growth=2)
     opt.build([gs.Variable(1.0)])
     opt.set_weights([7, 8.0, 0, 0.5])
@@ -1306,7 +1306,7 @@ def test_a_count_beyond_the_period_leads_to_growth():
 
 @row("differences", "overwriting with averages")
 def test_overwriting_keeps_infinite_weights():
-    """A weight of inf stays inf when averages overwrite the weights."""
+    """Overwriting with averages keeps a weight of inf; in Keras it becomes NaN."""
     w = gs.Variable([np.inf, 1.0])
     opt = gs.SGD(0.5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     for _ in range(2):
@@ -1317,7 +1317,7 @@ def test_overwriting_keeps_infinite_weights():
 @row("differences", "accumulation with a gradient of None")
 @pytest.mark.filterwarnings("ignore:No gradient for")
 def test_accumulation_keeps_the_sum_of_a_variable_without_gradient():
-    """What a variable has accumulated waits if its window ends without a gradient."""
+    """A variable without a gradient keeps its accumulated sum for the next update."""
     a, b = gs.Variable(3.0), gs.Variable(3.0)
     opt = gs.SGD(0.5, gradient_accumulation_steps=2)
     for grads in ([1.0, 1.0], [1.0, None], [1.0, 1.0], [1.0, 2.0]):
@@ -1327,7 +1327,7 @@ def test_accumulation_keeps_the_sum_of_a_variable_without_gradient():
 
 @row("differences", "integers for floats")
 def test_integers_are_numbers():
-    """A learning rate or momentum may be an integer, also numpy's."""
+    """Learning rate and momentum can be integers, which Keras refuses."""
     assert run(gs.SGD(1, momentum=0), [1.0, 1.0]) == [2.0, 1.0]
     assert run(gs.SGD(np.float32(1), momentum=np.int32(1)), [1.0, 1.0]) == [2.0, 0.0]
 
@@ -1337,7 +1337,7 @@ def test_integers_are_numbers():
 
 @row("differences", "several losses in a tuple or list")
 def test_several_losses_are_summed_by_the_user():
-    """A tuple or list of losses is a TypeError; their sum is one loss."""
+    """A tuple or list of losses is a TypeError that says to sum them."""
     failing(TypeError, "Sum several losses", wrapped().scale_loss, (1.0, 2.0))
     w = jnp.float32(3.0)
     state = gs.loss_scaled(optax.sgd(0.5), gs.FixedLossScale(8.0)).init(w)
@@ -1349,7 +1349,7 @@ def test_several_losses_are_summed_by_the_user():
 
 @row("differences", "optax.contrib.schedule_free_eval_params(state, params)")
 def test_schedule_free_parameters_are_in_the_inner_state():
-    """The state of the transformation, which optax's functions take, is `state.inner`."""
+    """optax functions that take a transformation's state take `state.inner`."""
 
     def trained(tx, value_and_grad):
         params = jnp.array([1.0, 2.0])
