@@ -756,6 +756,12 @@ def test_from_config_reads_what_tensorflow_wrote(written):
     assert (float(opt.learning_rate), opt.momentum) == (0.5, 0.5)
 
 
+def test_from_config_refuses_a_decay():
+    """A configuration with a decay, which would have an effect, names the schedule to use."""
+    written = {"learning_rate": 0.5, "decay": 0.1}
+    failing(ValueError, "InverseTimeDecay", dtensor.SGD.from_config, written)
+
+
 @row(3, "get_config")
 def test_get_config_is_a_serializable_dictionary():
     """`get_config` survives JSON and has every hyperparameter, but not the mesh."""

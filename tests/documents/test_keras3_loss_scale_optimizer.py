@@ -536,6 +536,14 @@ def test_add_variable_knows_initializers_by_name(name):
     assert len(np.unique(new.numpy())) > 1
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_initializers_take_any_shape(shape):
+    """An initializer of Keras also makes scalars and vectors."""
+    new = wrapped().add_variable(shape, initializer="glorot_uniform")
+    assert new.shape == shape
+    assert (abs(new.numpy()) <= np.sqrt(6 / 2)).all()
+
+
 def test_identity_is_an_initializer():
     """The initializer `identity` makes an identity matrix."""
     assert numbers([wrapped().add_variable((2, 2), "identity")]) == [[[1, 0], [0, 1]]]
@@ -911,7 +919,7 @@ def test_scale_loss_comes_before_the_gradients():
 
 def test_a_callable_is_no_loss_to_scale():
     """A callable loss is a TypeError that says to call it."""
-    failing(TypeError, "call", wrapped().scale_loss, lambda: 1.0)
+    failing(TypeError, "Call it", wrapped().scale_loss, lambda: 1.0)
 
 
 # ── stateless_apply ──────────────────────────────────────────────────────────────────────────
