@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from rows import row
 
 import gainstage as gs
 from gainstage.compat import dtensor
+
+from rows import row
 
 WEIGHTS = GRADIENTS = np.array([3.0, 4.0])
 AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
@@ -438,7 +439,7 @@ def test_variables_are_all_state():
     """`variables` is all state; TensorFlow leaves out iterations and learning rate."""
     opt = dtensor.SGD(0.5, momentum=0.9)
     opt.build([gs.Variable(1.0, name="w")])
-    names = ["SGD/iteration", "SGD/learning_rate", "SGD/w_momentum"]
+    names = ["SGD/iteration", "SGD/learning_rate", "SGD/momentum/w"]
     assert [v.name for v in opt.variables] == names
 
 

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rows import row
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
+
+from rows import row
 
 INF, NAN = float("inf"), float("nan")
 FIXED = {"dynamic": False, "initial_scale": 8}

@@ -14,10 +14,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from rows import row
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
+
+from rows import row
 
 WEIGHTS = GRADIENTS = np.array([3.0, 4.0])
 
@@ -459,6 +460,17 @@ def test_step_counter_counts_finite_steps():
     assert counts == [0, 1, 2, 0, 1]
     assert opt.dynamic_counter is opt.step_counter
     assert gs.LossScaleOptimizer(gs.SGD(), 8.0, dynamic=False).step_counter is None
+
+
+@row(1, "new: trainable_variables")
+def test_trainable_variables_are_those_of_build():
+    """New: the variables that it trains are a list, in the order of `build`."""
+    a, b = gs.Variable(1.0), gs.Variable(2.0)
+    opt = gs.LossScaleOptimizer(gs.SGD(0.5))
+    assert opt.trainable_variables == []
+    opt.build([b, a])
+    assert opt.trainable_variables == [b, a]
+    assert opt.inner_optimizer.trainable_variables == [b, a]
 
 
 @row(1, "built")

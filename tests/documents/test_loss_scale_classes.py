@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rows import row
 
 import gainstage as gs
 from gainstage.compat import experimental, v1
 from gainstage.compat.experimental import DynamicLossScale, FixedLossScale, LossScale
+
+from rows import row
 
 INF, NAN = float("inf"), float("nan")
 ARGUMENTS = ["initial_loss_scale", "increment_period", "multiplier"]

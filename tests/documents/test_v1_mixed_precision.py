@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from rows import row
 
 import gainstage as gs
 from gainstage.compat import v1
+
+from rows import row
 
 INF, NAN = float("inf"), float("nan")
 

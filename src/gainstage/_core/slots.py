@@ -69,7 +69,7 @@ class Slots:
             self._asked[kind] += 1
             if key in self._added:
                 return self._added[key]
-        value = _initialized(initializer, shape, dtype)
+        value = _initialized(initializer, len(self.all), shape, dtype)
         variable = Variable(value, False, dtype=dtype, name=f"{self.owner}/{name or 'variable'}")
         if in_build:
             self._added[key] = variable
@@ -100,7 +100,8 @@ class Slots:
         """Creates a variable of the shape and sharding of another, in float32 or wider."""
         dtype = gradients.float32_or_wider(reference.dtype)
         sharding = sharding_of_state(reference, self.shard_over)
-        start = functools.partial(_initialized, initializer, reference.shape, dtype, sharding)
+        seed = len(self.all)
+        start = functools.partial(_initialized, initializer, seed, reference.shape, dtype, sharding)
         planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
         value = planned if reference._is_planned else start()
         place = sum(owner is reference for owner, *_ in self.of)
@@ -173,36 +174,57 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _random(create: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """An initializer of `jax.nn.initializers` without the key, as Keras's."""
-    return lambda shape, dtype: create(jax.random.key(0), shape, dtype)
+def _by_fans(create: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """An initializer that needs two dimensions, also for vectors and scalars, as in Keras."""
+
+    def one(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        if len(shape) > 1:
+            return create(key, shape, dtype)
+        (size,) = shape or (1,)
+        return create(key, (size, size), dtype)[0].reshape(shape)
+
+    return one
 
 
-def _identity(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def _identity(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     rows, columns = shape
     return jnp.eye(rows, columns, dtype=dtype)
 
 
-# Keras's names, with Keras's default arguments.
+# Keras's names, with Keras's default arguments: functions of (key, shape, dtype).
 INITIALIZERS: dict[str, Callable[..., Any]] = {
-    "zeros": jnp.zeros,
-    "ones": jnp.ones,
+    "zeros": initializers.zeros,
+    "ones": initializers.ones,
     "identity": _identity,
-    "random_normal": _random(initializers.normal(0.05)),
-    "random_uniform": _random(lambda *args: initializers.uniform(0.1)(*args) - 0.05),
-    "truncated_normal": _random(initializers.truncated_normal(0.05)),
-    "glorot_normal": _random(initializers.glorot_normal()),
-    "glorot_uniform": _random(initializers.glorot_uniform()),
-    "he_normal": _random(initializers.he_normal()),
-    "he_uniform": _random(initializers.he_uniform()),
-    "lecun_normal": _random(initializers.lecun_normal()),
-    "lecun_uniform": _random(initializers.lecun_uniform()),
-    "orthogonal": _random(initializers.orthogonal()),
+    "random_normal": initializers.normal(0.05),
+    "random_uniform": lambda *args: initializers.uniform(0.1)(*args) - 0.05,
+    "truncated_normal": initializers.truncated_normal(0.05),
+    "glorot_normal": _by_fans(initializers.glorot_normal()),
+    "glorot_uniform": _by_fans(initializers.glorot_uniform()),
+    "he_normal": _by_fans(initializers.he_normal()),
+    "he_uniform": _by_fans(initializers.he_uniform()),
+    "lecun_normal": _by_fans(initializers.lecun_normal()),
+    "lecun_uniform": _by_fans(initializers.lecun_uniform()),
+    "orthogonal": initializers.orthogonal(),
 }
+
+
+def _named(name: str, seed: int, shape: tuple[int, ...], dtype: DTypeLike) -> Callable[..., Any]:
+    """The initializer of that name, as a function of (shape, dtype)."""
+    if name in ("zeros", "ones"):
+        return functools.partial(INITIALIZERS[name], None)
+    ndim = 2 if name in ("identity", "orthogonal") else len(shape)
+    if len(shape) < ndim or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Expected a floating dtype{' and two dimensions' * (ndim > len(shape))} for "
+            f"initializer={name!r}; got {dtype} and shape {shape}."
+        )
+    return functools.partial(INITIALIZERS[name], jax.random.key(seed))
 
 
 def _initialized(
     initializer: Initializer,
+    seed: int,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     sharding: Sharding | None = None,
@@ -210,7 +232,7 @@ def _initialized(
     create: Any = initializer
     if isinstance(initializer, str):
         snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", initializer).lower()
-        create = INITIALIZERS.get(snake)
+        create = _named(snake, seed, shape, dtype) if snake in INITIALIZERS else None
     if not callable(create):
         raise ValueError(
             f"Expected one of {', '.join(INITIALIZERS)}, or a callable of (shape, dtype), for "

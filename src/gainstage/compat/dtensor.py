@@ -145,14 +145,14 @@ class _MeshOptimizer(Optimizer):
 
     def add_variable(
         self,
-        shape: Sequence[int] = (),
+        shape: Sequence[int] | None = (),
         dtype: DTypeLike | None = None,
         initializer: Initializer = "zeros",
         name: str | None = None,
     ) -> Variable:
         """Adds a variable to the optimizer's state, with TensorFlow's order of arguments. On a mesh
         it is replicated."""
-        return super().add_variable(shape, initializer, dtype, name=name)
+        return super().add_variable(() if shape is None else shape, initializer, dtype, name=name)
 
     def add_variable_from_reference(
         self,
@@ -160,14 +160,20 @@ class _MeshOptimizer(Optimizer):
         variable_name: str | None = None,
         initial_value: Initializer | npt.ArrayLike | None = None,
     ) -> Variable:
-        """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0."""
+        """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0. It
+        is called `{name}/{variable_name}/{model_variable.name}`."""
         if initial_value is None or isinstance(initial_value, str) or callable(initial_value):
             initializer = initial_value or "zeros"
         else:
+            value = jnp.asarray(initial_value)
             initializer = lambda shape, dtype: jnp.broadcast_to(  # noqa: E731
-                jnp.asarray(initial_value, dtype), shape
+                value.astype(dtype), shape
             )
         return super().add_variable_from_reference(model_variable, variable_name, initializer)
+
+    @staticmethod
+    def _slot_name(owner: str, variable: str, slot: str, place: int) -> str:
+        return f"{owner}/{slot}/{variable}"
 
     def update_step(self, gradient: jax.Array, variable: Variable) -> None:
         """Assigns the new value of one variable; override it with these two arguments.

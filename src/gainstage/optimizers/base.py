@@ -310,7 +310,7 @@ class Optimizer(Configurable, Arguments, Saved):
         Args:
             shape: the shape, a sequence or a 1-D array of integers.
             initializer: a name that Keras has, such as "zeros" or "random_normal", or a callable of
-                (shape, dtype). Random numbers are the same in each process and each call.
+                (shape, dtype). Random numbers are the same in each run and process.
             dtype: the dtype, float32 by default.
             aggregation: accepted for Keras and ignored: there is one value on a mesh.
             name: the name, prefixed with the optimizer's.
@@ -424,7 +424,8 @@ class Optimizer(Configurable, Arguments, Saved):
         names, given = list(var_names or ()), [] if var_list is None else var_list
         variables = variables_in(given, "var_list")
         try:
-            self._undecayed_names = re.compile("|".join(names)) if names else None
+            either = [f"(?:{name})|(?:{re.escape(name)})" for name in names]
+            self._undecayed_names = re.compile("|".join(either)) if names else None
         except re.error as error:
             raise ValueError(
                 f"Expected regular expressions in var_names; got {brief(names)}."

@@ -48,9 +48,9 @@ class LossScaleOptimizer(Retrying):
             given here act exactly as if they had been given to it.
         initial_scale: the first scale, > 0 and at most `2**126`.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
-        dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
-        rule: a `LossScale` instead of the three arguments before.
         name: the prefix of the names of the wrapper's own variables.
+        dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
+        rule: a `LossScale` instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`.
         telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
             that overflowed for `gainstage.report`. Adds seven scalars to the state, and four
             integers per variable.
@@ -93,10 +93,10 @@ class LossScaleOptimizer(Retrying):
         inner_optimizer: Optimizer,
         initial_scale: float = 2.0**15,
         dynamic_growth_steps: int = 2000,
+        name: str | None = None,
         *,
         dynamic: bool = True,
         rule: Rule | None = None,
-        name: str | None = None,
         telemetry: bool = False,
         underflow_every: int | None = None,
         **options: Unpack[WrapperOptions],
