@@ -268,7 +268,7 @@ def test_it_needs_telemetry():
 def test_exponents_of_missing_gradients_in_x64():
     """`underflow_every` counts nothing for a variable without gradient, in x64 too."""
     with jax.enable_x64(True):
-        w, b = gs.Variable(1.0, dtype=jnp.float32), gs.Variable(2.0, jnp.float64)
+        w, b = gs.Variable(1.0, dtype=jnp.float32), gs.Variable(2.0, dtype=jnp.float64)
         opt = gs.LossScaleOptimizer(gs.SGD(0.5), telemetry=True, underflow_every=1)
         with pytest.warns(UserWarning, match="No gradient for"):
             opt.apply([jnp.float32(2.0**15), None], [w, b])
