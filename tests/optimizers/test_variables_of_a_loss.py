@@ -144,6 +144,34 @@ def test_a_derivative_inside_of_the_loss():
     assert (float(of_w), float(of_x)) == (4 * 3.0 * 2.0, 2 * 9.0)  # of 2 w**2 x
 
 
+@pytest.mark.parametrize("inner", [lambda v: v, lambda v: lambda: v], ids=["list", "callable"])
+def test_gradients_of_gradients(inner):
+    """A loss of `compute_gradients`, with a list or a callable, is differentiated itself."""
+    w, b = gs.Variable([1.0, 2.0]), gs.Variable(3.0)
+
+    def loss():
+        ((gradient, _),) = gs.SGD().compute_gradients(lambda: (w**3).sum() * b, inner([w]))
+        return gradient.sum()  # of 3 w**2 b
+
+    (of_w, _), (of_b, _) = gs.SGD().compute_gradients(loss, lambda: [w, b])
+    assert of_w.tolist() == [6 * 1.0 * 3.0, 6 * 2.0 * 3.0]
+    assert float(of_b) == 3 * 1.0 + 3 * 4.0
+
+
+def test_variables_that_are_not_trained_are_not_differentiated():
+    """In later steps a loss may pass a variable that is not trained to a callback."""
+    w, rate = gs.Variable(2.0), gs.Variable(0.5)
+    opt = gs.SGD(0.25)
+    opt.build([w])
+
+    def loss():
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return w * jax.pure_callback(np.float32, shape, rate.value())
+
+    assert float(opt.minimize(loss, lambda: [w])) == 1.0
+    assert float(w) == 2.0 - 0.25 * 0.5
+
+
 def test_what_such_a_loss_assigns_is_kept_if_the_step_is_applied():
     """A running mean that the loss reads and assigns changes with the step, and not with a skipped
     one."""

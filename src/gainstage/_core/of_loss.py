@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ def differentiate(
     has_aux: bool = False,
     may_assign: bool = False,
     sums: bool = False,
+    among: Collection[Variable] | None = None,
 ) -> WithLoss:
     """Returns the (gradient, variable) pairs of the scaled loss; None if it is independent of one.
 
@@ -39,6 +40,7 @@ def differentiate(
         has_aux: whether `loss` returns (loss, aux).
         may_assign: whether the loss may assign other variables; here they keep their values.
         sums: whether a loss that is not a scalar is summed.
+        among: all variables that a callable `var_list` may return, if they are known.
     """
     if not callable(loss):
         raise TypeError(f"Expected a callable of no argument for loss; got {loss!r}.")
@@ -60,7 +62,7 @@ def differentiate(
     assigned: list[Variable] = []
     try:
         if var_list is ALL_READ or callable(var_list):
-            scalar, linear, more, read_by_loss = linearized_by_reads(called, scaled)
+            scalar, linear, more, read_by_loss = linearized_by_reads(called, scaled, among)
             if var_list is ALL_READ:
                 variables = [variable for variable in read_by_loss if variable.trainable]
             else:

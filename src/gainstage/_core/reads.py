@@ -1,7 +1,7 @@
 """Derivatives with respect to the variables that a function reads, which it may create itself."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -26,7 +26,9 @@ def _(unit: AbstractValue, *, kind: AbstractValue, index: int) -> AbstractValue:
 
 
 def linearized_by_reads(
-    function: Callable[[Reads], Called], result: Callable[[Called], tuple[jax.Array, Any]]
+    function: Callable[[Reads], Called],
+    result: Callable[[Called], tuple[jax.Array, Any]],
+    among: Collection[Variable] | None = None,
 ) -> tuple[jax.Array, Callable[[list[Any]], jax.Array], Any, list[Variable]]:
     """`jax.linearize` with respect to all floating variables that a function reads.
 
@@ -36,6 +38,7 @@ def linearized_by_reads(
     Args:
         function: called once, with a dictionary that gains each variable when it is first read.
         result: `result of function -> (scalar, aux)`; what it reads does not count.
+        among: the variables that count; None for all.
 
     Returns:
         The scalar, a linear function of a list of tangents, aux, and the variables of the tangents.
@@ -43,7 +46,7 @@ def linearized_by_reads(
     variables: list[Variable] = []
 
     def of_unit(unit: jax.Array) -> tuple[jax.Array, Any]:
-        with _watched(unit) as reads:
+        with _watched(unit, among) as reads:
             value = function(reads)
         variables[:] = reads
         return result(value)
@@ -64,30 +67,44 @@ def linearized_by_reads(
 
 
 @contextlib.contextmanager
-def _watched(unit: jax.Array) -> Iterator[Reads]:
+def _watched(unit: jax.Array, among: Collection[Variable] | None) -> Iterator[Reads]:
     """Binds each floating variable, when it is first read, to a value with a derivative."""
+    before = getattr(recording, "watch", None)
     reads: Reads = {}
     own: list[tuple[Any, ...]] = []
     in_this_trace = return_to_trace()
 
     def enter(variable: Variable) -> None:
-        value = variable._value
-        if variable in reads or not isinstance(value, jax.Array):
+        if variable in reads:
             return
-        if not jnp.issubdtype(value.dtype, jnp.floating):
+        if before is not None:  # an outer derivative is of this reading too
+            before(variable)
+        if among is not None and variable not in among:
+            return
+        value = variable._value
+        if not isinstance(value, jax.Array) or not jnp.issubdtype(value.dtype, jnp.floating):
             return
         with in_this_trace():  # the first reading may be in the body of a loop
             reads[variable] = _with_tangent(value, unit, len(reads))
-            own.extend(Variable._held([variable]))
+            with _watched_by(None):
+                own.extend(Variable._held([variable]))
             Variable._bind([variable], [reads[variable]], [variable._sharding])
 
-    before = getattr(recording, "watch", None)
-    recording.watch = enter
     try:
-        yield reads
+        with _watched_by(enter):
+            yield reads
+    finally:
+        Variable._unbind(list(reads), own)
+
+
+@contextlib.contextmanager
+def _watched_by(watch: Callable[[Variable], None] | None) -> Iterator[None]:
+    before = getattr(recording, "watch", None)
+    recording.watch = watch
+    try:
+        yield
     finally:
         recording.watch = before
-        Variable._unbind(list(reads), own)
 
 
 def _with_tangent(value: jax.Array, unit: jax.Array, index: int) -> jax.Array:

@@ -214,7 +214,7 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     def _divided(self, grads: Iterable[Any]) -> list[Any]:
         return gradients.unscale(list(grads), self._loss_scale())
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
         pairs = super()._loss_and_gradients(loss, var_list, **how)
         grads = self._divided(gradient for gradient, _ in pairs)
         return pairs.of((g, v) for g, (_, v) in zip(grads, pairs, strict=True))

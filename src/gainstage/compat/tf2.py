@@ -215,7 +215,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         """Returns the pairs unchanged: gradients here are those of the whole mesh."""
         return pairs_in(grads_and_vars)
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
         self._forgotten.clear()  # this method scales and unscales itself
         return super()._loss_and_gradients(loss, var_list, **how)
 

@@ -497,7 +497,9 @@ class Optimizer(Configurable, Arguments, Saved):
     ) -> tuple[Any, list[Any], WithLoss]:
         """Takes a step; returns what `minimize` does, bools of which all are True if the step was
         applied, and the gradients."""
-        pairs = self._loss_and_gradients(loss, var_list, has_aux=has_aux, may_assign=True)
+        pairs = self._loss_and_gradients(
+            loss, var_list, has_aux=has_aux, may_assign=True, among=self._store.index or None
+        )
         conditions = self._runner.take(self.apply_gradients, pairs)
         return (pairs.loss, pairs.aux) if has_aux else pairs.loss, conditions, pairs
 
@@ -520,7 +522,7 @@ class Optimizer(Configurable, Arguments, Saved):
         """
         return self._loss_and_gradients(loss, var_list)
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: bool) -> WithLoss:
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
         return differentiate(loss, var_list, self.scale_loss, sums=self._sums_losses, **how)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:
