@@ -39,6 +39,13 @@ class LearningRateSchedule(Fields, abc.ABC):
     def __call__(self, step: jax.Array) -> jax.Array:
         """Returns the rate at `step`, an int32 scalar: the number of earlier steps."""
 
+    def get_config(self) -> dict[str, Any]:
+        if not dataclasses.is_dataclass(self):
+            raise NotImplementedError(
+                f"{type(self).__name__} must define get_config, or be a frozen dataclass."
+            )
+        return super().get_config()
+
 
 @dataclasses.dataclass(frozen=True)
 class ExponentialDecay(LearningRateSchedule):

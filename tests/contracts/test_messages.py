@@ -292,7 +292,11 @@ HELPFUL = {
         r"list of gradients for grads; got 1\.0",
     ),
     "assign": (lambda: gs.SGD().assign(jnp.ones(2), 1.0), TypeError, "variable to assign to; got"),
-    "update_step": (update_before_build, AttributeError, r"'momentums'; `build\(variables\)`"),
+    "update_step": (
+        update_before_build,
+        AttributeError,
+        r"'momentums'\. `build\(variables\)` creates it",
+    ),
     "get": (lambda: gs.get("adm"), ValueError, "among .*'Adam', 'AdamW'.*got 'adm'"),
     "class_name": (
         lambda: gs.deserialize({"class_name": "Retrying", "config": {}}),

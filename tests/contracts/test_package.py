@@ -38,7 +38,7 @@ LAYERS = [
     {"_core.arguments", "_core.models", "_core.sharding"},
     {"fp8"},
     {"_core.boundary", "_core.bridge", "_core.gradients", "_core.options", "rules", "schedules"},
-    {"_core.groups", "_core.of_loss", "_core.readings"},
+    {"_core.groups", "_core.of_loss", "_core.readings", "_core.undecayed"},
     {"_core.saving", "_core.stats"},
     {"_core.scaled_state", "_core.scaling", "_core.slots"},
     {"_core.step"},

@@ -884,11 +884,25 @@ def test_state_is_added_by_name():
 
 @row(4, "weights", "get_weights")
 def test_weights_are_the_variables():
-    """`weights` lists all state, and `get_weights` returns its values."""
-    opt = wrapped(initial_scale=8)
-    after_each(opt, [2.0])
-    assert opt.weights == opt.variables
-    assert [x.tolist() for x in opt.get_weights()] == [1, 8.0, 1, 0.5]
+    """`weights` is the count of steps and the slots; `get_weights` returns their values."""
+    opt, w = wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
+    for gradient in (INF, 2.0):
+        apply(opt, gradient, w)
+    assert opt.weights == [opt.iterations, opt.get_slot(w, "momentum")]
+    assert [x.tolist() for x in opt.get_weights()] == [2, -0.5 * 2.0]
+
+
+def test_set_weights_takes_the_count_and_the_slots():
+    """`set_weights` takes what `get_weights` returned, and keeps scale and learning rate."""
+    opt, w = wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
+    apply(opt, 2.0, w)
+    other = tf2.LossScaleOptimizer(gs.SGD(0.25, momentum=0.5), initial_scale=16)
+    other.build([w])
+    other.set_weights(opt.get_weights())
+    assert (int(other.iterations), float(other.get_slot(w, "momentum"))) == (1, -1.0)
+    assert (float(other.learning_rate), float(other.loss_scale)) == (0.25, 16.0)
+    with pytest.raises(ValueError, match="Expected 5 weights"):
+        other.set_weights([1, 2, 3])
 
 
 @row(4, "variables")

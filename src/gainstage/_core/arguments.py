@@ -53,4 +53,11 @@ def pairs_in(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Variable]]:
                 f"Expected (gradient, variable) pairs in grads_and_vars; got {brief(pair)}."
                 f"{' The variable comes second.' if swapped else ''}"
             )
+    variables = [variable for _, variable in pairs]
+    if len(set(variables)) < len(variables):
+        twice = next(v for v in variables if variables.count(v) > 1)
+        raise ValueError(
+            f"Expected each variable once in grads_and_vars; got {twice.name!r} twice. Add its "
+            f"gradients."
+        )
     return pairs

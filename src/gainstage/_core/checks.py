@@ -91,9 +91,12 @@ def integer(name: str, value: object, *, low: int, high: int = 2**31 - 1) -> int
         TypeError: `value` is not a number, or is a bool.
         ValueError: `value` has a fraction, or is out of bounds.
     """
-    number = real(name, value)
+    expected = _expected("an integer", -math.inf, low, high, math.inf)
+    try:
+        number = real(name, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"Expected {expected} for {name}; got {value!r}.") from None
     if number != int(number) or not low <= number <= high:
-        expected = _expected("an integer", -math.inf, low, high, math.inf)
         raise ValueError(f"Expected {expected} for {name}; got {value!r}.")
     return int(number)
 
@@ -153,11 +156,33 @@ def overrides(optimizer: object, name: str) -> type | None:
     return None if owner.__module__.partition(".")[0] == "gainstage" else owner
 
 
-def check_verbs(optimizer: object, caller: str, verbs: Sequence[str] = VERBS) -> None:
+def missing(optimizer: object, name: str) -> str:
+    """What to do about an attribute that an optimizer does not have."""
+    held, cls = vars(optimizer), type(optimizer)
+    if name == "_store":
+        return f" Call super().__init__(learning_rate) in {cls.__name__}.__init__."
+    inner = held.get("_inner")
+    if inner is not None and not name.startswith("_") and hasattr(inner, name):
+        return " It is an attribute of `inner_optimizer`."
+    if getattr(held.get("_store"), "index", None):  # built
+        return ""
+    builds = [vars(base)["build"] for base in cls.__mro__ if "build" in vars(base)]
+    if any(name in getattr(getattr(b, "__code__", None), "co_names", ()) for b in builds):
+        return " `build(variables)` creates it."
+    return ""
+
+
+UPDATE_STEP = (
+    "Override update_step, or change the gradients before they are given to the optimizer."
+)
+
+
+def check_verbs(
+    optimizer: object, caller: str, verbs: Sequence[str] = VERBS, remedy: str = UPDATE_STEP
+) -> None:
     """Raises an error if the user's class overrides one of `verbs`, which `caller` bypasses."""
     for verb in verbs:
         if owner := overrides(optimizer, verb):
             raise InvalidArgumentError(
-                f"{owner.__name__} overrides {verb}, which {caller} does not call. Override "
-                f"update_step, or change the gradients before they are given to the optimizer."
+                f"{owner.__name__} overrides {verb}, which {caller} does not call. {remedy}"
             )

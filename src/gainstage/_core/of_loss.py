@@ -109,14 +109,19 @@ def _values_of(variables: Iterable[Variable]) -> dict[Variable, Any]:
     return {variable: variable._value for variable in variables}
 
 
-def _checked_loss(value: Any, sums: bool) -> jax.Array:
-    """The loss as a floating scalar."""
+def array_of_loss(value: Any, sums: bool = True) -> jax.Array:
+    """What a loss has returned as an array; raises a TypeError if it is none."""
     several = isinstance(value, tuple) and not sums
     if value is None or several or isinstance(value, (str, Mapping)):
         advice = " For (loss, aux), pass has_aux=True to `minimize`." if several else ""
-        got = f"a tuple of {len(value)}" if several else brief(repr(value))
+        got = f"a {type(value).__name__} of {len(value)}" if value else repr(value)
         raise TypeError(f"Expected loss() to be one number; got {got}.{advice}")
-    value = jnp.asarray(value)
+    return jnp.asarray(value)
+
+
+def _checked_loss(value: Any, sums: bool) -> jax.Array:
+    """The loss as a floating scalar."""
+    value = array_of_loss(value, sums)
     value = jnp.sum(value) if sums else value
     if value.shape:
         raise ValueError(f"Expected loss() to be a scalar; got shape {value.shape}.")

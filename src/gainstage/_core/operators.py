@@ -66,6 +66,22 @@ class Operators:
         """Returns the array."""
         raise NotImplementedError
 
+    def _number(self) -> Any:
+        """The value, for a conversion to a Python number."""
+        raise NotImplementedError
+
+    def __float__(self) -> float:
+        return float(self._number())
+
+    def __int__(self) -> int:
+        return int(self._number())
+
+    def __index__(self) -> int:
+        return self._number().__index__()
+
+    def __bool__(self) -> bool:
+        return bool(self._number())
+
     __neg__: _Unary = _operator("__neg__")
     __pos__: _Unary = _operator("__pos__")
     __abs__: _Unary = _operator("__abs__")

@@ -3,16 +3,16 @@
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gainstage._core._jax import Tracer
-from gainstage._core.arrays import strong
+from gainstage._core.arrays import ARRAYS, strong
 from gainstage._core.bridge import jit, run
-from gainstage._core.checks import brief
+from gainstage._core.checks import InvalidArgumentError, brief
 from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import assign_if
 from gainstage._core.saving import wrong_count
@@ -133,6 +133,22 @@ def _signature(grads: list[Any], variables: Iterable[Variable] | None) -> Signat
     return order, [gradient.aval for gradient in grads], [gradient.sharding for gradient in grads]
 
 
+def listed(argument: str, values: Any) -> list[Any]:
+    """A user's list of arrays as a list.
+
+    Raises:
+        InvalidArgumentError: it is one array, a dictionary, or no iterable.
+    """
+    if type(values) in (list, tuple):
+        return list(values)
+    if not isinstance(values, Iterable) or isinstance(values, (str, Mapping, Variable, *ARRAYS)):
+        remedy = f" Write [{argument}]." if isinstance(values, (Variable, *ARRAYS)) else ""
+        raise InvalidArgumentError(
+            f"Expected a list of arrays for {argument}; got {brief(repr(values))}.{remedy}"
+        )
+    return list(values)
+
+
 def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
     """Returns gradients as arrays that fit their variables; None stays None. Raises otherwise.
 
@@ -156,7 +172,13 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
             arrays.append(None)
             continue
         if not isinstance(gradient, jax.Array) or gradient.weak_type:
-            gradient = strong(gradient)
+            try:
+                gradient = strong(gradient)
+            except (TypeError, ValueError) as error:
+                raise InvalidArgumentError(
+                    f"Expected an array as the gradient of {variable.name!r}; got "
+                    f"{brief(repr(gradient))}."
+                ) from error
         if gradient.shape != variable.shape:
             raise ValueError(
                 f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "

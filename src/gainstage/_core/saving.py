@@ -84,6 +84,8 @@ class Saved:
 
 def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks) -> None:
     """Sets variables, in order; changes none if a value does not fit."""
+    if not hasattr(weights, "__len__") or isinstance(weights, (str, Mapping)):
+        raise TypeError(f"Expected a list of arrays for weights; got {reprlib.repr(weights)}.")
     if len(weights) != len(variables):
         raise wrong_count("weights", weights, variables)
     fitted = [fitted_weight(v, w, more) for v, w in zip(variables, weights, strict=True)]

@@ -1,6 +1,7 @@
 """The variables that an optimizer's `build` adds."""
 
 import functools
+import inspect
 import operator
 import re
 from collections import Counter
@@ -9,11 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
 from jax.nn import initializers
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core import gradients
+from gainstage._core.arrays import ARRAYS
 from gainstage._core.bridge import read
 from gainstage._core.checks import brief
 from gainstage._core.groups import Group, groups_of
@@ -21,7 +25,7 @@ from gainstage._core.packing import join, offsets
 from gainstage._core.sharding import sharding_of_state
 from gainstage._core.variable import Variable
 
-Initializer = str | Callable[..., Any]
+Initializer = str | npt.ArrayLike | Variable | Callable[..., Any]
 SlotName = Callable[[str, str, str, int], str]
 
 
@@ -62,7 +66,9 @@ class Slots:
         in_build: bool,
     ) -> Variable:
         """Adds a variable; in a build, reuses the one of an earlier build."""
-        dtype, shape = jnp.dtype(jnp.float32 if dtype is None else dtype), _sizes(shape)
+        dtype, shape = _checked_dtype(dtype), _sizes(shape)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"Expected a string for name; got {name!r}.")
         kind = (name, shape, dtype)
         key = (*kind, self._asked[kind])
         if in_build:
@@ -174,6 +180,13 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
+def _checked_dtype(dtype: DTypeLike | None) -> np.dtype:
+    try:
+        return jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except TypeError as error:
+        raise TypeError(f"Expected a dtype for dtype; got {dtype!r}.") from error
+
+
 def _by_fans(create: Callable[..., Any]) -> Callable[..., jax.Array]:
     """An initializer that needs two dimensions, also for vectors and scalars, as in Keras."""
 
@@ -195,6 +208,7 @@ def _identity(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.A
 INITIALIZERS: dict[str, Callable[..., Any]] = {
     "zeros": initializers.zeros,
     "ones": initializers.ones,
+    "constant": initializers.zeros,
     "identity": _identity,
     "random_normal": initializers.normal(0.05),
     "random_uniform": lambda *args: initializers.uniform(0.1)(*args) - 0.05,
@@ -205,13 +219,14 @@ INITIALIZERS: dict[str, Callable[..., Any]] = {
     "he_uniform": _by_fans(initializers.he_uniform()),
     "lecun_normal": _by_fans(initializers.lecun_normal()),
     "lecun_uniform": _by_fans(initializers.lecun_uniform()),
+    "variance_scaling": _by_fans(initializers.lecun_normal()),
     "orthogonal": initializers.orthogonal(),
 }
 
 
 def _named(name: str, seed: int, shape: tuple[int, ...], dtype: DTypeLike) -> Callable[..., Any]:
     """The initializer of that name, as a function of (shape, dtype)."""
-    if name in ("zeros", "ones"):
+    if name in ("zeros", "ones", "constant"):
         return functools.partial(INITIALIZERS[name], None)
     ndim = 2 if name in ("identity", "orthogonal") else len(shape)
     if len(shape) < ndim or not jnp.issubdtype(dtype, jnp.floating):
@@ -230,15 +245,42 @@ def _initialized(
     sharding: Sharding | None = None,
 ) -> jax.Array:
     create: Any = initializer
+    if isinstance(initializer, (int, float, list, tuple, *ARRAYS, Variable)):
+        first = initializer.value() if isinstance(initializer, Variable) else initializer
+        value = jnp.asarray(first)
+        create = functools.partial(_broadcast, value)
     if isinstance(initializer, str):
         snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", initializer).lower()
         create = _named(snake, seed, shape, dtype) if snake in INITIALIZERS else None
     if not callable(create):
         raise ValueError(
-            f"Expected one of {', '.join(INITIALIZERS)}, or a callable of (shape, dtype), for "
-            f"initializer; got {initializer!r}."
+            f"Expected one of {', '.join(INITIALIZERS)}, a value, or a callable of (shape, dtype), "
+            f"for initializer; got {initializer!r}."
         )
+    if not isinstance(initializer, str) and _takes_key(create):
+        create = functools.partial(create, jax.random.key(seed))
     if sharding is None:
-        return create(shape, dtype)
-    # Each device creates its own shards: the whole may not fit on one.
-    return jax.jit(lambda: create(shape, dtype), out_shardings=sharding)()
+        value = create(shape, dtype)
+    else:  # each device creates its own shards: the whole may not fit on one
+        value = jax.jit(lambda: create(shape, dtype), out_shardings=sharding)()
+    found = getattr(value, "shape", None) or np.shape(value)
+    if found != shape:
+        raise ValueError(f"Expected a value of shape {shape} from initializer; got shape {found}.")
+    return value
+
+
+def _broadcast(value: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    if value.shape not in ((), shape):
+        raise ValueError(
+            f"Expected a scalar or a value of shape {shape} for initializer; got shape "
+            f"{value.shape}."
+        )
+    return jnp.broadcast_to(value.astype(dtype), shape)
+
+
+def _takes_key(create: Callable[..., Any]) -> bool:
+    """Whether an initializer is one of `jax.nn.initializers`: of (key, shape, dtype)."""
+    try:
+        return next(iter(inspect.signature(create).parameters), None) == "key"
+    except ValueError:
+        return False

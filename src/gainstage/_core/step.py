@@ -122,7 +122,10 @@ class LearningRate:
         if self.variable is not None:
             return self.variable.value() if number is None else number
         if self._takes_step:
-            return jnp.asarray(self.source(step), jnp.float32)
+            rate = self.source(step)
+            if rate is None or isinstance(rate, str):
+                raise TypeError(f"Expected a number from learning_rate(step); got {rate!r}.")
+            return jnp.asarray(rate, jnp.float32)
         rate = self.now()
         assert rate is not None
         return rate

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy.typing as npt
 from jax.sharding import Mesh
 
-from gainstage._core import gradients
+from gainstage._core import checks, gradients
 from gainstage._core.arrays import Devices, with_devices
 from gainstage._core.bridge import read, variables_like
 from gainstage._core.checks import brief
@@ -164,6 +164,18 @@ class Store:
             if self.wrapper is not None:
                 self.wrapper.changed()
 
+    def set_count(self, count: Any) -> None:
+        """Starts to count at a number, or counts in a variable of the user."""
+        if self.index:
+            raise RuntimeError("Expected iterations to be set before the optimizer is built.")
+        if not isinstance(count, Variable):
+            self.microbatches.assign(checks.integer("iterations", count, low=0))
+            return
+        if count.shape or not jnp.issubdtype(count.dtype, jnp.integer):
+            raise TypeError(f"Expected an integer scalar for iterations; got {count!r}.")
+        count._constants_of = weakref.ref(self)
+        self.microbatches = count
+
     def set_options(self, options: StepOptions) -> None:
         """Sets the options; those of the wrapper stay."""
         self.options = options
@@ -213,9 +225,9 @@ class Store:
             again = " It is another variable of that name." if name in names else ""
             raise ValueError(
                 f"Expected variables that {owner!r} was built with, {brief(names)}; "
-                f"got {name!r}.{again} An optimizer trains its `trainable_variables`, a copy or an "
-                f"unpickled one its own: assign to them, or create a new optimizer for new ones, "
-                f"and give it the state with `load_state`."
+                f"got {name!r}.{again} Call `build` with all variables before the first step, or "
+                f"create a new optimizer. A copied or unpickled one trains copies, its "
+                f"`trainable_variables`: assign to these."
             )
         return self.index[variable]
 

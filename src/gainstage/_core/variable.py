@@ -145,11 +145,11 @@ class Variable(Operators):
 
     def assign_add(self, value: npt.ArrayLike) -> None:
         """Adds `value`, in the wider of the two dtypes."""
-        self.assign(self + jnp.asarray(value))
+        self.assign(self + self._converted(value))
 
     def assign_sub(self, value: npt.ArrayLike) -> None:
         """Subtracts `value`, in the wider of the two dtypes."""
-        self.assign(self - jnp.asarray(value))
+        self.assign(self - self._converted(value))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -188,13 +188,25 @@ class Variable(Operators):
         ):
             raise TypeError(f"Expected a real value for variable {self.name!r}; got {value!r}.")
         if not isinstance(value, jax.Array) or value.dtype != self.dtype or value.weak_type:
-            value = jnp.asarray(owned(value), self.dtype)
+            value = self._converted(owned(value), self.dtype)
         if value.shape != self.shape:
             raise ValueError(
                 f"Expected a value of shape {self.shape} for variable {self.name!r}; "
                 f"got shape {value.shape}."
             )
         return value
+
+    def _converted(self, value: Any, dtype: DTypeLike | None = None) -> jax.Array:
+        """`value` as an array that can be broadcast to this variable's shape."""
+        expected = f"Expected a value of shape {self.shape} for variable {self.name!r}"
+        try:
+            array = jnp.asarray(value, dtype)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{expected}; got {value!r}.") from error
+        same = zip(array.shape[::-1], self.shape[::-1], strict=False)
+        if array.ndim > self.ndim or any(size not in (1, own) for size, own in same):
+            raise ValueError(f"{expected}; got shape {array.shape}.")
+        return array
 
     def _here(self, value: jax.Array) -> jax.Array:
         """Moves `value` to the device of this variable, if the user has chosen that device."""
@@ -316,18 +328,6 @@ class Variable(Operators):
         value = self._read()
         # jax 0.11 converts a scalar through a view that it keeps, so it could not be donated.
         return value if isinstance(value, Tracer) or value.ndim else np.array(value)
-
-    def __float__(self) -> float:
-        return float(self._number())
-
-    def __int__(self) -> int:
-        return int(self._number())
-
-    def __index__(self) -> int:
-        return self._number().__index__()
-
-    def __bool__(self) -> bool:
-        return bool(self._number())
 
     def __len__(self) -> int:
         return len(self._read())

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy.typing as npt
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -20,7 +19,7 @@ from gainstage._core import checks
 from gainstage._core.of_loss import VarList
 from gainstage._core.options import Setting, check_option
 from gainstage._core.slots import Initializer
-from gainstage._core.types import Rate
+from gainstage._core.types import Rate, Scalar
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 
@@ -134,6 +133,16 @@ class _MeshOptimizer(Optimizer):
         """None: the options that the constructor was given are attributes of their own."""
 
     @property
+    def iterations(self) -> Variable:
+        """The number of updates so far. A number, or a variable that becomes the counter, can be
+        assigned before `build`."""
+        return super().iterations
+
+    @iterations.setter
+    def iterations(self, value: Scalar) -> None:
+        self._store.set_count(value)
+
+    @property
     def learning_rate(self) -> Any:
         """The current rate; inside `update_step`, the rate of the step."""
         return super().learning_rate if self._step_rate is None else self._step_rate
@@ -162,13 +171,7 @@ class _MeshOptimizer(Optimizer):
     ) -> Variable:
         """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0. It
         is called `{name}/{variable_name}/{model_variable.name}`."""
-        if initial_value is None or isinstance(initial_value, str) or callable(initial_value):
-            initializer = initial_value or "zeros"
-        else:
-            value = jnp.asarray(initial_value)
-            initializer = lambda shape, dtype: jnp.broadcast_to(  # noqa: E731
-                value.astype(dtype), shape
-            )
+        initializer = "zeros" if initial_value is None else initial_value
         return super().add_variable_from_reference(model_variable, variable_name, initializer)
 
     @staticmethod
@@ -302,7 +305,8 @@ def _settings(argument: str, cls: type, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, Mapping) and value.keys() <= vars(cls)["__dataclass_fields__"].keys():
-        value = cls(**value)
+        checked = vars(cls(**value))  # what it does not name has Keras's default
+        return {key: checked[key] for key in value if checked[key] is not None}
     if not isinstance(value, cls):
         raise TypeError(f"Expected a {cls.__name__} for {argument}; got {value!r}.")
     return {key: setting for key, setting in vars(value).items() if setting is not None}

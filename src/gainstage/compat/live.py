@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from gainstage._core import checks, gradients
 from gainstage._core.bridge import assign, read
+from gainstage._core.checks import LARGEST, brief
 from gainstage._core.configurable import explained, explains_arguments
 from gainstage._core.gradients import WithLoss
-from gainstage._core.of_loss import VarList
+from gainstage._core.of_loss import VarList, array_of_loss
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.types import Given, PyTree
 from gainstage._core.variable import Variable
@@ -71,11 +72,10 @@ class FixedLossScale(LossScale):
 
     def __init__(self, loss_scale_value: float):
         try:
-            self.rule: rules.FixedLossScale = rules.FixedLossScale(loss_scale_value)
+            value = checks.real("loss_scale_value", loss_scale_value, low=FLOOR, high=LARGEST)
         except TypeError as error:
             raise ValueError(str(error)) from error
-        if self.rule.loss_scale_value < FLOOR:
-            raise ValueError(f"Expected loss_scale_value >= 1; got {loss_scale_value!r}.")
+        self.rule: rules.FixedLossScale = rules.FixedLossScale(value)
 
     def __call__(self) -> jax.Array:
         return self.rule.init().scale
@@ -167,7 +167,7 @@ class DynamicLossScale(LossScale):
                 f"Expected update(grads); got {1 + len(unexpected)} arguments. The rule with "
                 f"update(state, finite) is gainstage.DynamicLossScale."
             )
-        leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(grads)]
+        leaves = [_array("grads", leaf) for leaf in jax.tree.leaves(grads)]
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
@@ -187,14 +187,30 @@ class DynamicLossScale(LossScale):
         return f"DynamicLossScale({live}, {config})"
 
 
-def summed(loss: Any, weights: Any = None) -> Any:
-    """A loss that sums the elements of another one, times `weights` if they are given."""
+def _array(name: str, value: Any) -> jax.Array:
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"Expected arrays or numbers in {name}; got {brief(repr(value))}."
+        ) from error
+
+
+def summed(loss: Any, grad_loss: Any = None) -> Any:
+    """A loss that sums the elements of another one, times `grad_loss` if that is given."""
     if not callable(loss):
         return loss  # which is an error where it is differentiated
 
     def one() -> jax.Array:
-        value = jnp.asarray(loss())
-        return jnp.sum(value if weights is None else value * jnp.asarray(weights))
+        value = array_of_loss(loss())
+        if grad_loss is None:
+            return jnp.sum(value)
+        weights = jnp.asarray(grad_loss)
+        if weights.shape != value.shape:
+            raise ValueError(
+                f"Expected grad_loss of the loss's shape, {value.shape}; got shape {weights.shape}."
+            )
+        return jnp.sum(value * weights)
 
     return one
 
@@ -212,7 +228,12 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
     _sums_losses = True
 
     def _divided(self, grads: Iterable[Any]) -> list[Any]:
-        return gradients.unscale(list(grads), self._loss_scale())
+        arrays = [g if g is None else _array("grads", g) for g in grads]
+        floating = [
+            g.astype(jnp.float32) if g is not None and jnp.issubdtype(g.dtype, jnp.integer) else g
+            for g in arrays
+        ]
+        return gradients.unscale(floating, self._loss_scale())
 
     def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
         pairs = super()._loss_and_gradients(loss, var_list, **how)

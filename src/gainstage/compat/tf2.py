@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gainstage._core import checks
-from gainstage._core.arguments import pairs_in
+from gainstage._core import checks, saving
+from gainstage._core.arguments import pairs_in, variables_in
 from gainstage._core.arrays import ARRAYS
 from gainstage._core.checks import InvalidArgumentError, brief
 from gainstage._core.configurable import deserialize, serialize
@@ -20,7 +20,7 @@ from gainstage._core.of_loss import VarList
 from gainstage._core.slots import Initializer
 from gainstage._core.step import StepInputs
 from gainstage._core.store import ScalingWrapper, Store
-from gainstage._core.types import Given, PyTree, Scalar
+from gainstage._core.types import Given, PyTree, Scalar, Values
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
@@ -119,17 +119,36 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     @property
     def weights(self) -> list[Variable]:
-        """All of `variables`."""
-        return self.variables
+        """The count of steps, then the slots: `variables` without scale and learning rate."""
+        store = self._store
+        scale = jax.tree.leaves(self._wrapper.state)
+        left_out = {store.microbatches, store.rate.variable, *scale}
+        return [store.microbatches, *(v for v in self.variables if v not in left_out)]
 
     def get_weights(self) -> list[np.ndarray]:
-        """Returns the values of all of `variables`, as `set_weights` takes them."""
-        return [variable.numpy() for variable in self.variables]
+        """Returns the values of `weights`."""
+        return [variable.numpy() for variable in self.weights]
+
+    def set_weights(self, weights: Values) -> None:
+        """Sets all of `weights`, or all of `variables`, by the number of values; changes none if a
+        value does not fit.
+
+        Raises:
+            TypeError: `weights` is not a list.
+            ValueError: not built, the wrong number of arrays, or an array that does not fit.
+        """
+        own = self.weights
+        if not hasattr(weights, "__len__") or len(weights) != len(own):
+            super().set_weights(weights)
+            return
+        self._built_variables("set_weights")
+        saving.set_all(own, weights, {})
 
     def add_slot(
         self, var: Variable, slot_name: str, initializer: Initializer = "zeros"
     ) -> Variable:
-        """Returns the inner optimizer's slot of a variable; adds it if there is none."""
+        """Returns the inner optimizer's slot of a variable; adds it if there is none. The
+        initializer may be a number or an array."""
         slots, key = self._store.slots, (var, slot_name, 0)
         return slots.of[key] if key in slots.of else slots.add_like(var, slot_name, initializer)
 
@@ -139,20 +158,23 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         shape: Sequence[int] = (),
         dtype: DTypeLike | None = None,
         initializer: Initializer = "zeros",
+        trainable: bool | None = None,
+        synchronization: object = None,
+        aggregation: object = None,
     ) -> Variable:
-        """Adds a variable to the state, with TensorFlow's order of arguments."""
+        """Adds a variable to the state, with TensorFlow's order of arguments; the last three have
+        no effect."""
         return self.add_variable(shape, initializer, dtype, name=name)
 
     @property
     def iterations(self) -> Variable:
-        """The number of steps so far, skipped ones included."""
+        """The number of steps so far, skipped ones included. A variable that is assigned before
+        `build` becomes the counter."""
         return super().iterations
 
     @iterations.setter
     def iterations(self, value: Scalar) -> None:
-        if self.built:
-            raise RuntimeError("Expected iterations to be set before the optimizer is built.")
-        self._store.microbatches.assign(value)
+        self._store.set_count(value)
 
     @overload
     def get_scaled_loss(self, loss: Scalar) -> jax.Array: ...
@@ -169,7 +191,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Returns the gradients divided by the scale, in float32 or wider; None stays None."""
-        if not isinstance(grads, Iterable) or isinstance(grads, (*ARRAYS, Variable)):
+        if not isinstance(grads, Iterable) or isinstance(grads, (*ARRAYS, Variable, Mapping, str)):
             raise TypeError(f"Expected a list of gradients for grads; got {brief(grads)}.")
         self._forgotten.discard("get_unscaled_gradients")
         return self._divided(grads)
@@ -205,6 +227,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def get_gradients(self, loss: Callable[[], Any], params: VarList) -> list[jax.Array | None]:
         """Returns the unscaled gradients of a loss, a callable."""
+        params = params if callable(params) else variables_in(params, "params")
         return [gradient for gradient, _ in self.compute_gradients(loss, params)]
 
     def get_updates(self, loss: Callable[[], Any], params: VarList) -> list[Variable]:

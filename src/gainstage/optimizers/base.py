@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from gainstage._core import checks, gradients
 from gainstage._core.arguments import pairs_in, variables_in
 from gainstage._core.arrays import Devices, with_devices
 from gainstage._core.bridge import assign, bound, functional, read, write
-from gainstage._core.checks import brief, overrides
+from gainstage._core.checks import brief, missing, overrides
 from gainstage._core.configurable import Configurable, deserialize, without_legacy
 from gainstage._core.gradients import Gradients, WithLoss, loss_of
 from gainstage._core.of_loss import VarList, check_floating, differentiate
@@ -24,7 +25,7 @@ from gainstage._core.options import (
     OptimizerOptions,
     check_option,
 )
-from gainstage._core.run import Runner, by_place, check_bound, fitted
+from gainstage._core.run import Runner, by_place, check_bound, fitted, listed
 from gainstage._core.saving import Saved, shown, wrong_count
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.sharding import replicate
@@ -32,6 +33,7 @@ from gainstage._core.slots import Initializer, Slots
 from gainstage._core.step import OptimizerState, Step, StepInputs, StepOptions, StepState
 from gainstage._core.store import Computed, Store
 from gainstage._core.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
+from gainstage._core.undecayed import Undecayed
 from gainstage._core.variable import Variable, is_inside, is_tracing
 from gainstage.schedules import LearningRateSchedule
 
@@ -121,8 +123,9 @@ class Optimizer(Configurable, Arguments, Saved):
         self._store = Store(
             self.name, learning_rate, bool(has_own_rate), step, self.mesh, self._slots
         )
-        self._undecayed: set[Variable] = set()
-        self._undecayed_names: re.Pattern[str] | None = None
+        if self.mesh is not None:
+            replicate(self.name, self.mesh, self._store.variables, [])
+        self._undecayed = Undecayed()
 
     def _set_arguments(self, given: Mapping[str, Any]) -> None:
         """Sets the attributes that are not options of a step."""
@@ -179,10 +182,8 @@ class Optimizer(Configurable, Arguments, Saved):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            hint = (
-                "" if name.startswith("_") or self.built else "; `build(variables)` creates slots"
-            )
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}.")
+            hint = missing(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -266,10 +267,11 @@ class Optimizer(Configurable, Arguments, Saved):
             raise TypeError(f"Expected a list of variables for var_list; got {var_list!r}.")
         self._slots.start_build()
         if self.built and variables != list(self._store.index):
+            names, others = ([v.name for v in vs] for vs in (self._store.index, variables))
+            again = " These are other variables of these names." if names == others else ""
             raise ValueError(
-                f"Expected the variables that {self.name!r} was built with, "
-                f"{brief([v.name for v in self._store.index])}; "
-                f"got {brief([v.name for v in variables])}."
+                f"Expected the variables that {self.name!r} was built with, {brief(names)}; got "
+                f"{brief(others)}.{again}"
             )
         if self.built:
             return
@@ -302,21 +304,25 @@ class Optimizer(Configurable, Arguments, Saved):
         shape: Sequence[int],
         initializer: Initializer = "zeros",
         dtype: DTypeLike | None = None,
-        aggregation: str = "mean",
+        aggregation: str | None = "mean",
         name: str | None = None,
+        layout: Sharding | None = None,
     ) -> Variable:
         """Adds a variable to the optimizer's state. A second `build` reuses those of the first.
 
         Args:
             shape: the shape, a sequence or a 1-D array of integers.
             initializer: a name that Keras has, such as "zeros" or "random_normal", or a callable of
-                (shape, dtype). Random numbers are the same in each run and process.
+                (shape, dtype), or a value. Random numbers are the same in each run and process.
             dtype: the dtype, float32 by default.
             aggregation: accepted for Keras and ignored: there is one value on a mesh.
             name: the name, prefixed with the optimizer's.
+            layout: the sharding; by default the variable is replicated on the optimizer's mesh.
         """
         variable = self._slots.add(shape, initializer, dtype, name, in_build=self.built)
-        if self.built or self.mesh is not None:
+        if layout is not None:
+            variable._place(layout)
+        elif self.built or self.mesh is not None:
             replicate(self.name, self.mesh, [variable], list(self._store.index))
         return variable
 
@@ -352,7 +358,10 @@ class Optimizer(Configurable, Arguments, Saved):
         """Adds one slot per variable; returns a list, or for several names a tuple of lists."""
         variables = list(trainable_variables)
         if not isinstance(name, str):
-            return tuple(self.add_optimizer_variables(variables, n, initializer) for n in name)
+            several = isinstance(initializer, (list, tuple))
+            each: Any = initializer if several else [initializer] * len(name)
+            rows = zip(name, each, strict=True)
+            return tuple(self.add_optimizer_variables(variables, n, i) for n, i in rows)
         return [self.add_variable_from_reference(v, name, initializer) for v in variables]
 
     def get_slot_names(self) -> list[str]:
@@ -368,6 +377,8 @@ class Optimizer(Configurable, Arguments, Saved):
             ValueError: there is no such slot.
         """
         slots = self._store.slots.of
+        if not isinstance(var, Variable):
+            raise TypeError(f"Expected a gainstage.Variable for var; got {brief(repr(var))}.")
         if (var, slot_name, 0) not in slots:
             raise ValueError(
                 f"{self._store.owner!r} has no slot {slot_name!r} for {var.name!r}; its slots are "
@@ -419,22 +430,10 @@ class Optimizer(Configurable, Arguments, Saved):
         """
         if self.built:
             raise ValueError("Expected exclude_from_weight_decay to be called before build.")
-        if isinstance(var_names, str):
-            raise TypeError(f"Expected a list of strings for var_names; got {var_names!r}.")
-        names, given = list(var_names or ()), [] if var_list is None else var_list
-        variables = variables_in(given, "var_list")
-        try:
-            either = [f"(?:{name})|(?:{re.escape(name)})" for name in names]
-            self._undecayed_names = re.compile("|".join(either)) if names else None
-        except re.error as error:
-            raise ValueError(
-                f"Expected regular expressions in var_names; got {brief(names)}."
-            ) from error
-        self._undecayed = set(variables)
+        self._undecayed = Undecayed(var_list, var_names)
 
     def _decays(self, variable: Variable) -> bool:
-        names = self._undecayed_names
-        return variable not in self._undecayed and not (names and names.search(variable.name))
+        return variable not in self._undecayed
 
     # ── its verbs ────────────────────────────────────────────────────────────────────────────
 
@@ -500,6 +499,8 @@ class Optimizer(Configurable, Arguments, Saved):
         pairs = self._loss_and_gradients(
             loss, var_list, has_aux=has_aux, may_assign=True, among=self._store.index or None
         )
+        if not pairs:
+            raise ValueError("Expected at least one variable in var_list; got none.")
         conditions = self._runner.take(self.apply_gradients, pairs)
         return (pairs.loss, pairs.aux) if has_aux else pairs.loss, conditions, pairs
 
@@ -565,7 +566,7 @@ class Optimizer(Configurable, Arguments, Saved):
             ValueError: gradients of the wrong number or shape, an unknown variable, only None
                 gradients, or no variables for an optimizer that is not built.
         """
-        loss, grads = loss_of(grads) if loss is None else loss, list(grads)
+        loss, grads = loss_of(grads) if loss is None else loss, listed("grads", grads)
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return
@@ -604,9 +605,8 @@ class Optimizer(Configurable, Arguments, Saved):
         if not self.built:
             self.build(variables)
         if not self.built:
-            raise ValueError(
-                f"Expected {type(self).__name__}.build to call super().build(var_list)."
-            )
+            owner = type(getattr(self, "_inner", self)).__name__
+            raise ValueError(f"Expected {owner}.build to call super().build(var_list).")
         places = [self._get_variable_index(variable) for variable in variables]
         for variable in [v for v in (*self.variables, *self._store.index) if v._is_planned]:
             variable.value()  # raises: a planned variable has no value
@@ -648,6 +648,9 @@ class Optimizer(Configurable, Arguments, Saved):
             0.5
         """
         trainable, variables = self._built_variables("stateless_apply"), self.variables
+        grads = listed("grads", grads)
+        optimizer_variables = listed("optimizer_variables", optimizer_variables)
+        trainable_variables = listed("trainable_variables", trainable_variables)
         if len(optimizer_variables) != len(variables):
             raise wrong_count("optimizer_variables", optimizer_variables, variables)
         grads = fitted(grads, trainable, placed=False)
@@ -672,6 +675,8 @@ class Optimizer(Configurable, Arguments, Saved):
         store = self._store
         if not store.in_force.use_ema:
             return
+        self._built_variables("finalize_variable_values")
+        var_list = variables_in(var_list, "var_list")
         places = [(variable, self._get_variable_index(variable)) for variable in var_list]
         started = store.has_average()
         values = [jnp.where(started, store.averages[i].value(), v.value()) for v, i in places]

@@ -7,12 +7,8 @@ from typing import Any, Self, Unpack
 import jax
 
 from gainstage._core import checks, gradients, saving
-from gainstage._core.bridge import read
-from gainstage._core.checks import InvalidArgumentError, check_verbs
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import (
-    BEFORE_BUILD,
-    CLIPS,
     OPTIONS,
     Fixed,
     WrapperOptions,
@@ -20,7 +16,7 @@ from gainstage._core.options import (
 )
 from gainstage._core.readings import all_finite
 from gainstage._core.saving import shown
-from gainstage._core.scaled_state import applied_in, observed_in, states_in
+from gainstage._core.scaled_state import applied_in, observed_in
 from gainstage._core.scaling import Scaling
 from gainstage._core.sharding import replicate
 from gainstage._core.slots import Slots
@@ -30,7 +26,7 @@ from gainstage._core.store import ScalingWrapper
 from gainstage._core.types import Given, PyTree, Rate, Scalar
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.optax import Optax
+from gainstage.optimizers.parts import check_inner, check_one_scale
 from gainstage.optimizers.retries import Retrying
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule
 
@@ -101,7 +97,7 @@ class LossScaleOptimizer(Retrying):
         underflow_every: int | None = None,
         **options: Unpack[WrapperOptions],
     ):
-        _check_inner(inner_optimizer, self._given, self._inner_argument)
+        check_inner(inner_optimizer, self._given, self._inner_argument)
         self._rule = rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
@@ -116,9 +112,11 @@ class LossScaleOptimizer(Retrying):
         scaling = Scaling(rule, self.telemetry, self.underflow_every, self._unscaled)
         self._wrapper = self._wrapper_type(self.name, over, scaling, self.mesh)
         self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
+        if self.mesh is not None:
+            replicate(self.name, self.mesh, jax.tree.leaves(self._wrapper.state), [])
         self._has_scaled = False  # whether the scale was read, to multiply a loss by it
         if store.index:
-            _check_one_scale(inner_optimizer, list(store.index))
+            check_one_scale(inner_optimizer, list(store.index))
             self._wrapper.build(store, list(store.index))
         self._store, self._slots = store, Slots(self.name, self._slot_name, store.slots.shard_over)
         store.set_wrapper(self._wrapper)
@@ -264,11 +262,15 @@ class LossScaleOptimizer(Retrying):
         inner = vars(self).get("_inner")
         if inner is not None and name in vars(inner) and name not in vars(self):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
+        if name in ("initial_scale", "dynamic_growth_steps", "rule", "inner_optimizer"):
+            raise AttributeError(f"`{name}` can be set only in the constructor.")
+        if name in ("dynamic_scale", "step_counter"):
+            raise AttributeError(f"`{name}` is a variable: write {name}.assign(value).")
         super().__setattr__(name, value)
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""
-        _check_one_scale(self.inner_optimizer, var_list)
+        check_one_scale(self.inner_optimizer, var_list)
         self._slots.start_build()
         built = self.built
         self.inner_optimizer.build(var_list)
@@ -337,49 +339,6 @@ class LossScaleOptimizer(Retrying):
         defaults = {name: p.default for name, p in cls.__signature__.parameters.items()}
         kept = {k: v for k, v in config.items() if k not in OPTIONS or v != defaults[k]}
         return cls(**kept)
-
-
-def _check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
-    if isinstance(inner, Optax) and states_in(jax.eval_shape(inner._init, read(list(variables)))):
-        raise ValueError(
-            f"Expected the transformation of {inner.name!r} without gainstage.loss_scaled in it; "
-            f"got a scale within a scale. LossScaleOptimizer takes care of the scale."
-        )
-
-
-def _check_inner(inner: object, given: set[str], argument: str) -> None:
-    if not isinstance(inner, Optimizer) or isinstance(inner, LossScaleOptimizer):
-        advice = ""
-        if hasattr(inner, "init") and hasattr(inner, "update"):
-            advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)."
-        elif type(inner).__module__.partition(".")[0] == "keras":
-            advice = " Use gainstage.interop.keras.LossScaleOptimizer."
-        elif isinstance(inner, str):
-            advice = f" Use gainstage.get({inner!r})."
-        elif isinstance(inner, type):
-            advice = f" Create one: {inner.__name__}(...)."
-        raise InvalidArgumentError(
-            f"Expected an optimizer of gainstage, not wrapped, for {argument}; got "
-            f"{inner!r}.{advice}"
-        )
-    check_verbs(inner, "LossScaleOptimizer")
-    if inner._store.wrapper is not None:
-        raise ValueError(
-            f"{inner.name!r} is already wrapped by {inner._store.wrapper.owner!r}. Create a new "
-            f"optimizer, or reuse the wrapper."
-        )
-    for option in sorted(given & OPTIONS.keys()):
-        both = inner._given & (CLIPS if option in CLIPS else {option})
-        if both:
-            raise ValueError(
-                f"Expected {option} on the LossScaleOptimizer or on the inner optimizer; got "
-                f"{option} here and {', '.join(sorted(both))} on {inner.name!r}."
-            )
-    if inner.built and given & BEFORE_BUILD:
-        raise ValueError(
-            f"Expected {', '.join(sorted(given & BEFORE_BUILD))} before the inner optimizer is "
-            f"built; {inner.name!r} is built."
-        )
 
 
 @applied_in.register

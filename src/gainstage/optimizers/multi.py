@@ -6,7 +6,7 @@ from typing import Any, Unpack
 import jax
 
 from gainstage._core.arguments import variables_in
-from gainstage._core.checks import brief, check_verbs
+from gainstage._core.checks import brief
 from gainstage._core.gradients import Gradients
 from gainstage._core.options import DEFAULTS, WrapperOptions
 from gainstage._core.scaled_state import states_in
@@ -14,8 +14,8 @@ from gainstage._core.store import Store, Wrapper
 from gainstage._core.types import Given, Rate
 from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
 from gainstage.optimizers.optax import Optax
+from gainstage.optimizers.parts import check_part
 
 
 class _Whole(Wrapper):
@@ -92,7 +92,7 @@ class MultiOptimizer(Optimizer):
         if not pairs:
             raise ValueError("Expected at least one pair of an optimizer and its variables.")
         for optimizer, _ in pairs:
-            _check_part(optimizer)
+            check_part(optimizer)
         if len({id(optimizer) for optimizer, _ in pairs}) < len(pairs):
             raise ValueError("Expected a new optimizer for each pair; got one of them twice.")
         self._known = variables_in(
@@ -155,38 +155,3 @@ class MultiOptimizer(Optimizer):
                     self.assign(variable, weight - weight * decay * own_rate)
             optimizer._update_all(own, own_rate, loss)
             self.assign_add(store.microbatches, 1)
-
-
-def _check_part(optimizer: Any) -> None:
-    wraps = isinstance(optimizer, (LossScaleOptimizer, MultiOptimizer))
-    if wraps or not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"Expected an optimizer of gainstage without a loss scale in each pair; got "
-            f"{optimizer!r}."
-        )
-    check_verbs(optimizer, "MultiOptimizer")
-    store = optimizer._store
-    if store.wrapper is not None:
-        raise ValueError(
-            f"{optimizer.name!r} is already wrapped by {store.wrapper.owner!r}. Put one "
-            f"LossScaleOptimizer around the MultiOptimizer, and none around its optimizers."
-        )
-    if optimizer.built:
-        raise ValueError(f"Expected {optimizer.name!r} not to be built before MultiOptimizer.")
-    given = {name for name, value in vars(store.options).items() if value != DEFAULTS[name]}
-    given |= {
-        n
-        for n in ("group_small", "master_weights", "shard_state_over", "mesh")
-        if getattr(optimizer, n)
-    }
-    if others := sorted(given - {"weight_decay"}):
-        raise ValueError(
-            f"Expected {', '.join(others)} on the MultiOptimizer, for all variables; got it on "
-            f"{optimizer.name!r}."
-        )
-    if store.rate.is_called:
-        raise ValueError(
-            f"The learning rate of {optimizer.name!r} is a variable or a callable of no argument, "
-            f"which is not read inside a compiled step. Use a number, or a schedule or callable of "
-            f"the step."
-        )

@@ -61,7 +61,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     check_verbs(opt, "to_optax", ("apply", "apply_gradients"))
     inner = opt.inner_optimizer if isinstance(opt, LossScaleOptimizer) else opt
-    if inner._undecayed:
+    if inner._undecayed.variables:
         raise ValueError(
             "Expected exclude_from_weight_decay with var_names for to_optax; got variables."
         )
