@@ -443,6 +443,44 @@ def test_variables_are_all_state():
     assert [v.name for v in opt.variables] == names
 
 
+def test_iterations_can_be_set_before_build():
+    """A number is where counting starts, and a variable becomes the counter."""
+    count, w = gs.Variable(3), gs.Variable(1.0)
+    opt = dtensor.SGD(0.5)
+    opt.iterations = 2
+    assert int(opt.iterations) == 2
+    opt.iterations = count
+    opt.apply_gradients([(0.0, w)])
+    assert (int(count), opt.iterations) == (4, count)
+    with pytest.raises(RuntimeError, match="before the optimizer is built"):
+        opt.iterations = 0
+
+
+def test_the_mesh_has_the_global_variables_from_the_start():
+    """Iterations and rate are replicated on a given mesh before the first step."""
+    mesh = mesh_of_all()
+    opt = dtensor.SGD(mesh=mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    assert opt.iterations.sharding == opt.learning_rate.sharding == everywhere
+    scaled = gs.LossScaleOptimizer(gs.SGD(), mesh=mesh)
+    assert scaled.dynamic_scale.sharding == scaled.step_counter.sharding == everywhere
+
+
+@row("differences", "the rate of a schedule after a step")
+def test_the_rate_of_a_schedule_is_that_of_the_next_step():
+    """Difference: after a step `learning_rate` is the rate of the next one."""
+    opt = dtensor.SGD(gs.schedules.ExponentialDecay(1.0, 1, 0.5))
+    opt.apply_gradients([(0.0, gs.Variable(1.0))])
+    assert float(opt.learning_rate) == 0.5
+
+
+def test_a_mapping_of_averages_has_the_documented_frequency():
+    """A mapping without a frequency never overwrites; an `EMAOption` does every 100 updates."""
+    assert dtensor.SGD(ema_option={"use_ema": True}).ema_overwrite_frequency is None
+    option = dtensor.EMAOption(use_ema=True)
+    assert dtensor.SGD(ema_option=option).ema_overwrite_frequency == 100
+
+
 # ── methods ──────────────────────────────────────────────────────────────────────────────────
 
 

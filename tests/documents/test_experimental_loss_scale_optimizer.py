@@ -642,6 +642,7 @@ def test_hyperparameters_are_those_of_the_inner_optimizer():
     assert opt.beta_1 == opt.inner_optimizer.beta_1 == 0.7
 
 
+@row("differences", "epsilon of the wrapper")
 def test_epsilon_is_delegated_too():
     """Difference: `epsilon` is read and set through the wrapper, too, and takes effect."""
     w, opt = gs.Variable(3.0), wrapped(gs.Adam(0.5, beta_1=0.0, beta_2=0.0, epsilon=1.0))
@@ -681,6 +682,20 @@ def test_a_variable_as_the_rate_stays_live():
         rate.assign(value)
         opt.minimize(lambda: w * 1.0, [w])
         assert float(w) == after
+
+
+@row("differences", "clipnorm with clipvalue")
+def test_one_clip_option_is_used():
+    """Difference: `clipnorm` with `clipvalue` is an error."""
+    with pytest.raises(ValueError, match="at most one of clipnorm"):
+        gs.SGD(clipnorm=1.0, clipvalue=1.0)
+
+
+@row("differences", "learning_rate with a schedule")
+def test_the_rate_with_a_schedule_is_a_number():
+    """Difference: with a schedule, `learning_rate` is the current rate."""
+    opt = wrapped(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    assert float(opt.learning_rate) == float(opt.lr) == 0.5
 
 
 # ── Optimizer: methods that are delegated ────────────────────────────────────────────────────
@@ -903,6 +918,62 @@ def test_set_weights_takes_the_count_and_the_slots():
     assert (float(other.learning_rate), float(other.loss_scale)) == (0.25, 16.0)
     with pytest.raises(ValueError, match="Expected 5 weights"):
         other.set_weights([1, 2, 3])
+
+
+@pytest.mark.parametrize("wrong", [1.5, -3, "x", None, gs.Variable([1, 2]), gs.Variable(1.0)])
+def test_iterations_are_a_whole_number(wrong):
+    """`iterations` takes a number >= 0 or an integer variable, which becomes the counter."""
+    opt = wrapped()
+    with pytest.raises((TypeError, ValueError), match="iterations"):
+        opt.iterations = wrong
+    count, w = gs.Variable(3), gs.Variable(1.0)
+    opt.iterations = count
+    apply(opt, 1.0, w)
+    assert (int(count), opt.iterations) == (4, count)
+
+
+def test_every_value_is_unscaled():
+    """Python numbers and integers among the gradients are divided, too."""
+    opt = wrapped(dynamic=False, initial_scale=8)
+    values = opt.get_unscaled_gradients([16, 16.0, np.array([16])])
+    assert [np.asarray(v).tolist() for v in values] == [2.0, 2.0, [2.0]]
+
+
+@pytest.mark.parametrize("weights", [np.ones(3), np.ones((2, 1)), 1.0])
+def test_grad_loss_has_the_shape_of_the_loss(weights):
+    """`grad_loss` is the gradient of each element, so another shape is an error."""
+    w = gs.Variable([3.0, 3.0])
+    with pytest.raises(ValueError, match=r"grad_loss of the loss's shape, \(2,\)"):
+        wrapped().minimize(lambda: w * 1.0, [w], grad_loss=weights)
+    assert w.numpy().tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda opt, w: opt.apply_gradients([("x", w)]), "gradient of 'w'; got 'x'"),
+        (lambda opt, w: opt.minimize(lambda: None, [w]), r"loss\(\) to be one number; got None"),
+        (lambda opt, w: opt.minimize(lambda: {"x": w * 1}, [w]), "one number; got a dict of 1"),
+        (lambda opt, w: opt.minimize(lambda: w * 1, []), "at least one variable in var_list"),
+        (lambda opt, w: opt.get_unscaled_gradients({"w": 1.0}), "list of gradients for grads"),
+        (lambda opt, w: opt.get_gradients(lambda: w * 1, [3.0]), "in params; got 3.0"),
+        (lambda opt, w: opt.set_weights(None), "list of arrays for weights; got None"),
+        (lambda opt, w: opt.get_slot("w", "momentum"), "gainstage.Variable for var; got 'w'"),
+        (lambda opt, w: opt.add_weight("w", 3), "integers >= 0 for shape; got 3"),
+        (
+            lambda opt, w: tf2.LossScaleOptimizer(v1.GradientDescentOptimizer(0.1)),
+            "Use gainstage.compat.v1.MixedPrecisionLossScaleOptimizer",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, match):
+    """An error names the argument, what was passed, and what to write."""
+    w, opt = gs.Variable(3.0, name="w"), wrapped()
+    opt.build([w])
+    opt.get_unscaled_gradients([opt.get_scaled_loss(1.0)])
+    with pytest.raises((TypeError, ValueError), match=match):
+        call(opt, w)
+    assert float(w) == 3.0
 
 
 @row(4, "variables")

@@ -7,6 +7,7 @@ import collections
 import copy
 import inspect
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -585,6 +586,44 @@ def test_slots_are_float32_or_wider():
     opt.build([half])
     assert [v.dtype for v in opt.variables if v.shape == (2,)] == [jnp.float32] * 4
     assert half.dtype == jnp.float16
+
+
+@row(1, "add_optimizer_variables")
+def test_add_optimizer_variables_adds_a_slot_for_each_variable():
+    """One name gives a list, several a tuple of lists; there may be as many initializers."""
+    a, b = gs.Variable(1.0, name="a"), gs.Variable([1.0, 2.0], name="b")
+    opt = wrapped()
+    slots = opt.add_optimizer_variables([a, b], "m", "ones")
+    assert numbers(slots) == [1.0, [1.0, 1.0]]
+    firsts, seconds = opt.add_optimizer_variables([a, b], ["u", "v"], ["zeros", "ones"])
+    assert (numbers(firsts), numbers(seconds)) == ([0.0, [0.0, 0.0]], [1.0, [1.0, 1.0]])
+    assert [v.name.rpartition("_")[2] for v in (*firsts, *seconds)] == ["u", "u", "v", "v"]
+
+
+def test_a_variable_has_the_layout_that_is_given():
+    """`layout` places a variable; by default it is replicated on the optimizer's mesh."""
+    mesh = mesh_of_all()
+    layout = NamedSharding(mesh, PartitionSpec("x"))
+    opt = wrapped(mesh=mesh)
+    size = jax.device_count()
+    assert opt.add_variable((size,), layout=layout, name="own").sharding == layout
+    assert opt.add_variable((size,)).sharding == NamedSharding(mesh, PartitionSpec())
+
+
+@pytest.mark.parametrize(
+    ("initializer", "error"),
+    [(lambda shape, dtype: jnp.ones(3, dtype), "from initializer"), (jnp.ones(3), "for init")],
+)
+def test_a_variable_has_the_shape_that_is_given(initializer, error):
+    """An initializer of another shape is an error, also for a slot."""
+    opt, w = wrapped(), gs.Variable([1.0, 2.0])
+    for call in (
+        lambda: opt.add_variable((2,), initializer),
+        lambda: opt.add_variable_from_reference(w, "m", initializer),
+    ):
+        with pytest.raises(ValueError, match=rf"shape \(2,\).*{error}.*shape \(3,\)"):
+            call()
+    assert opt.add_variable((2,), jax.nn.initializers.normal()).shape == (2,)
 
 
 # ── apply, apply_gradients ───────────────────────────────────────────────────────────────────
@@ -1307,6 +1346,51 @@ def test_averages_of_a_skipped_first_step_are_the_weights():
     assert float(w) == 3.0
 
 
+@row("differences", "a callable rate in a configuration")
+def test_a_configuration_has_a_callable_rate_as_it_is():
+    """Difference: a callable is in the configuration itself, and is not called for it."""
+    rate = lambda: 1 / 0  # noqa: E731
+    for opt in (gs.SGD(rate), tf2.LossScaleOptimizer(gs.SGD(rate)).inner_optimizer):
+        assert opt.get_config()["learning_rate"] is rate
+
+
+OF_EVERY_KIND = {
+    "Keras 3": lambda: wrapped(gs.SGD(0.5)),
+    "tf2": lambda: tf2.LossScaleOptimizer(gs.SGD(0.5)),
+    "v1": lambda: v1.GradientDescentOptimizer(0.5),
+    "dtensor": lambda: dtensor.SGD(0.5),
+}
+every_kind = pytest.mark.parametrize("make", OF_EVERY_KIND.values(), ids=OF_EVERY_KIND)
+
+
+@row("differences", "other variables in a later step")
+@every_kind
+def test_the_variables_are_those_of_build(make):
+    """Difference: a later step cannot add a variable; `build` with all variables helps."""
+    a, b = gs.Variable(1.0, name="a"), gs.Variable(1.0, name="b")
+    opt = make()
+    opt.minimize(lambda: a**2, var_list=[a])
+    with pytest.raises(ValueError, match=r"\['a'\]; got 'b'\. Call `build` with all variables"):
+        opt.minimize(lambda: b**2, var_list=[b])
+    opt = make()
+    opt.build([a, b])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one variable has no gradient
+        opt.minimize(lambda: a**2, var_list=[a])
+        opt.minimize(lambda: b**2, var_list=[b])
+    assert (float(a), float(b)) == (0.0, 0.0)
+
+
+@row("differences", "a variable twice in the pairs")
+@every_kind
+def test_a_variable_is_in_the_pairs_once(make):
+    """Difference: two gradients of one variable are an error that says to add them."""
+    w = gs.Variable(1.0, name="w")
+    with pytest.raises(ValueError, match=r"once in grads_and_vars; got 'w' twice\. Add its grad"):
+        make().apply_gradients([(1.0, w), (1.0, w)])
+    assert float(w) == 1.0
+
+
 # ── differences on purpose, from Keras 3 ─────────────────────────────────────────────────────
 
 
@@ -1346,6 +1430,21 @@ def test_integers_are_numbers():
     """Learning rate and momentum can be integers, which Keras refuses."""
     assert run(gs.SGD(1, momentum=0), [1.0, 1.0]) == [2.0, 1.0]
     assert run(gs.SGD(np.float32(1), momentum=np.int32(1)), [1.0, 1.0]) == [2.0, 0.0]
+
+
+@row("differences", "a clip option of 0")
+def test_a_clip_option_is_above_0():
+    """Difference: a clip option of 0 is an error, where Keras does not clip."""
+    failing(ValueError, "> 0 for clipnorm; got 0", gs.SGD, clipnorm=0.0)
+
+
+@row("differences", "overwrite_with_gradient of a variable")
+def test_a_variable_that_is_overwritten_is_refused():
+    """Difference: `overwrite_with_gradient` is an error that names the module for Keras."""
+    w, opt = gs.Variable(1.0, name="w"), wrapped()
+    w.overwrite_with_gradient = True
+    failing(ValueError, r"'w' has overwrite_with_gradient.*interop\.keras", opt.build, [w])
+    assert not opt.built
 
 
 # ── differences on purpose, from torch and optax ─────────────────────────────────────────────

@@ -363,6 +363,22 @@ def test_an_argument_out_of_range_is_refused(name, wrong):
         DynamicLossScale(**{name: wrong})
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: FixedLossScale(0), ValueError, ">= 1 .*for loss_scale_value; got 0"),
+        (lambda: FixedLossScale(0.5), ValueError, ">= 1 .*for loss_scale_value; got 0.5"),
+        (lambda: DynamicLossScale(8, None), TypeError, "an integer .*increment_period; got None"),
+        (lambda: DynamicLossScale(8, 2.5), ValueError, "an integer .*increment_period; got 2.5"),
+        (lambda: DynamicLossScale().update(["x"]), TypeError, "numbers in grads; got 'x'"),
+    ],
+)
+def test_what_is_expected_is_said_at_once(call, error, match):
+    """The first error names the whole condition of an argument."""
+    with pytest.raises(error, match=match):
+        call()
+
+
 # ── DynamicLossScale: attributes ─────────────────────────────────────────────────────────────
 
 

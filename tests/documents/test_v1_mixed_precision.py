@@ -651,6 +651,81 @@ def test_gradients_that_are_all_none_are_refused():
     assert [v.numpy() for v in opt.variables()] == before
 
 
+@row("differences", "a variable without a gradient")
+def test_a_variable_without_a_gradient_has_a_slot():
+    """Difference: it gets a slot of 0, and there is a warning."""
+    a, b = gs.Variable(1.0), gs.Variable(1.0)
+    opt = wrapped(8, v1.MomentumOptimizer(0.5, 0.5))
+    with pytest.warns(UserWarning, match="No gradient for"):
+        opt.apply_gradients([(1.0, a), (None, b)])
+    assert (float(opt.get_slot(b, "momentum")), float(b)) == (0.0, 1.0)
+
+
+@row("differences", "hooks of a subclass, such as _apply_dense")
+@pytest.mark.parametrize("hook", ["_apply_dense", "_prepare", "_create_slots", "_finish"])
+def test_hooks_of_a_subclass_are_refused(hook):
+    """Difference: a subclass that defines one is an error that says how to write a rule."""
+    hooks = {hook: lambda self, *args: None}
+    subclass = type("Mine", (v1.GradientDescentOptimizer,), hooks)
+    with pytest.raises(TypeError, match=f"Mine defines {hook}, .*`update_step`"):
+        subclass(0.5)
+
+
+def test_a_rule_of_your_own_is_an_optimizer_with_update_step():
+    """What the error says works: `Optimizer` takes an optimizer of this library."""
+
+    class Sign(gs.Optimizer):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign_sub(variable, learning_rate * jnp.sign(gradient))
+
+    w = gs.Variable(3.0)
+    opt = wrapped(8, v1.Optimizer(Sign(0.5), False, "Sign"))
+    opt.minimize(lambda: w**2, var_list=[w])
+    assert (float(w), opt.get_name()) == (2.5, "Sign")
+    with pytest.raises(TypeError, match="Expected an optimizer of gainstage for optimizer"):
+        v1.Optimizer(False, False, "Sign")
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda opt, w: opt.apply_gradients([("x", w)]), "gradient of 'w'; got 'x'"),
+        (lambda opt, w: opt.minimize(lambda: None, None, [w]), "one number; got None"),
+        (lambda opt, w: opt.minimize(lambda: "x", None, [w]), "one number; got a str of 1"),
+        (lambda opt, w: opt.get_slot(jnp.ones(1), "momentum"), "gainstage.Variable for var"),
+        (lambda opt, w: opt.compute_gradients(lambda: w * 1, grad_loss=jnp.ones(3)), "grad_loss"),
+        (lambda opt, w: opt.set_weights(3), "list of arrays for weights; got 3"),
+    ],
+)
+def test_wrong_arguments_are_named(call, match):
+    """An error names the argument, what was passed, and what to write."""
+    w, opt = gs.Variable(3.0, name="w"), wrapped()
+    opt.build([w])
+    with pytest.raises((TypeError, ValueError), match=match):
+        call(opt, w)
+    assert float(w) == 3.0
+    assert "GradientDescentOptimizer" in repr(v1.GradientDescentOptimizer(0.5))
+
+
+def test_a_scale_of_your_own_returns_a_pair():
+    """A `LossScale` whose `update` returns something else is named, and nothing is changed."""
+
+    class Wrong(v1.LossScale):
+        def __call__(self):
+            return 4.0
+
+        def update(self, grads):
+            return True
+
+        def get_config(self):
+            return {}
+
+    w = gs.Variable(1.0)
+    with pytest.raises(TypeError, match=r"\(None, whether to apply\) from Wrong.update; got True"):
+        wrapped(Wrong()).minimize(lambda: w**2, var_list=[w])
+    assert float(w) == 1.0
+
+
 # ── GradientDescentOptimizer, MomentumOptimizer, AdamOptimizer ───────────────────────────────
 
 

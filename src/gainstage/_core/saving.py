@@ -27,12 +27,13 @@ Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some var
 class Saved:
     """An object whose state can be saved and loaded.
 
-    It has `variables`, `groups` (a table for each buffer that several variables share), and
-    `_built_variables(caller)`, which raises an error if there is no state yet.
+    It has `variables`, `groups` (a table for each buffer that several variables share), a `_store`,
+    and `_built_variables(caller)`, which raises an error if there is no state yet.
     """
 
     variables: Any
     groups: Any
+    _store: Any
     _built_variables: Callable[[str], object]
 
     def set_weights(self, weights: Values) -> None:
@@ -47,7 +48,8 @@ class Saved:
     @property
     def _weight_checks(self) -> Checks:
         """Checks of single variables' values, beside shape and dtype."""
-        return {}
+        rate = self._store.rate.variable
+        return {} if rate is None else {rate: checks.real}
 
     def state(self) -> dict[str, jax.Array]:
         """Returns all of `variables` by name, as a dictionary of arrays. The second variable of one

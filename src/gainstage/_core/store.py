@@ -261,6 +261,11 @@ class Store:
 
     def build(self, variables: Sequence[Variable], master_weights: bool, grouped: bool) -> None:
         """Creates all state for these variables."""
+        for variable in [v for v in variables if getattr(v, "overwrite_with_gradient", False)]:
+            raise ValueError(
+                f"{variable.name!r} has overwrite_with_gradient, which is for Keras models: use "
+                f"gainstage.interop.keras."
+            )
         check_axes(self.slots.shard_over, [variable.sharding for variable in variables])
         options, slots = self.in_force, self.slots
         self.window_count = self._counter(self.window, options.on_bad_microbatch)

@@ -300,7 +300,7 @@ class LossScaleOptimizer(Retrying):
 
     @property
     def _weight_checks(self) -> saving.Checks:
-        return {self._wrapper.state.scale.scale: checks.loss_scale}
+        return {**super()._weight_checks, self._wrapper.state.scale.scale: checks.loss_scale}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""
