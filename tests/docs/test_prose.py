@@ -14,7 +14,7 @@ CODE = r"(`+)(?!`).+?(?<!`)\1(?!`)"
 
 # What is refused, as a pattern; what to write; a sentence that is refused.
 REFUSED = [
-    (r"layouts?", "sharding", "The layout of an array over devices."),
+    (r"layouts?(?!:)", "sharding", "The layout of an array."),  # not the argument `layout:`
     (r"widen(s|ed|ing)?", "upcast, or `float32_or_wider`", "The gradients are widened."),
     (r"spread (over|across) (the|a|all|several)", "sharded over", "Spread over the mesh."),
     (r"lends?|lent|lending", "bind", "Lends the values to variables."),
