@@ -38,7 +38,7 @@ TRANSFORMATIONS = {
     "value": lambda: gs.loss_scaled(
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     ),
-    "inside": lambda: optax.chain(optax.clip(1.0), gs.loss_scaled(optax.sgd(0.1))),
+    "inside": lambda: optax.chain(gs.loss_scaled(optax.sgd(0.1)), optax.scale(0.5)),
     "ours": lambda: gs.to_optax(gs.LossScaleOptimizer(gs.Adam(0.1, global_clipnorm=0.5))),
 }
 

@@ -244,7 +244,7 @@ def test_finite_steps_are_those_of_the_wrapped_transformation():
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        lambda tx: optax.chain(tx, optax.clip_by_global_norm(1.0)),
         lambda tx: optax.chain(tx, optax.scale(2.0)),
         lambda tx: optax.named_chain(("scaled", tx), ("after", optax.scale(1.0))),
     ],

@@ -1,6 +1,7 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,57 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
         )
     state = found[0]
     return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+
+
+# What keeps or hides a non-finite gradient if it stands around `loss_scaled`, by the name of its
+# state: what to write instead, and why.
+_AROUND = {
+    "MultiStepsState": (
+        "optax.MultiSteps(tx, k)",
+        "A non-finite microbatch would stay in its sum.",
+    ),
+    "ApplyIfFiniteState": ("tx", "It skips non-finite steps itself."),
+    "MaskedState": ("optax.masked(tx, mask)", "It checks only the gradients that it gets."),
+    "PartitionState": (
+        "optax.multi_transform(...)",
+        "It checks only the gradients that it gets, those of one group.",
+    ),
+    "SAMState": ("optax.contrib.sam(...)", "A skipped step would enter its cache."),
+}
+
+
+def state_to_scale_by(opt_state: OptState) -> LossScaledState:
+    """`loss_scaled_state`, for code that scales a loss by it and lets it decide on the step.
+
+    Raises:
+        ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
+    """
+    state, node = loss_scaled_state(opt_state), opt_state
+    while not isinstance(node, LossScaledState):
+        kind = type(node).__name__
+        if kind in _AROUND:
+            instead, why = _AROUND[kind]
+            raise ValueError(
+                f"Expected loss_scaled around all; got its state in a {kind}. Write "
+                f"gainstage.loss_scaled({instead}). {why}"
+            )
+        parts = list(node.values() if isinstance(node, Mapping) else _parts(node))
+        place = next((i for i, part in enumerate(parts) if states_in(part)), None)
+        if place is None:
+            break
+        if place and (type(node) is tuple or isinstance(node, Mapping)):
+            raise ValueError(
+                f"Expected loss_scaled around a chain, or first in it; got it as number "
+                f"{place + 1}. What comes before it, such as optax.clip, can hide an overflow. "
+                f"Write gainstage.loss_scaled(optax.chain(...))."
+            )
+        node = parts[place]
+    return state
+
+
+def _parts(node: OptState) -> Sequence[Any]:
+    """The parts of a tuple or another node."""
+    return node if isinstance(node, tuple) else list(getattr(node, "__dict__", {}).values())
 
 
 @functools.singledispatch

@@ -56,8 +56,9 @@ def loss_scaled(
     gradients and parameters are upcast for `tx`, which keeps its state in float32.
 
     Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation before it can hide an
-    overflow (`optax.clip`) or store it (`optax.MultiSteps`); one after it still runs on a skipped
-    step. Wrap `optax.multi_transform` too: inside it only one group's gradients are checked.
+    overflow (`optax.clip`) or store it (`optax.MultiSteps`), and inside of `optax.multi_transform`
+    only one group's gradients are checked. `train_step` and `value_and_grad` refuse these; a loop
+    that only calls `update` is not seen. A transformation after it still runs on a skipped step.
 
     Args:
         tx: the transformation that turns gradients into updates.

@@ -30,6 +30,7 @@ from gainstage._core.checks import brief
 from gainstage._core.scaled_state import (
     LossScaledState,
     loss_scaled_state,
+    state_to_scale_by,
     with_scalars,
     without_scalars,
 )
@@ -49,7 +50,7 @@ from gainstage._core.types import (
 )
 from gainstage._core.variable import is_inside
 from gainstage.transforms.updates import apply_updates, keep_if_applied
-from gainstage.transforms.value_and_grad import scaled_value_and_grad
+from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
 More = TypeVarTuple("More")  # the type of aux, if there is one
 
@@ -107,7 +108,7 @@ def train_step(
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
-        tx: a transformation of `loss_scaled`. If `loss_scaled` is further inside, `tx` gets true
+        tx: a transformation of `loss_scaled`, or a chain that begins with one. The chain gets true
             gradients, as from `value_and_grad`.
         has_aux: whether `loss_fn` returns (loss, aux).
         using: the function that differentiates, by default as for `value_and_grad`. `params` may
@@ -128,10 +129,11 @@ def train_step(
         also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `tx` is not a transformation, `donate` not a bool, or `retries` not a number;
-            from `step`, the loss is not a scalar, or a parameter is not an array.
+        TypeError: `tx` is not a transformation, `loss_fn` a loss of `self_scaled`, `donate` not a
+            bool, or `retries` not a number; from `step`, the loss is not a scalar, or a parameter
+            is not an array.
         ValueError: `retries` is not an integer >= 0; from `step`, `opt_state` has no loss-scale
-            state, or several.
+            state, or several, or a transformation around `loss_scaled` could hide an overflow.
 
     Examples:
         >>> import gainstage as gs
@@ -148,6 +150,7 @@ def train_step(
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
     checks.transformation("tx", tx)
+    refuse_self_scaled(loss_fn, "train_step")
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     retries = checks.integer("retries", retries, low=0)
@@ -277,7 +280,7 @@ class TrainStep(Generic[Params, P, *More]):
         batch: Sequence[PyTree],
     ) -> tuple[Any, ...]:
         params = model.combine(arrays)
-        scale = loss_scaled_state(opt_state).loss_scale.scale
+        scale = state_to_scale_by(opt_state).loss_scale.scale
         how = self._has_aux, self._using, (params, *batch)
         differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
         (_, (loss, aux)), grads = differentiate(params, *batch)

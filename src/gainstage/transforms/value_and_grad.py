@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from gainstage._core import gradients, models
 from gainstage._core.checks import brief
-from gainstage._core.scaled_state import loss_scaled_state
+from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._core.unscaled import SETTLED
 
@@ -72,12 +72,14 @@ def value_and_grad(
         that overflowed is not finite.
 
     Raises:
-        TypeError: `fun` does not return a scalar.
-        ValueError: `opt_state` has no loss-scale state, or several.
+        TypeError: `fun` does not return a scalar, or is a loss of `self_scaled`.
+        ValueError: `opt_state` has no loss-scale state, or several, or a transformation around
+            `loss_scaled` could hide an overflow from it.
 
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
-    scale = loss_scaled_state(opt_state).loss_scale.scale
+    refuse_self_scaled(fun, "value_and_grad")
+    scale = state_to_scale_by(opt_state).loss_scale.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
         differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
@@ -85,6 +87,15 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
     return true
+
+
+def refuse_self_scaled(fun: Any, caller: str) -> None:
+    """Raises a TypeError for a loss that scales its gradients itself."""
+    if getattr(getattr(fun, "func", fun), "is_self_scaled", False):
+        raise TypeError(
+            f"Expected a loss without self_scaled for {caller}, which scales it by the state of "
+            f"loss_scaled; got two scales. Pass the loss itself."
+        )
 
 
 def scaled_value_and_grad(

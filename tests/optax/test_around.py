@@ -1,0 +1,129 @@
+"""What stands around `loss_scaled`: it must see every gradient first."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+WEIGHTS = {"a": jnp.ones(2), "b": jnp.ones(2)}
+LABELS = {"a": "a", "b": "b"}
+
+
+def loss_fn(w, x):
+    return (w["a"] * x).sum() + w["b"].sum()
+
+
+def scaled():
+    return gs.loss_scaled(optax.sgd(1.0), gs.DynamicLossScale(8.0))
+
+
+REFUSED = {
+    "clip": (lambda: optax.chain(optax.clip(1.0), scaled()), "number 2"),
+    "global norm": (lambda: optax.chain(optax.clip_by_global_norm(1.0), scaled()), "number 2"),
+    "zero_nans": (lambda: optax.chain(optax.zero_nans(), scaled()), "number 2"),
+    "sign": (lambda: optax.chain(optax.scale_by_sign(), scaled()), "number 2"),
+    "centralize": (lambda: optax.chain(optax.centralize(), scaled()), "number 2"),
+    "masked clip": (
+        lambda: optax.chain(optax.masked(optax.clip(1.0), {"a": True, "b": False}), scaled()),
+        "number 2",
+    ),
+    "two before": (lambda: optax.chain(optax.identity(), optax.clip(1.0), scaled()), "number 3"),
+    "chain in a chain": (
+        lambda: optax.chain(optax.chain(optax.clip(1.0), scaled()), optax.scale(1.0)),
+        "number 2",
+    ),
+    "named chain": (
+        lambda: optax.named_chain(("clip", optax.clip(1.0)), ("scaled", scaled())),
+        "number 2",
+    ),
+    "masked": (lambda: optax.masked(scaled(), {"a": True, "b": False}), "masked"),
+    "multi_transform": (
+        lambda: optax.multi_transform({"a": optax.sgd(1.0), "b": scaled()}, LABELS),
+        "multi_transform",
+    ),
+    "partition": (
+        lambda: optax.partition({"a": optax.sgd(1.0), "b": scaled()}, LABELS),
+        "multi_transform",
+    ),
+    "MultiSteps": (lambda: optax.MultiSteps(scaled(), 2), r"optax\.MultiSteps\(tx, k\)"),
+    "apply_if_finite": (lambda: optax.apply_if_finite(scaled(), 3), r"loss_scaled\(tx\)"),
+    "sam": (lambda: optax.contrib.sam(scaled(), optax.sgd(0.1)), r"contrib\.sam"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_hide_an_overflow_is_refused_with_the_line_to_write(name):
+    """`train_step` and `value_and_grad` refuse it at their first call, before anything is done."""
+    make, match = REFUSED[name]
+    tx = make()
+    state = tx.init(WEIGHTS)
+    for call in (
+        lambda: gs.train_step(loss_fn, tx)(WEIGHTS, state, 1.0),
+        lambda: gs.value_and_grad(loss_fn, state),
+        lambda: jax.jit(lambda s: gs.value_and_grad(loss_fn, s)(WEIGHTS, 1.0))(state),
+    ):
+        with pytest.raises(ValueError, match=rf"(?s){match}.*gainstage\.loss_scaled\(|{match}"):
+            call()
+    assert float(WEIGHTS["a"][0]) == 1.0
+
+
+ALLOWED = {
+    "alone": scaled,
+    "first": lambda: optax.chain(scaled(), optax.scale(1.0)),
+    "first in a chain in a chain": lambda: optax.chain(
+        optax.chain(scaled(), optax.scale(1.0)), optax.scale(1.0)
+    ),
+    "first in a named chain": lambda: optax.named_chain(
+        ("scaled", scaled()), ("rest", optax.scale(1.0))
+    ),
+    "hyperparameters": lambda: optax.inject_hyperparams(
+        lambda factor: optax.chain(scaled(), optax.scale(factor))
+    )(factor=1.0),
+    "around a chain": lambda: gs.loss_scaled(
+        optax.chain(optax.clip(100.0), optax.sgd(1.0)), gs.DynamicLossScale(8.0)
+    ),
+    "around groups": lambda: gs.loss_scaled(
+        optax.multi_transform({"a": optax.sgd(1.0), "b": optax.sgd(1.0)}, LABELS),
+        gs.DynamicLossScale(8.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 2.0**127], ids=["inf", "nan", "overflow"])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_is_allowed_sees_every_overflow(name, bad):
+    """An infinite or NaN gradient, or one that only the scale makes so, changes no weight."""
+    tx = ALLOWED[name]()
+    state = tx.init(WEIGHTS)
+    step = gs.train_step(loss_fn, tx, donate=False)
+    new, after, _ = step(WEIGHTS, state, jnp.float32(bad))
+    _, grads = gs.value_and_grad(loss_fn, state)(WEIGHTS, jnp.float32(bad))
+    updates, own = tx.update(grads, state, WEIGHTS)
+    for weights, state in ((new, after), (gs.apply_updates(WEIGHTS, updates, own), own)):
+        for key, before in WEIGHTS.items():
+            np.testing.assert_array_equal(weights[key], before)
+        assert float(gs.loss_scale(state)) == 4.0
+
+
+def test_accumulation_outside_is_what_a_step_around_all_does_right():
+    """The line that the error for `MultiSteps` names trains on after a NaN microbatch."""
+    tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(0.5), 2), gs.DynamicLossScale(8.0))
+    step, weights = gs.train_step(loss_fn, tx, donate=False), WEIGHTS
+    state = tx.init(weights)
+    for x in (1.0, np.nan, 3.0):
+        weights, state, _ = step(weights, state, jnp.float32(x))
+    assert weights["a"].tolist() == [1.0 - 0.5 * 2.0] * 2
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: __import__("functools").partial(f, x=1.0)])
+def test_a_loss_that_scales_itself_is_refused(wrap):
+    """`self_scaled` inside `train_step` or `value_and_grad` would scale twice."""
+    loss = wrap(gs.self_scaled(lambda w, x=1.0: loss_fn(w, x), 2.0**4))
+    tx = scaled()
+    with pytest.raises(TypeError, match="without self_scaled for train_step"):
+        gs.train_step(loss, tx)
+    with pytest.raises(TypeError, match="without self_scaled for value_and_grad"):
+        gs.value_and_grad(loss, tx.init(WEIGHTS))
