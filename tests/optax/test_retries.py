@@ -16,6 +16,7 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(KEYS[0], (256, 16))
 Y = X @ jax.random.normal(KEYS[1], (16, 16))
 W = jnp.zeros((16, 16))
+NO_COUNTS = {"skipped_steps": 0, "retried_steps": 0}
 
 
 def loss_fn(w, x, y, factor=1.0):
@@ -38,6 +39,12 @@ def trained(retries, *batches, start=2.0**40, rule=None, fun=loss_fn):
     return params, opt_state, applied
 
 
+def counts(opt_state):
+    """How many steps were skipped, and how many retried."""
+    info = gs.telemetry(opt_state)
+    return int(info.skipped_steps), int(info.retried_steps)
+
+
 def test_from_a_scale_far_too_large_every_step_is_taken():
     """Twenty steps from 2**40 are twenty float32 steps, within one percent."""
     params, opt_state, applied = trained(40, *[(X, Y)] * 20)
@@ -52,7 +59,7 @@ def test_from_a_scale_far_too_large_every_step_is_taken():
 
 
 def test_a_retry_is_a_skipped_step_with_the_same_batch():
-    """Parameters, scale and telemetry are those of as many skipped steps, bit for bit."""
+    """Parameters, slots, scale and norms are those of as many skipped steps, bit for bit."""
     retried = trained(40, (X, Y), (X + 1, Y))
     batches, tries = [(X, Y), (X + 1, Y)], []
     for batch in batches:
@@ -61,9 +68,15 @@ def test_a_retry_is_a_skipped_step_with_the_same_batch():
             if trained(0, *tries)[2][-1]:
                 break
     skipped = trained(0, *tries)
-    assert len(tries) > 10
-    leaves = [jax.tree.leaves(result[:2]) for result in (retried, skipped)]
-    for one, other in zip(*leaves, strict=True):
+    lost = len(tries) - len(batches)
+    assert lost > 10
+    assert counts(retried[1]) == (0, lost)
+    assert counts(skipped[1]) == (lost, 0)
+    results = [
+        (params, state.inner, state.loss_scale, gs.telemetry(state)._replace(**NO_COUNTS))
+        for params, state, _ in (retried, skipped)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -118,13 +131,32 @@ def test_a_language_model_loses_no_batch():
     assert last[4] < last[0] < 2.0
 
 
-def test_bad_data_is_skipped_after_the_last_retry():
-    """NaN in the data changes no parameter; the scale is lowered once for each try."""
-    params, opt_state, applied = trained(3, (X.at[0].set(jnp.nan), Y))
+@pytest.mark.parametrize("retries", [0, 8, 30])
+def test_bad_data_costs_the_scale_one_step(retries):
+    """NaN in the data is one skipped step, however many retries are allowed."""
+    params, opt_state, applied = trained(retries, (X.at[0].set(jnp.nan), Y), start=2.0**15)
     assert applied == [False]
     np.testing.assert_array_equal(params, W)
-    assert gs.loss_scale(opt_state) == 2.0**36
-    assert gs.telemetry(opt_state).skipped_steps == 4
+    assert gs.loss_scale(opt_state) == 2.0**14
+    assert counts(opt_state) == (1, 0)
+
+
+def test_if_no_retry_is_applied_the_scale_is_lowered_once():
+    """Three retries from 2**40 all overflow; the next step starts from half of the scale."""
+    _, opt_state, applied = trained(3, (X, Y))
+    assert applied == [False]
+    assert gs.loss_scale(opt_state) == 2.0**39
+    assert counts(opt_state) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "rule", [gs.FixedLossScale(2.0**40), gs.DynamicLossScale(2.0**40, min_scale=2.0**40)]
+)
+def test_nothing_is_tried_again_at_the_same_scale(rule):
+    """A rule that keeps its scale has no retry."""
+    _, opt_state, applied = trained(8, (X, Y), rule=rule)
+    assert applied == [False]
+    assert counts(opt_state) == (1, 0)
 
 
 def test_a_model_changes_in_the_try_that_counts():

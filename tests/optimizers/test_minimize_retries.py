@@ -37,7 +37,16 @@ class Run:
 
     @property
     def values(self):
-        return [v.numpy() for v in (self.w, self.mean, *self.opt.variables)]
+        """All but the counts of skipped and retried steps."""
+        info = gs.telemetry(self.opt)._replace(skipped_steps=0, retried_steps=0)
+        kept = self.w, self.mean, *self.opt.inner_optimizer.variables, self.opt.dynamic_scale
+        return [*(v.numpy() for v in kept), self.opt.dynamic_counter.numpy(), *info]
+
+
+def counts(run):
+    """How many steps were skipped, and how many retried."""
+    info = gs.telemetry(run.opt)
+    return int(info.skipped_steps), int(info.retried_steps)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -55,11 +64,14 @@ def test_from_a_scale_far_too_large_every_step_is_taken(compiled):
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_retry_is_a_skipped_step_with_the_same_batch(compiled):
-    """Weights, slots, scale and telemetry are those of as many skipped steps, bit for bit."""
+    """Weights, slots, scale and norms are those of as many skipped steps, bit for bit."""
     run, other = Run(40, compiled=compiled), Run(0, compiled=compiled)
     run.step(X, Y)
     while not gs.step_was_applied(other.opt) or other.opt.iterations == 0:
         other.step(X, Y)
+    lost = gs.telemetry(other.opt).skipped_steps
+    assert lost > 10
+    assert counts(run) == (0, lost)
     for one, expected in zip(run.values, other.values, strict=True):
         np.testing.assert_array_equal(one, expected)
 
@@ -70,16 +82,56 @@ def test_without_retries_nothing_changes():
         assert Run(retries).step.lower(X, Y).as_text().count("stablehlo.while") == count
 
 
+@pytest.mark.parametrize("retries", [0, 8, 30])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_bad_data_is_skipped_after_the_last_retry(compiled):
-    """NaN in the data changes no weight and no mean; the scale is lowered once for each try."""
-    run = Run(3, compiled=compiled)
+def test_bad_data_costs_the_scale_one_step(compiled, retries):
+    """NaN in the data is one skipped step, however many retries are allowed."""
+    run = Run(retries, 2.0**15, compiled=compiled)
     loss, _ = run.step(X.at[0].set(jnp.nan), Y)
     assert np.isnan(loss)
     assert not run.w.numpy().any()
     assert run.mean == 0
-    assert run.opt.loss_scale == 2.0**36
-    assert gs.telemetry(run.opt).skipped_steps == 4
+    assert run.opt.loss_scale == 2.0**14
+    assert counts(run) == (1, 0)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_if_no_retry_is_applied_the_scale_is_lowered_once(compiled):
+    """Three retries from 2**40 all overflow; the next step starts from half of the scale."""
+    run = Run(3, compiled=compiled)
+    run.step(X, Y)
+    assert not gs.step_was_applied(run.opt)
+    assert not run.w.numpy().any()
+    assert run.opt.loss_scale == 2.0**39
+    assert counts(run) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "rule", [gs.FixedLossScale(2.0**40), gs.DynamicLossScale(2.0**40, min_scale=2.0**40)]
+)
+def test_nothing_is_tried_again_at_the_same_scale(rule):
+    """A rule that keeps its scale has no retry: the loss is called once."""
+    w, calls = gs.Variable(jnp.zeros((16, 16))), []
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=rule, telemetry=True)
+
+    def loss():
+        calls.append(1)
+        out = (X.astype(jnp.float16) @ w.value().astype(jnp.float16)).astype(jnp.float32)
+        return jnp.mean((out - Y) ** 2)
+
+    opt.minimize(loss, [w], retries=8)
+    assert not gs.step_was_applied(opt)
+    assert len(calls) == 1
+
+
+def test_a_window_that_is_dropped_has_no_retries():
+    """With `drop_window` a microbatch that a retry mends would be lost nevertheless."""
+    w = gs.Variable(1.0)
+    opt = gs.LossScaleOptimizer(
+        gs.SGD(0.1, gradient_accumulation_steps=2), on_bad_microbatch="drop_window"
+    )
+    with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' with retries"):
+        opt.minimize(lambda: w**2, [w], retries=8)
 
 
 def test_a_microbatch_is_taken_again():

@@ -677,7 +677,7 @@ def test_tensorboard_has_every_number(tmp_path):
         board.write(3, info(False, 4.0, 1, 2.5), loss=0.5)
     values = events(tmp_path)
     wanted = {"finite": 0.0, "loss_scale": 4.0, "skipped_steps": 1.0, "grad_norm": 2.5, "loss": 0.5}
-    wanted |= {"applied_steps": 7.0, "max_abs": 1.25, "applied": 0.0}
+    wanted |= {"applied_steps": 7.0, "max_abs": 1.25, "applied": 0.0, "retried_steps": 0.0}
     assert values == {(3, f"train/{name}"): value for name, value in wanted.items()}
 
 

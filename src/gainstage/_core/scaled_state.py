@@ -1,10 +1,11 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from gainstage._core.checks import brief
 from gainstage._core.stats import Observed
@@ -64,6 +65,8 @@ def state_to_scale_by(opt_state: OptState) -> LossScaledState:
     Raises:
         ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
     """
+    if isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array):
+        return opt_state  # there is nothing around it, and nothing boxed
     state, node = loss_scaled_state(opt_state), opt_state
     while not isinstance(node, LossScaledState):
         kind = type(node).__name__
@@ -111,6 +114,44 @@ def states_in(tree: PyTree) -> list[LossScaledState]:
     """All states of `loss_scaled` inside an optax state."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
     return [node for node in nodes if isinstance(node, LossScaledState)]
+
+
+def retried(opt_state: OptState) -> OptState:
+    """The state after a skipped step that is taken again: its telemetry counts a retry instead."""
+
+    def changed(state: LossScaledState) -> LossScaledState:
+        if state.observed is None:
+            return state
+        info = state.observed.info
+        skipped, again = info.skipped_steps - 1, info.retried_steps + 1
+        info = info._replace(skipped_steps=skipped, retried_steps=again)
+        return state._replace(observed=state.observed._replace(info=info))
+
+    return _with_states(changed, opt_state)
+
+
+def last_or_scale_of(last: OptState, first: OptState) -> OptState:
+    """The state after the last try of a step, with the loss scale after the first if none was
+    applied."""
+    (once,) = states_in(first)
+
+    def changed(state: LossScaledState) -> LossScaledState:
+        chosen = functools.partial(jnp.where, state.applied)
+        scale = jax.tree.map(chosen, state.loss_scale, once.loss_scale)
+        return state._replace(loss_scale=scale)
+
+    return _with_states(changed, last)
+
+
+def _with_states(
+    changed: Callable[[LossScaledState], LossScaledState], opt_state: OptState
+) -> OptState:
+    """An optax state with `changed` applied to each state of `loss_scaled` in it."""
+
+    def one(node: OptState) -> OptState:
+        return changed(node) if isinstance(node, LossScaledState) else node
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
 
 
 def without_scalars(opt_state: OptState) -> tuple[OptState, list[Any]]:

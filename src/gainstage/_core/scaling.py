@@ -17,6 +17,7 @@ from gainstage._core.bridge import select
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.gradients import Clip
 from gainstage._core.readings import inspect
+from gainstage._core.sharding import everywhere
 from gainstage._core.stats import at_first, measure, measured_of_both, observed
 from gainstage._core.types import Given, PyTree, RuleState
 from gainstage._core.variable import is_inside
@@ -129,6 +130,20 @@ class DropWindow(AccumulationWindow):
 
 
 WINDOWS = {"extend": AccumulationWindow, "drop_window": DropWindow}
+
+
+def may_help(applied: jax.Array, loss: Given, before: jax.Array, after: jax.Array) -> jax.Array:
+    """Whether a step may be applied if it is taken again with the same batch.
+
+    A non-finite loss is so at any scale; and nothing changes at the same scale.
+
+    Args:
+        applied: whether the step was applied.
+        loss: the unscaled loss.
+        before, after: the scale of the step, and of the next.
+    """
+    is_finite = True if loss is None else jnp.all(jnp.isfinite(loss))
+    return everywhere(~jnp.asarray(applied) & is_finite & (before != after))
 
 
 class ScalingState(NamedTuple):

@@ -133,6 +133,12 @@ def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
 
 
+def everywhere(flag: jax.Array) -> jax.Array:
+    """Whether a flag is True on all devices of the `jax.shard_map` around the caller."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return lax.pmin(varying(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag
+
+
 def typed_sharding(x: ArrayLike | None) -> NamedSharding | None:
     """The sharding in an array's type, on a mesh of Explicit axes."""
     sharding = None if x is None else jax.typeof(x).sharding

@@ -41,6 +41,8 @@ class StepInfo(NamedTuple):
     max_abs: jax.Array
     # bool: whether the step was applied; with `apply_if` False, a finite step is skipped too
     applied: jax.Array | bool = True
+    # int32: how often a step was taken again with the same batch so far, by `retries`
+    retried_steps: jax.Array | int = 0
 
 
 class Exponents(NamedTuple):
@@ -200,6 +202,7 @@ def at_first(scale: jax.Array, count: int, every: int | None) -> Observed:
         applied_steps=zero(jnp.int32),
         max_abs=zero(),
         applied=jnp.array(True),
+        retried_steps=zero(jnp.int32),
     )
     causes = jnp.tile(jnp.array([0, 0, -1, -1], jnp.int32), (count, 1))
     counts = jnp.zeros((count, BINS), jnp.float32)
@@ -260,6 +263,7 @@ def observed(
         applied_steps=info.applied_steps + jnp.where(applied, 1, 0).astype(jnp.int32),
         max_abs=largest,
         applied=applied,
+        retried_steps=jnp.asarray(info.retried_steps),
     )
 
     def look(longest: int) -> tuple[jax.Array, Exponents | None]:

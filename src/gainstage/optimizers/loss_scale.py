@@ -48,7 +48,7 @@ class LossScaleOptimizer(Retrying):
         dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
         rule: a `LossScale` instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`.
         telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
-            that overflowed for `gainstage.report`. Adds seven scalars to the state, and four
+            that overflowed for `gainstage.report`. Adds eight scalars to the state, and four
             integers per variable.
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
             which `gainstage.report` computes what float16 loses. Adds 82 numbers per variable to

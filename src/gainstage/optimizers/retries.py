@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage._core import checks
-from gainstage._core.bridge import functional, read, write
+from gainstage._core.bridge import assign, functional, read, write
 from gainstage._core.of_loss import VarList
+from gainstage._core.scaling import may_help
 from gainstage._core.types import Aux, Scalar
 from gainstage._core.variable import is_tracing
 from gainstage.optimizers.base import Optimizer
@@ -19,6 +20,7 @@ class Retrying(Optimizer):
     """An optimizer that skips steps, and can take a skipped step again."""
 
     _is_base = True
+    _wrapper: Any
 
     @overload
     def minimize(
@@ -60,9 +62,10 @@ class Retrying(Optimizer):
                 the loss, which may create them when it is called for the first time.
             has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
             retries: how often a step with a non-finite gradient is taken again, an integer >= 0.
-                Each retry calls the same loss at the scale that the rule has lowered, and leaves
-                what a skipped step leaves. Inside `gainstage.jit` it is a loop of the program;
-                otherwise the host reads after each step whether it was applied.
+                Each retry calls the same loss at the scale that the rule has lowered. There is none
+                if the loss is not finite, or the rule keeps its scale; if none is applied, the
+                scale is that after one skipped step. Inside `gainstage.jit` it is a loop of the
+                program; otherwise the host reads after each step whether to retry.
 
         Returns:
             The unscaled loss before the step, in float32 or wider; (loss, aux) with `has_aux`.
@@ -83,28 +86,53 @@ class Retrying(Optimizer):
         retries = checks.integer("retries", retries, low=0)
         if not retries:
             return self._take(loss, var_list, has_aux)[0]
-        changed = list(self._store.index)
+        if self._store.in_force.on_bad_microbatch == "drop_window":
+            raise ValueError(
+                "Expected on_bad_microbatch='extend' with retries; got 'drop_window', which drops "
+                "the window of a microbatch that a retry would mend."
+            )
+        changed, rule = list(self._store.index), self._wrapper.state.scale
+        scales = jax.tree.leaves(rule)
 
-        def take() -> tuple[Any, jax.Array]:
+        def take() -> tuple[Any, jax.Array, jax.Array]:
+            before = rule.scale.value()
             result, conditions, pairs = self._take(loss, var_list, has_aux)
             changed[:] = dict.fromkeys([*self._store.index, *self.variables, *pairs.assigned])
-            return result, jnp.array(conditions, bool).all()
+            applied = jnp.array(conditions, bool).all()
+            return result, applied, may_help(applied, pairs.loss, before, rule.scale.value())
 
-        result, applied = take()
+        def again() -> tuple[Any, jax.Array, jax.Array]:
+            observed = self._wrapper.state.observed
+            if observed is not None:  # the step that was skipped is retried instead
+                observed.info.skipped_steps.assign_sub(1)
+                observed.info.retried_steps.assign_add(1)
+            return take()
+
+        result, applied, helps = take()
+        after_one = [variable.value() for variable in scales]
         if not is_tracing():
-            for _ in range(retries):
-                if applied:
-                    break
-                result, applied = take()
+            count = 0
+            while count < retries and helps:
+                (result, applied, helps), count = again(), count + 1
+            if count:
+                assign(scales, _selected(applied, read(scales), after_one))
             return result
         variables = [variable for variable in changed if variable._is_bound]
 
-        def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
             count, *_, values = state
-            (result, applied), values = functional(take, variables)(values)
-            return count + 1, applied, result, values
+            taken, values = functional(again, variables)(values)
+            return count + 1, taken, values
 
-        state = jnp.int32(0), applied, result, read(variables)
-        *_, result, values = lax.while_loop(lambda s: ~s[1] & (s[0] < retries), again, state)
+        state = jnp.int32(0), (result, applied, helps), read(variables)
+        _, (result, applied, _), values = lax.while_loop(
+            lambda s: s[1][2] & (s[0] < retries), turn, state
+        )
         write(variables, values)
+        write(scales, _selected(applied, read(scales), after_one))
         return result
+
+
+@jax.jit
+def _selected(applied: jax.Array, new: list[Any], old: list[Any]) -> list[jax.Array]:
+    return [jnp.where(applied, n, o) for n, o in zip(new, old, strict=True)]

@@ -65,7 +65,7 @@ def loss_scaled(
         rule: a `LossScale`, by default `DynamicLossScale(min_scale=1.0)`, with which float16
             training recovers from any number of bad batches.
         telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
-            that overflowed for `gainstage.report`. Adds seven scalars to the state, and four
+            that overflowed for `gainstage.report`. Adds eight scalars to the state, and four
             integers per parameter.
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
             which `gainstage.report` computes what float16 loses. Adds 82 numbers per parameter to

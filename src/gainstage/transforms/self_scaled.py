@@ -13,7 +13,7 @@ from gainstage._core import checks, gradients
 from gainstage._core._jax import ClosedJaxpr, jaxpr_as_fun
 from gainstage._core.checks import SMALLEST, brief
 from gainstage._core.readings import all_finite
-from gainstage._core.sharding import varying, varying_like
+from gainstage._core.sharding import everywhere, varying_like
 from gainstage._core.types import P, PyTree, R
 from gainstage._core.unscaled import SETTLED
 from gainstage.transforms.replay import traced
@@ -41,8 +41,8 @@ def self_scaled(
     - Only the loss has gradients; of (loss, aux), aux has none.
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
     - Inside `jax.shard_map` and `jax.pmap` all devices retry together, or none does.
-    - Non-finite data stays so after the last retry. Keep `gainstage.loss_scaled` or
-      `optax.apply_if_finite` around the optimizer, if that may happen.
+    - A non-finite loss is not computed again, as it does not depend on the scale. Keep
+      `gainstage.loss_scaled` or `optax.apply_if_finite` around the optimizer, if that may happen.
 
     Use `locally_scaled` for a part of a network, whose result is not a loss.
 
@@ -143,7 +143,9 @@ def _with_own_scale(
             differentiate = jax.value_and_grad(scaled, has_aux=True)
             (_, results), grads = differentiate([values[i] for i in chosen])
             true = gradients.unscale(grads, scale)  # here, where they are computed
-            return _everywhere(all_finite(true)), results, true
+            # A lower scale mends no non-finite loss.
+            overflowed = ~all_finite(true) & jnp.isfinite(results[0])
+            return everywhere(~overflowed), results, true
 
         def retried(state: tuple[Any, ...]) -> tuple[Any, ...]:
             lower = jnp.maximum(state[0] / BACKOFF, SMALLEST)
@@ -187,9 +189,3 @@ def _varying(x: Any) -> Any:
     axes = _manual_axes()
     is_inexact = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
     return varying_like(x, map(lax.axis_index, axes)) if is_inexact else x
-
-
-def _everywhere(flag: jax.Array) -> jax.Array:
-    """Whether a flag is True on all devices of the `jax.shard_map` around the caller."""
-    axes = _manual_axes()
-    return lax.pmin(varying(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag

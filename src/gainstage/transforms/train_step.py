@@ -29,11 +29,14 @@ from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import (
     LossScaledState,
+    last_or_scale_of,
     loss_scaled_state,
+    retried,
     state_to_scale_by,
     with_scalars,
     without_scalars,
 )
+from gainstage._core.scaling import may_help
 from gainstage._core.sharding import on_mesh, replicated_like
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import (
@@ -119,9 +122,10 @@ def train_step(
             `jax_debug_nans` and `jax_debug_infs`. If a step is interrupted before its results are
             assigned, they are lost: restart from a checkpoint.
         retries: the largest number of times that a step with a non-finite gradient is taken again
-            with the same batch, >= 0. Each retry leaves what a skipped step leaves: a lower scale,
-            and a skipped step in the telemetry. Nothing is kept for a retry. With retries, the host
-            reads one bit at each step on a GPU.
+            with the same batch, >= 0, at the scale that the rule has lowered. There is no retry if
+            the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
+            that after one skipped step. The telemetry counts `retried_steps`. Nothing else is kept
+            for a retry. With retries, the host reads one bit at each step on a GPU.
 
     Returns:
         A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`,
@@ -129,9 +133,8 @@ def train_step(
         also for `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `tx` is not a transformation, `loss_fn` a loss of `self_scaled`, `donate` not a
-            bool, or `retries` not a number; from `step`, the loss is not a scalar, or a parameter
-            is not an array.
+        TypeError: `tx` is not a transformation, `loss_fn` is one of `self_scaled`, `donate` not a
+            bool, or `retries` not a number; from `step`, the loss or a parameter is no array.
         ValueError: `retries` is not an integer >= 0; from `step`, `opt_state` has no loss-scale
             state, or several, or a transformation around `loss_scaled` could hide an overflow.
 
@@ -257,19 +260,24 @@ class TrainStep(Generic[Params, P, *More]):
         *batch: PyTree,
     ) -> tuple[Any, ...]:
         opt_state = with_scalars(opt_state, scalars)
-        taken = self._take(shardings, model, arrays, opt_state, batch)
+        first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:
-            return taken
+            return first
 
-        def is_bad(state: tuple[jax.Array, tuple[Any, ...]]) -> jax.Array:
-            count, (_, opt_state, *_) = state
-            return ~jnp.asarray(loss_scaled_state(opt_state).applied) & (count < self._retries)
+        def tried(taken: tuple[Any, ...], before: OptState) -> tuple[jax.Array, tuple[Any, ...]]:
+            old, new = (loss_scaled_state(state) for state in (before, taken[1]))
+            scales = old.loss_scale.scale, new.loss_scale.scale
+            return may_help(new.applied, taken[2], *scales), taken
 
-        def again(state: tuple[jax.Array, tuple[Any, ...]]) -> tuple[jax.Array, tuple[Any, ...]]:
-            count, (arrays, opt_state, *_) = state
-            return count + 1, self._take(shardings, model, arrays, opt_state, batch)
+        def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
+            count, _, (arrays, before, *_) = state
+            before = retried(before)
+            return count + 1, *tried(self._take(shardings, model, arrays, before, batch), before)
 
-        return lax.while_loop(is_bad, again, (jnp.int32(0), taken))[1]
+        start = jnp.int32(0), *tried(first, opt_state)
+        last = lax.while_loop(lambda s: s[1] & (s[0] < self._retries), again, start)[2]
+        arrays, opt_state, *results = last
+        return arrays, last_or_scale_of(opt_state, first[1]), *results
 
     def _take(
         self,
