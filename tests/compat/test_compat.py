@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
@@ -154,12 +155,20 @@ def test_a_pickled_scale_keeps_its_state():
 
 
 def test_the_live_object_and_the_rule_know_each_other():
-    """`update` with the other's arguments says where the other is; either is taken for a rule."""
+    """`update` with the other's arguments says where the other is. Where a rule is expected, the
+    error asks for that of the live object, whose state would not be shared."""
     live, rule = experimental.DynamicLossScale(8.0), gs.DynamicLossScale(8.0)
     with pytest.raises(TypeError, match=r"gainstage.compat.experimental"):
         rule.update([jnp.ones(2)])
     with pytest.raises(TypeError, match=r"gainstage.DynamicLossScale"):
         live.update(rule.init(), True)
-    assert gs.LossScaleOptimizer(gs.SGD(), rule=live).rule == live.rule
+    takers = [
+        lambda rule: gs.LossScaleOptimizer(gs.SGD(), rule=rule),
+        lambda rule: gs.loss_scaled(optax.sgd(0.1), rule),
+    ]
+    for take in takers:
+        with pytest.raises(TypeError, match=r"not be shared. Write rule=scale.rule"):
+            take(live)
+        take(live.rule)
     opt = experimental.LossScaleOptimizer(gs.SGD(), rule)
     assert (opt.initial_scale, opt.dynamic_growth_steps) == (8.0, 2000)

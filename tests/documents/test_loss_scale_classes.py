@@ -100,6 +100,38 @@ def test_an_optimizer_uses_the_scale_of_a_subclass():
     assert (float(opt.loss_scale), scale.updates, int(step)) == (32.0, 3, 2)
 
 
+def test_a_compiled_step_keeps_the_state_of_a_subclass_in_a_variable():
+    """A number that `update` sets would be set once, when the step is compiled: it is refused, and
+    unchanged. A `gs.Variable` works."""
+
+    class Halved(EveryOther):
+        def update(self, grads):
+            if isinstance(self.value, gs.Variable):
+                self.value.assign(self.value.value() / 2)
+            else:
+                self.value = self.value / 2
+            return None, True
+
+        def __call__(self):
+            return jnp.asarray(self.value, jnp.float32)
+
+    for value in (64.0, gs.Variable(64.0, trainable=False)):
+        w, scale = gs.Variable(4.0), Halved(value)
+        opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(1.0), scale)
+        opt.build([w])
+        held = [value] if isinstance(value, gs.Variable) else []
+        state = [w, *opt.variables(), *held]
+        step = gs.jit(lambda opt=opt, w=w: opt.minimize(lambda: w * 1.0, var_list=[w]), state)
+        if held:
+            step()
+            step()
+            assert (float(scale()), float(w)) == (16.0, 2.0)
+        else:
+            with pytest.raises(ValueError, match=r"Write self.value = gainstage.Variable"):
+                step()
+            assert scale.value == 64.0
+
+
 def test_a_subclass_of_a_concrete_class_decides():
     """An optimizer calls the `update` that a subclass of `DynamicLossScale` overrides."""
 

@@ -10,7 +10,7 @@ from gainstage._core import checks
 from gainstage._core.checks import check_verbs
 from gainstage._core.of_loss import array_of_loss
 from gainstage._core.store import ScalingWrapper
-from gainstage._core.variable import Variable
+from gainstage._core.variable import Variable, is_tracing
 from gainstage.compat.live import (
     FLOOR,
     DynamicLossScale,
@@ -115,7 +115,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         if self._own is not None:
             grads = [gradient for gradient, _ in pairs]
             self._optimizer._checked(grads, [variable for _, variable in pairs])
-            result = self._own.update(grads)
+            result = _updated(self._own, grads)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(
                     f"Expected (None, whether to apply) from {type(self._own).__name__}.update; "
@@ -125,6 +125,27 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
             # If the user's scale refuses the step, make its gradients non-finite.
             pairs = [(g if g is None else jnp.where(should_apply, g, jnp.nan), v) for g, v in pairs]
         super()._take(pairs)
+
+
+def _updated(scale: LossScale, grads: list[Any]) -> Any:
+    """The result of the `update` of a user's scale.
+
+    Raises:
+        ValueError: inside a compiled step it sets attributes, which would happen only once.
+    """
+    before = dict(vars(scale))
+    result = scale.update(grads)
+    changed = [name for name, value in vars(scale).items() if value is not before.get(name)]
+    if changed and is_tracing():
+        vars(scale).clear()
+        vars(scale).update(before)
+        name = f"self.{changed[0]}"
+        raise ValueError(
+            f"Expected the state of {type(scale).__name__} in a gainstage.Variable; got an update "
+            f"that sets {name} inside a compiled step, which would happen once. Write {name} = "
+            f"gainstage.Variable(...), {name}.assign(...) in update, and the variable in state."
+        )
+    return result
 
 
 def _rule(loss_scale: object) -> rules.LossScale:

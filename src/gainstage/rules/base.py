@@ -264,22 +264,27 @@ def advance(
 
 
 def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale:
-    """Returns `value` as a rule: itself, or the rule of a live object of `gainstage.compat`.
+    """Returns `value` as a rule: itself, or that of a live fixed scale of `gainstage.compat`.
 
     Raises:
-        TypeError: `value` is neither.
+        TypeError: `value` is neither, or holds a state of its own, which would be left behind.
         ValueError: the caller has passed `others`, arguments of the rule, too.
     """
     if others:
         both = " or ".join(f"`{other}`" for other in sorted(others))
         raise ValueError(f"`{name}` cannot be combined with {both}; set it on the rule.")
-    value = getattr(value, "rule", value)
-    if not isinstance(value, LossScale):
+    rule = getattr(value, "rule", value)
+    if rule is not value and not isinstance(rule, FixedLossScale):
+        raise TypeError(
+            f"Expected a rule for {name}; got {value!r}, whose state would not be shared. "
+            f"Write {name}=scale.rule, which starts anew."
+        )
+    if not isinstance(rule, LossScale):
         raise TypeError(
             f"Expected a gainstage.LossScale for {name}: DynamicLossScale(), AdaptiveLossScale(), "
             f"FixedLossScale(value) or one of your own; got {value!r}."
         )
-    return value
+    return rule
 
 
 def as_power(scale: float) -> str:
