@@ -22,8 +22,7 @@ OPTIMIZERS = {
     "accumulating": lambda: gs.loss_scaled(optax.MultiSteps(optax.adamw(0.1), 2)),
     "factored": lambda: gs.loss_scaled(optax.adafactor(0.1, min_dim_size_to_factor=8)),
     "inside": lambda: optax.chain(
-        optax.clip(1.0),
-        gs.loss_scaled(optax.sgd(0.1, momentum=0.9)),
+        gs.loss_scaled(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))),
         optax.scale_by_schedule(lambda count: 1.0),
     ),
 }
@@ -216,7 +215,8 @@ def test_divided_state_takes_the_same_steps(name, kind):
             optax.MultiSteps(optax.adamw(0.1), 2), **over
         ),
         "inside": lambda **over: optax.chain(
-            optax.clip(1.0), gs.loss_scaled(optax.sgd(0.1, momentum=0.9), **over)
+            gs.loss_scaled(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9)), **over),
+            optax.scale(1.0),
         ),
     }
     runs = []
