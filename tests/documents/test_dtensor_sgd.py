@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage.compat import dtensor
@@ -454,6 +454,52 @@ def test_iterations_can_be_set_before_build():
     assert (int(count), opt.iterations) == (4, count)
     with pytest.raises(RuntimeError, match="before the optimizer is built"):
         opt.iterations = 0
+
+
+def test_iterations_are_not_set_where_they_are_computed():
+    """With accumulation a count cannot be set, neither before the option nor after it."""
+    opt = dtensor.SGD(0.5, gradient_accumulation_steps=4)
+    for count in (8, gs.Variable(8)):
+        with pytest.raises(ValueError, match="iterations not to be set"):
+            opt.iterations = count
+    assert run(opt, [-1.0] * 4) == [3.0, 3.0, 3.0, 3.5]
+    late, w = dtensor.SGD(0.5), gs.Variable(1.0)
+    late.iterations = 8
+    late.gradient_accumulation_steps = 4
+    with pytest.raises(ValueError, match="iterations not to be set"):
+        late.build([w])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_variable_on_one_device_moves_to_the_mesh(kind, compiled):
+    """`build` replicates it on `mesh`. Steps, averages and assignments are those of one device."""
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(kind,))
+    found = []
+    for where in (None, mesh):
+        x, y = gs.Variable(3.0), gs.Variable(1.0)
+        opt = dtensor.SGD(0.25, 0.5, use_ema=True, jit_compile=compiled, mesh=where)
+        opt.build([x, y])
+        assert where is None or x.value().sharding == on(mesh)
+        for weights in ([x], [x, y], [x, y]):
+            opt.minimize(lambda x=x, y=y: x**2 + y**2, weights)
+        x.assign(x.value() + 1)
+        opt.finalize_variable_values([x, y])
+        opt.set_weights([v.numpy() for v in opt.variables])
+        found.append(numbers([x, y, *opt.variables]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("place", ["inner", "wrapper", "both"])
+def test_a_scaled_optimizer_moves_a_variable_to_its_mesh(place):
+    """`mesh` may be that of the wrapper, of the inner optimizer, or of both."""
+    mesh, w = mesh_of_all(), gs.Variable(3.0)
+    inner = dtensor.SGD(0.25, mesh=None if place == "wrapper" else mesh)
+    opt = gs.LossScaleOptimizer(inner, mesh=None if place == "inner" else mesh)
+    for _ in range(2):
+        opt.minimize(lambda: w**2, [w])
+    assert float(w) == 0.75
+    assert w.value().sharding == on(mesh)
 
 
 def test_the_mesh_has_the_global_variables_from_the_start():

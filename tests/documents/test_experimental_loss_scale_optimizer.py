@@ -721,6 +721,16 @@ def test_with_accumulation_iterations_count_no_skipped_step():
     assert (float(w), int(opt.iterations)) == (3.0 - 0.5 * (1.0 + 3.0) / 2, 1)
 
 
+@row("differences", "decay")
+def test_decay_is_a_schedule():
+    """Difference: there is no attribute `decay`; a schedule has the rate of each step."""
+    assert not hasattr(wrapped(), "decay")
+    w, opt = gs.Variable(3.0), wrapped(gs.SGD(gs.schedules.InverseTimeDecay(1.0, 1, 1.0)))
+    for _ in range(2):
+        apply(opt, 1.0, w)
+    assert float(w) == 3.0 - 1.0 - 0.5
+
+
 @row(4, "RuntimeError: iterations set after build")
 def test_iterations_cannot_be_set_once_the_optimizer_is_built():
     """Setting `iterations` after the variables of the optimizer exist is a RuntimeError."""

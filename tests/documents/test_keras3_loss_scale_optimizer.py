@@ -349,7 +349,7 @@ def test_telemetry_records_the_steps():
     plain, opt = wrapped(), wrapped(telemetry=True)
     plain.build([gs.Variable(1.0)])
     run(opt, [np.nan])
-    assert len(opt.variables) == len(plain.variables) + 8
+    assert len(opt.variables) == len(plain.variables) + 9
     assert "variable: 1 of 1" in str(gs.report(opt))
     assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
 

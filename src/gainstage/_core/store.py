@@ -58,8 +58,8 @@ class Wrapper:
 
     trains_several: ClassVar[bool] = False  # whether it is around several optimizers
 
-    def __init__(self, owner: str, over: Mapping[str, Any] | None = None):
-        self.owner, self.over = owner, dict(over or {})
+    def __init__(self, owner: str, over: Mapping[str, Any] | None = None, mesh: Mesh | None = None):
+        self.owner, self.over, self.mesh = owner, dict(over or {}), mesh
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Creates the state that depends on the weights; called before the store is built."""
@@ -85,9 +85,9 @@ class ScalingWrapper(Wrapper):
     }
 
     def __init__(self, owner: str, over: Mapping[str, Any], scaling: Scaling, mesh: Mesh | None):
-        super().__init__(owner, over)
+        super().__init__(owner, over, mesh)
         assert scaling.rule is not None
-        self.scaling, self._mesh = scaling, mesh
+        self.scaling = scaling
         self.state = ScalingState(variables_like(start(scaling.rule), owner, self.documented))
 
     def share(self, scale: Any) -> None:
@@ -103,7 +103,13 @@ class ScalingWrapper(Wrapper):
             for name, value in first.measured.items()
         }
         self.state = ScalingState(scale, stats, window)
-        replicate(self.owner, self._mesh, jax.tree.leaves(self.state), variables)
+        replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
+
+
+COUNT_OF_MICROBATCHES = (
+    "Expected iterations not to be set with gradient_accumulation_steps, where they are computed "
+    "from the number of microbatches. Load a state that was saved, or count for yourself."
+)
 
 
 class Store:
@@ -135,6 +141,7 @@ class Store:
         self.accumulators: list[Variable] = []
         self.masters: dict[Variable, Variable] = {}
         self.window_count: Variable | None = None
+        self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
         self._wrapper: weakref.ref[Wrapper] | None = None
 
@@ -168,6 +175,9 @@ class Store:
         """Starts to count at a number, or counts in a variable of the user."""
         if self.index:
             raise RuntimeError("Expected iterations to be set before the optimizer is built.")
+        if self.in_force.gradient_accumulation_steps:
+            raise ValueError(COUNT_OF_MICROBATCHES)
+        self.has_own_count = True
         if not isinstance(count, Variable):
             self.microbatches.assign(checks.integer("iterations", count, low=0))
             return
@@ -268,8 +278,13 @@ class Store:
             )
         check_axes(self.slots.shard_over, [variable.sharding for variable in variables])
         options, slots = self.in_force, self.slots
+        if self.has_own_count and options.gradient_accumulation_steps:
+            raise ValueError(COUNT_OF_MICROBATCHES)
         self.window_count = self._counter(self.window, options.on_bad_microbatch)
-        replicate(self.owner, self.mesh, self.variables, variables)
+        mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
+        replicate(self.owner, mesh, self.variables, variables)
+        if mesh is not None:
+            replicate(self.owner, mesh, [v for v in variables if v._sharding is None], [])
         if options.use_ema:
             self.averages = [slots.like(v, "average") for v in variables]
         if options.gradient_accumulation_steps:

@@ -231,7 +231,8 @@ class SGD(_MeshOptimizer, optimizers.SGD):
         ema_option: an `EMAOption`, a mapping of its arguments, or None.
         jit_compile: whether `apply_gradients` is compiled.
         name: the prefix of the names of the optimizer's variables.
-        mesh: the `jax.sharding.Mesh` that replicates iterations and learning rate.
+        mesh: the `jax.sharding.Mesh` that replicates iterations and learning rate, and by `build`
+            the variables that lie on one device.
         **options: `weight_decay`, `clipnorm`, `clipvalue`, `global_clipnorm`, `use_ema`,
             `ema_momentum`, `ema_overwrite_frequency`.
 

@@ -72,7 +72,7 @@ class Optimizer(Configurable, Arguments, Saved):
             window makes no update at its end; the scale is then updated only between windows.
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
-        mesh: the `jax.sharding.Mesh` that replicates scalars; by default the variables' mesh.
+        mesh: the `jax.sharding.Mesh` of all variables; by default that of the trained ones.
         group_small: whether the slots of variables of at most 4096 elements share buffers, up to
             32 in each, which speeds up steps on hundreds of variables. It needs an `elementwise`
             update and variables on one device. `groups` lists the buffers.
@@ -604,6 +604,7 @@ class Optimizer(Configurable, Arguments, Saved):
         grads = fitted(grads, variables)
         if not self.built:
             self.build(variables)
+            grads = fitted(grads, variables)  # which may have moved to the mesh
         if not self.built:
             owner = type(getattr(self, "_inner", self)).__name__
             raise ValueError(f"Expected {owner}.build to call super().build(var_list).")
