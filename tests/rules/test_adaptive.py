@@ -164,6 +164,23 @@ def test_gradients_that_were_flushed_to_zero_raise_the_scale():
     assert float(state.scale) == 2.0**14  # the ceiling that three bad steps have taught
 
 
+@pytest.mark.parametrize("largest", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("zeros", [1, 20, 200, 2000])
+def test_a_loss_that_starts_late_loses_three_steps(zeros, largest):
+    """While all gradients are 0 the scale climbs, but only as far as it can soon come back."""
+    rule = gs.AdaptiveLossScale()
+
+    def step(state, number):
+        true = jnp.where(number < zeros, 0.0, largest)
+        finite = state.scale * true <= 65504
+        told = {"max_abs": true, "any_nan": jnp.array(False), "loss": jnp.float32(1.0)}
+        return rule.update(state, finite, **told), finite
+
+    state, finite = jax.lax.scan(step, rule.init(), jnp.arange(zeros + 50))
+    assert (~finite).sum() <= 3
+    assert 2.0**12 <= float(state.scale) * largest <= 2.0**15
+
+
 @pytest.mark.parametrize("bits", [1, 4, 10])
 def test_an_overflow_that_shows_as_nan_is_learned_from(bits):
     """Inside of the network numbers overflow first, and inf - inf is NaN; the loss is finite: the

@@ -353,6 +353,26 @@ def test_a_spoiled_scale_heals(spoiled):
     assert 0 < float(state.loss_scale.scale) <= 2.0**126
 
 
+LOADED = [
+    (gs.FixedLossScale(2.0**20), gs.FixedLossScale(64.0), 2.0**6),
+    (gs.DynamicLossScale(2.0**20), gs.FixedLossScale(1.0), 1.0),
+    (gs.DynamicLossScale(2.0**20), gs.DynamicLossScale(2.0**8, max_scale=2.0**12), 2.0**12),
+    (gs.DynamicLossScale(2.0**-10), gs.DynamicLossScale(min_scale=1.0), 1.0),
+    (gs.DynamicLossScale(2.0**-10), gs.DynamicLossScale(2.0**-12, min_scale=1.0), 2.0**-10),
+]
+
+
+@pytest.mark.parametrize(("saved", "rule", "expected"), LOADED, ids=str)
+def test_the_rule_in_force_decides(saved, rule, expected):
+    """A state of another rule has, after a step, the scale of a fixed rule, or one within the
+    bounds; a rule that starts below its minimum keeps what it loads."""
+    params, tx = jnp.ones(3), gs.loss_scaled(optax.sgd(0.1), rule)
+    step = gs.train_step(lambda w: (w**2).sum(), tx)
+    _, opt_state, _ = step(params, gs.loss_scaled(optax.sgd(0.1), saved).init(params))
+    assert opt_state.applied
+    assert gs.loss_scale(opt_state) == expected
+
+
 # Asked for in apex#777 (division by a scale of 0).
 def test_after_200_overflows_a_finite_step_is_finite():
     """After 200 overflows Keras's scale is 0 and a finite step gives -inf; ours goes on."""

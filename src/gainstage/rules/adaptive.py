@@ -40,8 +40,9 @@ class AdaptiveLossScale(LossScale):
 
     From the first finite step on, the scale follows the largest recent gradient, `margin` bits
     below the limit. The first scale need not be guessed, and a scale that is too low recovers in
-    one step. Larger gradients inside the network are not measured; overflows reveal them. Each
-    overflow sets a ceiling at half the scale, and `increment_period` finite steps double it.
+    one step. While all gradients are 0 it doubles, up to `2**12` times the first one. Larger
+    gradients inside the network are not measured; overflows reveal them. Each overflow sets a
+    ceiling at half the scale, and `increment_period` finite steps double it.
 
     A bad step, one with a non-finite gradient, lowers the scale only if that can help:
 
@@ -141,7 +142,10 @@ class AdaptiveLossScale(LossScale):
         bits = top - exponent - jnp.int32(part > jnp.float32(limit))
         power = jnp.ldexp(jnp.float32(1), jnp.clip(bits, -126, 126))
         climbed = state.scale * jnp.where(state.scale < self.initial_loss_scale, CLIMB, 2.0)
-        wanted = jnp.where(largest > 0, power, climbed)  # all gradients 0: perhaps flushed
+        # All gradients are 0, perhaps flushed: climb no further than one probe comes back.
+        highest = min(self.initial_loss_scale / PROBE, LARGEST)
+        climbed = jnp.maximum(jnp.minimum(climbed, highest), state.scale)
+        wanted = jnp.where(largest > 0, power, climbed)
         return state._replace(
             scale=jnp.maximum(jnp.minimum(wanted, ceiling), self.min_scale),
             good_steps=jnp.where(due, 0, good_steps),

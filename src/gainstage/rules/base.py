@@ -110,6 +110,8 @@ Rule = LossScale | HasRule  # an argument from which `as_rule` makes a rule
 class FixedLossScale(LossScale):
     """A constant scale; a non-finite step is still skipped.
 
+    A state that holds another scale, such as a loaded one, has this one after its next step.
+
     Args:
         loss_scale_value: the scale, a number from `2**-126` to `2**126`.
 
@@ -134,7 +136,7 @@ class FixedLossScale(LossScale):
         return ScaleState(jnp.float32(self.loss_scale_value))
 
     def update(self, state: ScaleState, finite: Flag, **measured: jax.Array) -> ScaleState:
-        return state
+        return state._replace(scale=self.init().scale)
 
 
 @explains_arguments
@@ -154,8 +156,10 @@ class DynamicLossScale(LossScale):
             if bad_steps >= hysteresis:
                 scale, bad_steps = max(scale * backoff_factor, min_scale), 0
 
+    A state with a scale out of bounds, such as a loaded one, is back within them after a step.
+
     Args:
-        initial_loss_scale: the first scale, > 0 and at most `max_scale`. A scale below `min_scale`
+        initial_loss_scale: the first scale, > 0 and at most `max_scale`. One below `min_scale`
             stays until the first decrease, which raises it to `min_scale`.
         increment_period: finite steps in a row before the scale is raised, an integer >= 1.
         multiplier: the factor of an increase, > 0. Below 1, growth lowers the scale and overflow
@@ -211,6 +215,9 @@ class DynamicLossScale(LossScale):
 
     def update(self, state: ScaleState, finite: Flag, **measured: jax.Array) -> ScaleState:
         finite = jnp.asarray(finite)
+        low = self.min_scale if self.initial_loss_scale >= self.min_scale else SMALLEST
+        within = jnp.clip(state.scale, low, self.max_scale)  # a loaded one may be outside
+        scale = jnp.where(state.scale > 0, within, state.scale)
         good_steps = jnp.where(finite, one_more(state.good_steps, self.increment_period), 0)
         bad_steps = state.bad_steps
         if bad_steps is not None:
@@ -219,9 +226,9 @@ class DynamicLossScale(LossScale):
         lower = ~finite if bad_steps is None else bad_steps >= self.hysteresis
 
         backoff = 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
-        grown = jnp.where(grow, self._moved(state.scale, self.multiplier), state.scale)
+        grown = jnp.where(grow, self._moved(scale, self.multiplier), scale)
         return ScaleState(
-            scale=jnp.where(lower, self._moved(state.scale, backoff), grown),
+            scale=jnp.where(lower, self._moved(scale, backoff), grown),
             good_steps=jnp.where(grow, 0, good_steps),
             bad_steps=None if bad_steps is None else jnp.where(lower, 0, bad_steps),
         )
