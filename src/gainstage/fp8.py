@@ -267,6 +267,16 @@ def update(
     return jax.tree.map(one, states, seen, is_leaf=lambda node: isinstance(node, Scaling))
 
 
+def place_of_state(tree: PyTree) -> str | None:
+    """Where the first float8 state in a pytree is, such as `['hidden'].x`; None without one."""
+
+    def is_leaf(node: PyTree) -> bool:
+        return isinstance(node, Scaling | DotScaling)
+
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return next((jax.tree_util.keystr(path) for path, leaf in leaves if is_leaf(leaf)), None)
+
+
 def _range(dtype: DTypeLike) -> tuple[np.dtype, float, float]:
     """Returns a small dtype with its lowest and highest number."""
     dtype = jnp.dtype(dtype)

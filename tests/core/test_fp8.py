@@ -547,3 +547,22 @@ def test_misuse():
         fp8.update(state, state, history=0)
     with pytest.raises(ValueError, match="for margin; got -1"):
         fp8.update(state, state, margin=-1)
+
+
+@pytest.mark.parametrize("state", [fp8.scaling, fp8.dot_scaling])
+def test_a_float8_state_is_no_parameter(state):
+    """In the parameters of `loss_scaled` it would be trained and decayed: `init` refuses it, and
+    says where it is and what to write."""
+    params = {"w": jnp.ones(3), "fp8": [state()]}
+    with pytest.raises(TypeError, match=r"got one in `params\['fp8'\]\[0\]`. Keep them apart"):
+        gs.loss_scaled(optax.adamw(0.1)).init(params)
+
+
+def test_a_train_step_says_that_it_updates_no_float8_state():
+    """A state in the batch keeps its factors: there is a warning with the way out, once."""
+    tx, w = gs.loss_scaled(optax.sgd(0.1)), jnp.ones((4, 4))
+    step = gs.train_step(lambda w, x, state: fp8.dot(x, w, state).sum(), tx, donate=False)
+    batch = jnp.ones((2, 4)), fp8.dot_scaling()
+    with pytest.warns(UserWarning, match=r"factors in `batch\[1\]` stay as they are"):
+        step(w, tx.init(w), *batch)
+    step(w, tx.init(w), *batch)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.dtypes import float0
 from jax.sharding import NamedSharding, Sharding
 
+from gainstage import fp8
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
@@ -276,6 +277,12 @@ def _sums_of_multi_steps(
 
 
 def _check_leaves(params: PyTree) -> None:
+    if (place := fp8.place_of_state(params)) is not None:
+        raise TypeError(
+            f"Expected params without float8 states, which would be trained and decayed; got one "
+            f"in `params{place}`. Keep them apart, and write states = gainstage.fp8.update(states, "
+            f"seen, gainstage.step_was_applied(opt_state))."
+        )
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
             raise TypeError(

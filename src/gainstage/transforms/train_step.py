@@ -1,6 +1,7 @@
 """A whole train step as one compiled program, for optax loops."""
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import (
@@ -21,6 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
+from gainstage import fp8
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
 from gainstage._core.arrays import ARRAYS, Static, partition
@@ -260,6 +262,13 @@ class TrainStep(Generic[Params, P, *More]):
         *batch: PyTree,
     ) -> tuple[Any, ...]:
         opt_state = with_scalars(opt_state, scalars)
+        if (place := fp8.place_of_state(batch)) is not None:
+            warnings.warn(
+                f"train_step does not update float8 states, so the factors in `batch{place}` stay "
+                f"as they are. Write the step with value_and_grad(argnums=(0, 1)) and "
+                f"gainstage.fp8.update.",
+                stacklevel=2,
+            )
         first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:
             return first
