@@ -63,7 +63,7 @@ assert_type(adam.add_optimizer_variables([w], ("a", "b")), tuple[list[gs.Variabl
 tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), telemetry=True)
 assert_type(tx, optax.GradientTransformationExtraArgs)
 assert_type(gs.to_optax(gs.SGD(0.1)), optax.GradientTransformationExtraArgs)
-gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.DynamicLossScale())
+gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
 state: Any = tx.init({"w": w.value()})
 assert_type(gs.loss_scale(state), jax.Array)
 assert_type(gs.step_was_applied(state), jax.Array)
@@ -137,6 +137,8 @@ opt.minimize(lambda: (w[0], x), [w])  # type: ignore[arg-type, return-value]  # 
 opt.minimize(lambda: w[0], [w], has_aux=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 gs.loss_scaled(gs.SGD(0.1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.loss_scaled(optax.sgd, gs.DynamicLossScale())  # pyright: ignore[reportArgumentType]
+live = gs.compat.experimental.DynamicLossScale()
+gs.loss_scaled(optax.sgd(0.1), live)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.loss_scaled(optax.sgd(0.1), 1024.0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 value_and_grad(params, x, pwoer=3.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 value_and_grad(x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -130,7 +130,7 @@ def retried(opt_state: OptState) -> OptState:
     return _with_states(changed, opt_state)
 
 
-def last_or_scale_of(last: OptState, first: OptState) -> OptState:
+def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
     """The state after the last try of a step, with the loss scale after the first if none was
     applied."""
     (once,) = states_in(first)

@@ -96,10 +96,10 @@ class LossScale(Fields, abc.ABC):
 
 
 class HasRule(Protocol):
-    """A live object of `gainstage.compat`, which holds its rule."""
+    """A live fixed scale of `gainstage.compat`, which holds its rule and no other state."""
 
     @property
-    def rule(self) -> LossScale: ...
+    def rule(self) -> "FixedLossScale": ...
 
 
 Rule = LossScale | HasRule  # an argument from which `as_rule` makes a rule

@@ -31,10 +31,10 @@ from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import (
     LossScaledState,
-    last_or_scale_of,
     loss_scaled_state,
     retried,
     state_to_scale_by,
+    with_first_scale_if_skipped,
     with_scalars,
     without_scalars,
 )
@@ -286,7 +286,7 @@ class TrainStep(Generic[Params, P, *More]):
         start = jnp.int32(0), *tried(first, opt_state)
         last = lax.while_loop(lambda s: s[1] & (s[0] < self._retries), again, start)[2]
         arrays, opt_state, *results = last
-        return arrays, last_or_scale_of(opt_state, first[1]), *results
+        return arrays, with_first_scale_if_skipped(opt_state, first[1]), *results
 
     def _take(
         self,
