@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor
@@ -894,18 +895,6 @@ def test_a_loss_of_several_elements_is_summed():
 
 
 # ── load_own_variables, save_own_variables, set_weights ──────────────────────────────────────
-
-
-def through_a_store(opt, other):
-    store = {}
-    opt.save_own_variables(store)
-    assert list(store) == [str(i) for i in range(len(opt.variables))]
-    assert all(isinstance(array, np.ndarray) for array in store.values())
-    other.load_own_variables(store)
-
-
-def through_arrays(opt, other):
-    other.set_weights([v.numpy() for v in opt.variables])
 
 
 def through_variables(opt, other):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
@@ -869,21 +870,9 @@ def test_a_subclass_adds_hyperparameters_to_get_config():
 # ── load_own_variables, save_own_variables, set_weights ──────────────────────────────────────
 
 
-def through_a_store(opt, other):
-    store = {}
-    opt.save_own_variables(store)
-    assert list(store) == [str(i) for i in range(len(opt.variables))]
-    assert all(isinstance(array, np.ndarray) for array in store.values())
-    other.load_own_variables(store)
-
-
-def through_weights(opt, other):
-    other.set_weights([v.numpy() for v in opt.variables])
-
-
 @row(1, "load_own_variables", "save_own_variables", "set_weights")
 @row("differences", "set_weights of the wrapper")
-@pytest.mark.parametrize("way", [through_a_store, through_weights])
+@pytest.mark.parametrize("way", [through_a_store, through_arrays])
 def test_state_moves_to_another_optimizer(way):
     """Training continues from saved or set weights; Keras's `set_weights` forgets inner state."""
     (w, opt), (other_w, other) = runs = [
