@@ -24,7 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 # `Literal`: an operand of an equation that is a number. `get_opaque_trace_state`: the trace in
 # which a variable is bound. `jaxpr_as_fun`: runs a program. The others are the types of a program.
 from jax.extend.core import (
-    ClosedJaxpr,
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
     JaxprEqn,
     Literal,

@@ -45,7 +45,7 @@ def pairs_in(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Variable]]:
     """
     if not isinstance(grads_and_vars, Iterable) or isinstance(grads_and_vars, (str, Variable)):
         grads_and_vars = [grads_and_vars]
-    pairs = [tuple(p) if isinstance(p, (tuple, list)) else (p,) for p in grads_and_vars]
+    pairs: list[Any] = [tuple(p) if isinstance(p, (tuple, list)) else (p,) for p in grads_and_vars]
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[1], Variable):
             swapped = len(pair) == 2 and isinstance(pair[0], Variable)

@@ -63,10 +63,10 @@ def differentiate(
     try:
         if var_list is ALL_READ or callable(var_list):
             scalar, linear, more, read_by_loss = linearized_by_reads(called, scaled, among)
-            if var_list is ALL_READ:
-                variables = [variable for variable in read_by_loss if variable.trainable]
-            else:
+            if callable(var_list):
                 variables = variables_in(var_list(), "var_list")
+            else:
+                variables = [variable for variable in read_by_loss if variable.trainable]
         else:
             variables = read_by_loss = variables_in(var_list, "var_list")
             check_floating(variables)

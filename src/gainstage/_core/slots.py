@@ -245,6 +245,7 @@ def _initialized(
     sharding: Sharding | None = None,
 ) -> jax.Array:
     create: Any = initializer
+    value: Any  # an initializer of a user may return anything
     if isinstance(initializer, (int, float, list, tuple, *ARRAYS, Variable)):
         first = initializer.value() if isinstance(initializer, Variable) else initializer
         value = jnp.asarray(first)

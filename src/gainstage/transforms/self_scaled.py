@@ -109,7 +109,7 @@ def _with_own_scale(
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
     carried = [closed_over + i for i in places]
-    variables = [*program.jaxpr.constvars, *program.jaxpr.invars]
+    avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
 
     def results_of(*values: Any) -> list[Any]:
         bound = ClosedJaxpr(program.jaxpr, list(values[:closed_over]))
@@ -170,8 +170,8 @@ def _with_own_scale(
         return tuple(
             g
             if g is None
-            else (g * (jnp.abs(of_loss) if i in carried else of_loss)).astype(variable.aval.dtype)
-            for i, (g, variable) in enumerate(zip(grads, variables, strict=True))
+            else (g * (jnp.abs(of_loss) if i in carried else of_loss)).astype(aval.dtype)
+            for i, (g, aval) in enumerate(zip(grads, avals, strict=True))
         )
 
     own.defvjp(forward, backward, symbolic_zeros=True)
