@@ -32,6 +32,13 @@ def brief(value: object) -> str:
     return text if len(text) <= 160 else _SHORT.repr(value)
 
 
+def as_power(scale: float) -> str:
+    """Formats a scale as a power of two, if it is one."""
+    if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
+        return f"2^{int(math.log2(scale))}"
+    return f"{scale:g}"
+
+
 def real(
     name: str,
     value: object,

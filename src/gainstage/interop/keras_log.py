@@ -4,8 +4,9 @@ import math
 import warnings
 from typing import Any
 
+from gainstage._core.checks import as_power
 from gainstage.interop.keras_backend import keras
-from gainstage.rules.base import DynamicLossScale, as_power
+from gainstage.rules.base import DynamicLossScale
 from gainstage.runs.alarms import SHARE, Alarm
 from gainstage.runs.causes import SkipCause, cause_of
 

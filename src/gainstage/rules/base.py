@@ -7,7 +7,6 @@ is a pure function of a few scalars, the same on every device.
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -292,13 +291,6 @@ def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale
             f"FixedLossScale(value) or one of your own; got {value!r}."
         )
     return rule
-
-
-def as_power(scale: float) -> str:
-    """Formats a scale as a power of two, if it is one."""
-    if scale > 0 and math.isfinite(scale) and math.log2(scale).is_integer():
-        return f"2^{int(math.log2(scale))}"
-    return f"{scale:g}"
 
 
 def set_scales(rule: Any) -> None:

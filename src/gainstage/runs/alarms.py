@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gainstage._core.boundary import largest_scale
-from gainstage._core.checks import LARGEST_FLOAT16
+from gainstage._core.checks import LARGEST_FLOAT16, as_power
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import FixedLossScale, LossScale, as_power
+from gainstage.rules.base import FixedLossScale, LossScale
 from gainstage.runs.causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.largest import LargestGradient
 from gainstage.runs.messages import LONG_STREAK, LOSS_MISSING, XRAY, Alike, message_on

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gainstage._core.checks import as_power
 from gainstage._core.stats import StepInfo
-from gainstage.rules.base import as_power
 from gainstage.runs.alarms import alarms_in
 from gainstage.runs.causes import why_skipped
 from gainstage.runs.replay import Outcome, advice, replay

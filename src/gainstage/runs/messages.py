@@ -3,8 +3,9 @@
 import math
 from typing import NamedTuple
 
+from gainstage._core.checks import as_power
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import FixedLossScale, LossScale, as_power
+from gainstage.rules.base import FixedLossScale, LossScale
 from gainstage.runs.causes import SkipCause, Streak, cause_of
 
 LONG_STREAK = 8  # skipped steps in a row

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from gainstage.rules.base import as_power
+from gainstage._core.checks import as_power
 from gainstage.runs.render import LIGHT
 from gainstage.runs.run import Run
 

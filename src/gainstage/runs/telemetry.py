@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from gainstage._core import models
+from gainstage._core.checks import as_power
 from gainstage._core.saving import unique_names
 from gainstage._core.scaled_state import observed_in
 from gainstage._core.stats import (
@@ -26,7 +27,6 @@ from gainstage._core.stats import (
 )
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules.base import as_power
 
 SHOWN = 5  # tensors that are printed
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square

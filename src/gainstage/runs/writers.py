@@ -13,10 +13,11 @@ import jax
 import numpy as np
 
 from gainstage._core import checks
+from gainstage._core.checks import as_power
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
-from gainstage.rules.base import Rule, as_power, as_rule
+from gainstage.rules.base import Rule, as_rule
 from gainstage.runs.header import header
 from gainstage.runs.telemetry import Report
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from gainstage.rules.base import as_power
+from gainstage._core.checks import as_power
 from gainstage.runs.render import render
 from gainstage.runs.rows import Rows
 from gainstage.xray.causes import LOST

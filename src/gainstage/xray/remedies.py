@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gainstage.rules.base import as_power
+from gainstage._core.checks import as_power
 from gainstage.xray.causes import Cause, importance, lost_share
 from gainstage.xray.places import layer_of
 from gainstage.xray.program import Program

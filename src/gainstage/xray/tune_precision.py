@@ -14,10 +14,10 @@ from jax.typing import ArrayLike
 from gainstage._core import checks, gradients, jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Var
 from gainstage._core.arrays import partition
+from gainstage._core.checks import as_power
 from gainstage._core.jaxprs import Path
 from gainstage._core.precision import is_float32
 from gainstage._core.types import PyTree, Using
-from gainstage.rules.base import as_power
 from gainstage.transforms.autocast import DTYPES, PRODUCTS, autocast, plan_of
 from gainstage.transforms.precision_plan import Operation, PrecisionPlan, operations_of
 from gainstage.transforms.replay import SINGLE, Operand, as_written, replayed

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._core import checks, jaxprs
+from gainstage._core.checks import as_power
 from gainstage._core.jaxprs import OPAQUE
 from gainstage._core.scaled_state import loss_scaled_state
 from gainstage._core.types import OptState, PyTree, Scalar, Using
-from gainstage.rules.base import as_power
 from gainstage.transforms.autocast import plan_of
 from gainstage.transforms.precision_plan import PrecisionPlan
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
