@@ -673,3 +673,15 @@ def test_a_schedule_takes_the_value_of_a_keras_variable():
     assert steps.get_config()["values"] == [0.5, 0.25]
     with pytest.raises(TypeError, match=r"a finite number .* for decay_steps; got"):
         gs.schedules.PolynomialDecay(0.5, keras.Variable([1.0, 2.0]))
+
+
+def test_a_fit_without_a_step_says_so_once():
+    """At the end of a fit that was all skipped, with the scale at its minimum, there is a warning;
+    a fit with steps has none."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    x, y = np.ones((128, 2), "float32"), np.ones((128, 1), "float32")
+    model.fit(x, y, batch_size=2, verbose=0)
+    with pytest.warns(UserWarning, match="No step since the last fit was applied"):
+        model.fit(x * np.nan, y, batch_size=2, verbose=0)
+    model.fit(x * np.nan, y, batch_size=2, verbose=0)  # told already

@@ -17,7 +17,9 @@ from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import assign_if
 from gainstage._core.saving import wrong_count
 from gainstage._core.step import StepInputs
+from gainstage._core.types import Given
 from gainstage._core.variable import Variable
+from gainstage._core.watch import Watch
 
 # The variables, then types and shardings of the gradients: see `_signature`.
 Signature = tuple[list[Variable] | None, list[Any], list[Any]]
@@ -33,6 +35,7 @@ class Runner:
             None  # the kind of the last gradients, if they needed no change
         )
         self._decisions: list[Any] | None = None  # whether steps were applied, if requested
+        self._watch = Watch()
 
     def take(self, apply_gradients: Callable[[WithLoss], object], pairs: WithLoss) -> list[Any]:
         """Takes a step with what `differentiate` returned, and assigns what the loss assigned.
@@ -85,6 +88,7 @@ class Runner:
         weights: list[Variable],
         inputs: StepInputs,
         version: int | None,
+        watched: tuple[Any, Callable[[], Any]],
     ) -> None:
         """Takes a step.
 
@@ -95,19 +99,34 @@ class Runner:
             weights: the variables that it was built with.
             inputs: what the step is given.
             version: the version of the constants of `apply`; None to run it uncompiled.
+            watched: the true loss or None, and a function that returns the loss scale.
         """
-        if any([variable._traces for variable in variables]):
+        inside = any([variable._traces for variable in variables])
+        if inside:
             self._kind = None  # the shardings of traced gradients were not checked
             applied = apply(inputs)  # already inside a traced function
-        elif version is None:
-            applied = run(apply, (variables, weights), inputs)
         else:
-            if self.program is None or self._version != (version, len(variables)):
-                self.program = jit(_weakly(apply), (variables, weights), donate=True)
-                self._version = (version, len(variables))
-            applied = self.program(inputs)
+            self._watch.look()
+            applied = self._outside(apply, variables, weights, inputs, version)
+            if applied is not None and inputs.apply_if is None:
+                self._watch.see(applied, *watched)
         if self._decisions is not None:
             self._decisions.append(applied)
+
+    def _outside(
+        self,
+        apply: Callable[..., Any],
+        variables: list[Variable],
+        weights: list[Variable],
+        inputs: StepInputs,
+        version: int | None,
+    ) -> Given:
+        if version is None:
+            return run(apply, (variables, weights), inputs)
+        if self.program is None or self._version != (version, len(variables)):
+            self.program = jit(_weakly(apply), (variables, weights), donate=True)
+            self._version = (version, len(variables))
+        return self.program(inputs)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gainstage._core import gradients
+from gainstage._core.checks import as_power
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.scaling import Branch, Scaling, ScalingState
 from gainstage._core.store import Wrapper
 from gainstage._core.types import Given, PyTree
+from gainstage._core.warn import warn
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
@@ -110,6 +112,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     Source: `keras.optimizers.LossScaleOptimizer`.
     """
+
+    _applied, _warned = 0, False  # the steps that were applied up to the last fit
 
     def __init__(
         self,
@@ -232,11 +236,29 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """Sets the variables to the inner optimizer's moving averages, if it keeps them."""
+        """Sets the variables to the inner optimizer's moving averages, if it keeps them.
+
+        Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
+        time, and the scale has fallen as low as its rule lets it."""
+        if self.built:
+            self._look()
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
+
+    def _look(self) -> None:
+        """Warns of a fit that is dead: see `Watch`, whose flags are inside of Keras's program."""
+        before, self._applied = self._applied, int(self.inner_optimizer._iterations.value)
+        scale = float(self.loss_scale)
+        fallen = scale <= getattr(self.rule, "min_scale", 0.0)
+        if self._applied == before and fallen and not self._warned:
+            self._warned = True
+            warn(
+                f"No step since the last fit was applied, and the loss scale has fallen to its "
+                f"minimum, {as_power(scale)}. Look at the data, the learning rate and the loss; "
+                f"LogLossScale says in which epoch it began."
+            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""

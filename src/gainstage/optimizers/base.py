@@ -577,10 +577,10 @@ class Optimizer(Configurable, Arguments, Saved):
             check_bound(weights if trainable_variables is None else trainable_variables, variables)
         grads = self._runner.checked(grads, trainable_variables, self._checked, weights)
         variables, weights = self.variables, list(store.index)  # the check may have built them
-        loss = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
-        inputs = StepInputs(grads, self._rate_of_step(), loss, apply_if)
+        used = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
+        inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
         version = store.version if self.jit_compile else None
-        self._runner(self._apply, variables, weights, inputs, version)
+        self._runner(self._apply, variables, weights, inputs, version, (loss, self._loss_scale))
 
     def _apply(self, inputs: StepInputs) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""

@@ -54,6 +54,7 @@ from gainstage._core.types import (
     Using,
 )
 from gainstage._core.variable import is_inside
+from gainstage._core.watch import Watch
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -177,6 +178,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
+        self._watch = Watch()
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -190,6 +192,7 @@ class TrainStep(Generic[Params, P, *More]):
 
         def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
+            self._watch.look()
             arrays, model = self._checked(params)
             donates = self._donates and not reruns() and not is_inside()
             try:
@@ -202,9 +205,11 @@ class TrainStep(Generic[Params, P, *More]):
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
-            if donates:
+            if not is_inside():
                 new = without_scalars(results[0])[1]
-                self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
+                self._watch.see(new[0][1], results[1], new[0][0].scale)
+                if donates:
+                    self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             return model.combine(arrays), *results
 
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:

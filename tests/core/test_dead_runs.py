@@ -1,0 +1,146 @@
+"""A run whose steps are all skipped says so once, without waiting for the device."""
+
+import gc
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gainstage as gs
+
+DEAD = "steps in a row were skipped"
+
+
+def loss_fn(w, x):
+    return jnp.sum(w * x)
+
+
+def trained(transformation, donate=True):
+    """A function that takes one `train_step`."""
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    tx = tx if transformation is None else optax.chain(tx, transformation)
+    step, w = gs.train_step(loss_fn, tx, donate=donate), jnp.ones(3)
+    now = [w, tx.init(w)]
+
+    def take(x):
+        now[:], _ = (lambda w, state, loss: ((w, state), loss))(*step(*now, x))
+
+    return take
+
+
+def minimized():
+    """A function that calls `minimize`."""
+    w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(gs.SGD(0.1))
+    return lambda x: opt.minimize(lambda: loss_fn(w.value(), x), [w])
+
+
+def applied(inner=gs.SGD):
+    """A function that calls `apply`."""
+    w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(inner(0.1))
+    opt.scale_loss(1.0)
+    return lambda x: opt.apply([np.full(3, x, np.float32)], [w])
+
+
+LOOPS = {
+    "train_step": lambda: trained(None),
+    "a chain": lambda: trained(optax.scale(1.0)),
+    "not donated": lambda: trained(None, donate=False),
+    "minimize": minimized,
+    "apply": applied,
+}
+
+
+def told(take, *batches):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for x in batches:
+            take(x)
+    return [str(w.message) for w in found if DEAD in str(w.message)]
+
+
+def repeated(take, x):
+    for _ in range(200):
+        take(x)
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_dead_run_says_so_once(loop):
+    """After 50 skipped steps in a row, one warning tells how many, and the scale; each object warns
+    for itself."""
+    for _ in range(2):
+        (text,) = told(loop(), *[1.0] * 10, *[np.nan] * 300)
+        assert text.startswith("The last 54 steps in a row were skipped")
+        assert "the loss scale is 2^" in text
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_run_that_goes_on_is_silent(loop):
+    """Bad batches here and there, and 49 in a row, are no dead run."""
+    batches = [np.inf, 1.0, 1.0] * 30 + [np.nan] * 49 + [1.0] * 80
+    assert told(loop(), *batches) == []
+
+
+def test_the_warning_tells_whether_the_loss_was_finite():
+    """A loss that is not finite is told from a gradient that is not."""
+    (bad,) = told(minimized(), *[np.nan] * 65)
+    assert "The loss is not finite" in bad
+    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(gs.SGD(0.1))
+    (good,) = told(lambda _: opt.minimize(lambda: jnp.sqrt(w.value()), [w]), *range(65))
+    assert "The loss is finite" in good
+    (unknown,) = told(applied(), *[np.nan] * 65)
+    assert "loss is" not in unknown.replace("the loss scale is", "")
+
+
+def test_it_is_a_warning_like_any_other():
+    """A filter silences it; as an error it comes between two steps, and the run can go on."""
+    take = trained(None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=f".*{DEAD}")
+        repeated(take, np.nan)
+    take = trained(None)
+    with pytest.raises(UserWarning, match=DEAD):
+        repeated(take, np.nan)
+    for _ in range(3):
+        take(1.0)
+
+
+def test_it_names_the_line_of_the_user():
+    """The warning points at the call of the step, not into the library."""
+    take = minimized()
+    with pytest.warns(UserWarning, match=DEAD) as found:
+        repeated(take, np.nan)
+    assert found[0].filename == __file__
+
+
+def test_steps_that_the_user_skips_do_not_count():
+    """`apply_if=False` is no sign of a dead run."""
+    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.1))
+    opt.scale_loss(1.0)
+    assert told(lambda off: opt.apply([1.0], [w], apply_if=off), *[False] * 200) == []
+
+
+def test_nothing_large_is_kept_alive():
+    """Between two looks, the arrays of earlier steps are freed; only scalars are kept."""
+    tx = gs.loss_scaled(optax.sgd(0.1, momentum=0.9))
+    step, w = gs.train_step(loss_fn, tx, donate=False), jnp.ones(1000)
+    state, earlier = tx.init(w), []
+    for _ in range(5):
+        w, state, _ = step(w, state, 1.0)
+        earlier += [weakref.ref(x) for x in (w, *jax.tree.leaves(state)) if x.size > 1]
+    del w, state, _
+    gc.collect()
+    assert [x() for x in earlier] == [None] * len(earlier)
+
+
+def test_a_flag_that_is_not_ready_is_not_waited_for(monkeypatch):
+    """Steps that the device has not finished are looked at later."""
+    kind = type(jnp.ones(()))
+    take, ready = minimized(), kind.is_ready
+    monkeypatch.setattr(kind, "is_ready", lambda _: False)
+    assert told(take, *[np.nan] * 200) == []
+    monkeypatch.setattr(kind, "is_ready", ready)
+    assert len(told(take, *[np.nan] * 200)) == 1
