@@ -16,7 +16,7 @@ import pytest
 from jax._src import compiler
 from jax._src.interpreters import mlir
 
-from gainstage._core.unscaled import SETTLED
+from gainstage._core.unscaled import forget, scales_itself
 
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
@@ -77,9 +77,10 @@ def is_documentation(item):
 
 @pytest.fixture(autouse=True)
 def as_in_a_new_process(request):
-    """In what users read, a warning that others have seen before appears again."""
-    if is_documentation(request.node):
-        SETTLED.clear()
+    """What users read warns of gradients that were not scaled; tests pass any gradients."""
+    forget()
+    if not is_documentation(request.node):
+        scales_itself()
 
 
 def as_users(node):

@@ -57,18 +57,28 @@ def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
     [
         lambda opt, w: opt.minimize(lambda: w * w, [w]),
         lambda opt, w: opt.apply([jax.grad(lambda x: opt.scale_loss(x * x))(w.value())], [w]),
-        lambda opt, w: opt.apply([2.0 * opt.loss_scale], [w]),
-        lambda opt, w: opt.apply([2.0 * opt.dynamic_scale], [w]),
+        lambda opt, w: opt.apply([jax.grad(lambda x: x * x * opt.loss_scale)(w.value())], [w]),
+        lambda opt, w: opt.apply([jax.grad(lambda x: x * x * opt.dynamic_scale)(w.value())], [w]),
         lambda opt, w: opt.apply_gradients(opt.compute_gradients(lambda: w * w, [w])),
     ],
     ids=["minimize", "scale_loss", "loss_scale", "dynamic_scale", "compute_gradients"],
 )
 def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
-    """Every way to come by the scale counts as scaling."""
+    """Every way to multiply a loss by the scale counts as scaling."""
     weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.25))
     with warnings.catch_warnings(action="error"):
         use(opt, weight)
     assert float(weight) == 0.5
+
+
+@pytest.mark.parametrize("read", ["loss_scale", "dynamic_scale"])
+def test_a_print_of_the_scale_silences_nothing(read):
+    """Gradients of a loss that was not scaled are warned of, once, though the scale was read."""
+    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.25))
+    print(getattr(opt, read))
+    with pytest.warns(UserWarning, match="no loss was multiplied by it"):
+        opt.apply([2.0], [weight])
+    opt.apply([2.0], [weight])
 
 
 def test_a_cell_that_is_run_again_is_told_what_to_do():

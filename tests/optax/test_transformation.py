@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage._core.unscaled import SETTLED
+from gainstage._core.unscaled import forget
 
 from peers import fails
 
@@ -771,12 +771,13 @@ gs.train_step(loss_fn, tx)(w, state)
 """,
     "by hand": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-scale = gs.loss_scale(state)
-tx.update(jax.grad(lambda w: loss_fn(w) * scale)(w) / scale, state, w)
+grads = jax.grad(lambda w: loss_fn(w) * gs.loss_scale(state))(w)
+tx.update(grads / gs.loss_scale(state), state, w)
 """,
     "scale_loss": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-tx.update(jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w) / 2.0**15, state, w)
+grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
+tx.update(grads / gs.loss_scale(state), state, w)
 """,
     "unscaled by it": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
@@ -812,21 +813,21 @@ tx.update(jax.grad(loss_fn)(w), state, w)
 }
 
 
-def told(loop, update=""):
+def told(code, update="", length=23):
     """The beginnings of the warnings of a loop, where nothing was scaled or told before."""
-    SETTLED.clear()
+    forget()
     names = {"jax": jax, "jnp": jnp, "optax": optax, "gs": gs, "warnings": warnings}
     names |= {"w": jnp.ones(3), "loss_fn": lambda w: (w * w).sum()}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        exec(LOOPS[loop].replace("{update}", update), names)
-    return [str(warning.message)[:23] for warning in found]
+        exec(code.replace("{update}", update), names)
+    return [str(warning.message)[:length] for warning in found]
 
 
 @pytest.mark.parametrize("update", ["tx.update", "jax.jit(tx.update)"])
 def test_a_loop_that_scales_no_loss_is_told_once(update):
     """One warning, at the first update."""
-    assert told("forgotten", update) == ["No loss was multiplied "]
+    assert told(LOOPS["forgotten"], update) == ["No loss was multiplied "]
 
 
 def test_a_new_process_is_told():
@@ -837,10 +838,131 @@ def test_a_new_process_is_told():
     assert printed.stderr.count("No loss was multiplied by") == 1
 
 
+WRONG = {
+    "printed": ("No loss was multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+print(gs.loss_scale(state))
+tx.update(jax.grad(loss_fn)(w), state, w)
+"""),
+    "another one is scaled": ("No loss was multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); gs.train_step(loss_fn, tx)(w, state)
+w, tx = jnp.ones(3), gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
+other = gs.loss_scaled(optax.adam(0.1)); state = other.init(w)
+other.update(jax.grad(loss_fn)(w), state, w)
+"""),
+    "a scale among the parameters": ("No loss was multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); params = gs.with_loss_scale(w); state = tx.init(params)
+tx.update(jax.grad(lambda p: loss_fn(p.params))(params), state, params)
+"""),
+    "scaled, not divided": ("scale_loss has multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+for _ in range(3):
+    grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
+    _, state = tx.update(grads, state, w)
+"""),
+    "divided twice": ("true already", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+loss, grads = gs.value_and_grad(loss_fn, state)(w)
+tx.update(grads, state, w, loss_scale=gs.loss_scale(state))
+"""),
+    "made once": ("scale of another state", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+grad_fn = gs.value_and_grad(loss_fn, state)
+for _ in range(3):
+    _, state = tx.update(grad_fn(w)[1], state, w)
+"""),
+    "made once, compiled": ("scale of another state", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+grad_fn = jax.jit(gs.value_and_grad(loss_fn, state))
+for _ in range(3):
+    _, state = tx.update(grad_fn(w)[1], state, w)
+"""),
+    "closed over by a step": ("scale of another state", """
+tx = gs.loss_scaled(optax.sgd(0.1)); first = tx.init(w)
+@jax.jit
+def step(w, state):
+    return tx.update(gs.value_and_grad(loss_fn, first)(w)[1], state, w)
+step(w, first)
+"""),
+    "of another model": ("scale of another state", """
+tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+tx.update(gs.value_and_grad(loss_fn, one)(w)[1], two, w)
+"""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", WRONG)
+def test_gradients_that_do_not_belong_to_the_state_are_told_once(loop):
+    """What the scale of a state was used for, and what was not, is known to the object itself."""
+    message, code = WRONG[loop]
+    (text,) = told(code, length=None)
+    assert message in text
+
+
+RIGHT = {
+    "a fixed scale": """
+tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(8.0)); state = tx.init(w)
+grad_fn = gs.value_and_grad(loss_fn, state)
+for _ in range(3):
+    _, state = tx.update(grad_fn(w)[1], state, w)
+""",
+    "two models": """
+tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+for _ in range(3):
+    first, second = (gs.value_and_grad(loss_fn, state)(w)[1] for state in (one, two))
+    one, two = tx.update(first, one, w)[1], tx.update(second, two, w)[1]
+""",
+    "two compiled functions": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+compute = jax.jit(lambda w, state: gs.value_and_grad(loss_fn, state)(w)[1])
+for _ in range(3):
+    _, state = tx.update(compute(w, state), state, w)
+""",
+    "eager gradients, compiled update": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); update = jax.jit(tx.update)
+for _ in range(3):
+    _, state = update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
+""",
+    "a window of gradients": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+for _ in range(2):
+    grads = [gs.value_and_grad(loss_fn, state)(w)[1] for _ in range(3)]
+    _, state = tx.update(sum(grads) / 3, state, w)
+""",
+    "a look at the loss": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w); step = gs.train_step(loss_fn, tx)
+chain = optax.chain(tx, optax.scale(1.0)); other = gs.train_step(loss_fn, chain)
+nested = chain.init(w)
+for _ in range(3):
+    gs.value_and_grad(loss_fn, state)(w); gs.loss_scale(state)
+    w, state, _ = step(w, state)
+    w, nested, _ = other(w, nested)
+""",
+    "scaled by hand": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+for _ in range(3):
+    scale = gs.loss_scale(state)
+    grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
+    _, state = tx.update(grads, state, w, loss_scale=scale)
+""",
+    "a scale among the parameters": """
+tx = gs.loss_scaled(optax.sgd(0.1)); params = gs.with_loss_scale(w); state = tx.init(params)
+tx.update(jax.grad(gs.self_scaled(loss_fn))(params), state, params)
+""",
+}
+
+
+@pytest.mark.parametrize("loop", RIGHT)
+def test_gradients_that_belong_to_the_state_are_not_told(loop):
+    """However the scale of a state comes to its gradients, compiled or not."""
+    assert told(RIGHT[loop]) == []
+
+
 @pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "forgotten"])
 def test_a_loop_that_scales_its_loss_is_not_told(loop):
     """Somehow, or by a scale of 1."""
-    assert told(loop) == []
+    assert told(LOOPS[loop]) == []
 
 
 @pytest.mark.parametrize("how", ["update", "train_step"])

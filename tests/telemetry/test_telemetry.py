@@ -186,6 +186,7 @@ def test_on_a_mesh_the_norm_is_part_of_the_one_sum(kind, rng):
 SIZES = [(3,), (70, 50), (), (2, 2, 2)]
 
 
+@pytest.mark.filterwarnings("ignore:.* steps in a row were skipped")
 # Asked for in apex#192 (which tensor); transformers#11274 (which tensor).
 @pytest.mark.parametrize("way", ["optimizer", "optax"])
 def test_a_planted_element_is_reported_as_its_tensor(way, rng):

@@ -14,7 +14,6 @@ from jax.sharding import Sharding
 
 from gainstage._core._jax import Layout, Tracer, with_layout_constraint
 from gainstage._core.types import PyTree, Scalar
-from gainstage._core.unscaled import SETTLED
 from gainstage._core.variable import Variable, placed
 from gainstage.fp8 import Seen
 
@@ -50,7 +49,6 @@ def scaled(loss: Scalar, scale: Scalar) -> jax.Array:
     value = upcast(loss)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         value = value.astype(jnp.float32)
-    SETTLED.add("scaled")
     return value * jnp.asarray(scale, value.dtype)
 
 

@@ -305,14 +305,13 @@ class Reader(NamedTuple):
             finite = jnp.isfinite(jnp.sum(new - new)) if on_cpu else jnp.isfinite(new).all()
             return so_far[0] & finite, [old + one for old, one in zip(so_far[1], more, strict=True)]
 
-        def read(scalars: Sequence[jax.Array], so_far: PyTree, *row: jax.Array) -> PyTree:
-            stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
-            longest = CHUNK if on_cpu and self.ordered and stored else 0
-            return fold(functools.partial(look, scalars), so_far, *row, longest=longest)
-
-        read_once = jax.jit(read)  # traced once for rows of one shape
-        finite = jnp.array(True)
-        each: list[Any] = []
+        read = jax.jit(  # traced once for rows of one shape
+            lambda longest, scalars, so_far, *row: fold(
+                functools.partial(look, scalars), so_far, *row, longest=longest
+            ),
+            static_argnums=0,
+        )
+        finite, each = jnp.array(True), list[Any]()
         for i, row in enumerate(rows):
             own = [*factors[i if on_cpu else slice(None)]] if request.norms else []
             # The barrier hides that factors are constants: XLA would compute (c x)**2 as c**2 x**2,
@@ -323,7 +322,9 @@ class Reader(NamedTuple):
             nothing = [jnp.zeros_like(scale)] * (len(own) + request.bounded)
             start = (finite, nothing)
             start = varying_like(start, row) if everywhere else start
-            finite, found = read_once(scalars, start, *row)
+            stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
+            longest = CHUNK if on_cpu and self.ordered and stored else 0
+            finite, found = read(longest, scalars, start, *row)
             each.append(jnp.stack(found) if found else None)
         if request.bounded:
             finite &= jnp.isfinite(jnp.sum(jnp.stack(each)[:, -1]))

@@ -88,7 +88,8 @@ class Runner:
         weights: list[Variable],
         inputs: StepInputs,
         version: int | None,
-        watched: tuple[Any, Callable[[], Any]],
+        loss: Any,
+        scale: Callable[[], Any],
     ) -> None:
         """Takes a step.
 
@@ -99,17 +100,18 @@ class Runner:
             weights: the variables that it was built with.
             inputs: what the step is given.
             version: the version of the constants of `apply`; None to run it uncompiled.
-            watched: the true loss or None, and a function that returns the loss scale.
+            loss: the true loss, or None.
+            scale: a function that returns the loss scale.
         """
         inside = any([variable._traces for variable in variables])
         if inside:
             self._kind = None  # the shardings of traced gradients were not checked
             applied = apply(inputs)  # already inside a traced function
         else:
-            self._watch.look()
+            self._watch.look(scale)
             applied = self._outside(apply, variables, weights, inputs, version)
             if applied is not None and inputs.apply_if is None:
-                self._watch.see(applied, *watched)
+                self._watch.see(applied, loss)
         if self._decisions is not None:
             self._decisions.append(applied)
 

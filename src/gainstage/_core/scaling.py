@@ -25,7 +25,7 @@ from gainstage.rules.base import LossScale, advance
 
 Update = Callable[..., tuple[Any, PyTree]]  # (state, mask) -> (result, state)
 Taken = tuple[Any, PyTree, jax.Array]  # the result, the state, and whether it was updated
-Due = tuple[Given, jax.Array]  # whether the scale is updated (None: always), and how
+Due = tuple[Given, jax.Array]  # whether the scale is updated (None: always), and as if finite
 
 
 def run_if(applies: jax.Array, update: Update, state: PyTree, *mask: jax.Array) -> PyTree:
@@ -61,11 +61,6 @@ class Select:
         """
         result, state = select(applies, update, state)
         return result, state, applies
-
-    def scale_due(self, state: PyTree, finite: jax.Array, counts: jax.Array) -> Due:
-        """Returns whether the scale is updated after this step (None: always), and whether the
-        gradients that it reacts to were finite. `state` is the state before the step."""
-        return None, finite
 
 
 class Branch(Select):
@@ -114,6 +109,8 @@ class DropWindow(AccumulationWindow):
         return None, state._replace(microbatches=state.microbatches + more), applies
 
     def scale_due(self, state: PyTree, finite: jax.Array, counts: jax.Array) -> Due:
+        """Returns whether the scale is updated after this step, and whether the gradients that it
+        reacts to were finite. `state` is the state before the step."""
         return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
 
     def close(self, state: PyTree) -> tuple[PyTree, Given]:
@@ -266,7 +263,9 @@ class Scaling:
                 every=self.every,
                 ordered=here,
             )
-        due, good = policy.scale_due(inner, finite, counts)
+        due, good = None, finite
+        if isinstance(policy, DropWindow):
+            due, good = policy.scale_due(inner, finite, counts)
         good = good if repeated is None else good & ~repeated
         so_far = state.measured
         if due is not None:  # the scale is updated between windows, from the measurements of one

@@ -1,21 +1,90 @@
-"""One warning per process in which `loss_scaled` gets gradients, but no loss was ever scaled."""
+"""What `loss_scaled` can know about the gradients that it gets: how a loss was scaled, if at all.
 
-import warnings
+The loss scale of a state is a new array after each update, and one tracer in a trace. What has been
+done with it tells what the gradients are that come with it to `update`.
+"""
 
-MESSAGE = (
+import weakref
+from typing import Any
+
+from gainstage._core._jax import Tracer
+
+NOT_SCALED = (
     "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
     "small gradients are lost as without it. Use gainstage.train_step, or compute gradients with "
     "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
-    "gainstage.self_scaled(loss_fn). To silence this warning: "
-    'warnings.filterwarnings("ignore", message="No loss was multiplied").'
+    "gainstage.self_scaled(loss_fn). By hand, write gainstage.scale_loss(loss, opt_state). To "
+    'silence this warning: warnings.filterwarnings("ignore", message="No loss was multiplied").'
+)
+NOT_DIVIDED = (
+    "This update of gainstage.loss_scaled takes true gradients, but scale_loss has multiplied the "
+    "loss, and nothing has divided by its scale. Write tx.update(grads, opt_state, params, "
+    "loss_scale=gainstage.loss_scale(opt_state))."
+)
+TWICE = (
+    "This update of gainstage.loss_scaled divides gradients that are true already, as "
+    "value_and_grad returns them. Leave loss_scale= out."
+)
+STALE = (
+    "The gradients of this update of gainstage.loss_scaled were computed with the scale of another "
+    "state, which never changes. In each step, compute them with the state that update gets: "
+    "gainstage.value_and_grad(loss_fn, opt_state)(params)."
 )
 
-# Why there is nothing to warn about in this process: a loss was "scaled", or "local"ly; somebody
-# has "read" the scale to do so; or the warning was "given". Empty at first.
-SETTLED: set[str] = set()
+# By its id, each scale that is alive, with what was done with it:
+#   "true": `value_and_grad` or `train_step` has computed true gradients with it
+#   "waiting": and no update has come with it since
+#   "constant": and it was a constant of a traced function
+#   "multiplied": `scale_loss` has multiplied a loss by it
+#   "read": `loss_scale` has returned it; "used": inside of a trace, to compute with it
+_SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+# Why an update may be right although nothing is known of its scale: a loss has scaled "itself", or
+# a scale was "lost": it was used in one trace, and the update is in another.
+_UNKNOWN: set[str] = set()
 
 
-def warn() -> None:
-    """Warns that no loss was scaled; the caller has seen that `SETTLED` is empty."""
-    SETTLED.add("given")
-    warnings.warn(MESSAGE, stacklevel=3)
+def mark(scale: Any, *uses: str) -> None:
+    """Notes what is done with the loss scale of a state."""
+    key = id(scale)
+    if key not in _SCALES:
+
+        def freed(_: object) -> None:
+            if not {"waiting", "used", "multiplied"}.isdisjoint(_SCALES.pop(key, ((), ()))[1]):
+                _UNKNOWN.add("lost")
+
+        _SCALES[key] = weakref.ref(scale, freed), set()
+    _SCALES[key][1].update(uses)
+
+
+def scales_itself() -> None:
+    """Notes a loss that scales its own gradients, by no state."""
+    _UNKNOWN.add("itself")
+
+
+def fault(scale: Any, divides: bool) -> str | None:
+    """What is wrong with the gradients of an update, as far as can be known.
+
+    Args:
+        scale: the loss scale of the state that the update gets.
+        divides: whether the update divides the gradients by a loss scale.
+    """
+    _, uses = _SCALES.get(id(scale), (None, set[str]()))
+    uses.discard("waiting")
+    if "true" in uses:
+        return TWICE if divides else None
+    if divides or "used" in uses:
+        return None
+    if "multiplied" in uses:
+        return None if "read" in uses else NOT_DIVIDED
+    for other, known in _SCALES.values():
+        eager = "waiting" in known and not isinstance(scale, Tracer)
+        if "constant" in known or (eager and not isinstance(other(), Tracer)):
+            return STALE
+    waiting = any("waiting" in known for _, known in _SCALES.values())
+    return None if _UNKNOWN or waiting else NOT_SCALED
+
+
+def forget() -> None:
+    """Forgets all scales, as in a new process."""
+    _SCALES.clear()
+    _UNKNOWN.clear()

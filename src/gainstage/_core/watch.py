@@ -1,5 +1,6 @@
 """A run that is dead says so: its steps are skipped, one after another, and no weight moves."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,32 +22,35 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[Any, Any, Any]] = []  # those that it has not looked at yet
+        self._steps: list[tuple[Any, Any]] = []  # those that it has not looked at yet
         self._skipped = 0  # in a row, up to these
         self._warned = False
 
-    def see(self, applied: Any, loss: Any, scale: Any) -> None:
+    def see(self, applied: Any, loss: Any) -> None:
         """Notes a step.
 
         Args:
             applied: whether the step was applied, a bool scalar.
             loss: its true loss, or None.
-            scale: the loss scale after it, or a function that returns the current one.
         """
-        self._steps.append((applied, loss, scale))
+        self._steps.append((applied, loss))
 
-    def look(self) -> None:
-        """Looks at the steps that it has seen, if it is time."""
+    def look(self, scale: Callable[[], Any]) -> None:
+        """Looks at the steps that it has seen, if it is time.
+
+        Args:
+            scale: a function that returns the current loss scale.
+        """
         if len(self._steps) % EVERY == 0 and self._steps:
-            self._look()
+            self._look(scale)
 
-    def _look(self) -> None:
+    def _look(self, scale: Callable[[], Any]) -> None:
         ready = len(self._steps)
         while ready and not _is_ready(self._steps[ready - 1][0]):
             ready -= 1
         looked, self._steps = self._steps[:ready], self._steps[ready:]
         in_a_row = 0
-        for applied, _, _ in reversed(looked):  # of a healthy run, one flag is read
+        for applied, _ in reversed(looked):  # of a healthy run, one flag is read
             if np.asarray(applied):
                 break
             in_a_row += 1
@@ -55,16 +59,14 @@ class Watch:
         self._skipped = in_a_row
         if looked and in_a_row >= DEAD and not self._warned:
             self._warned = True
-            _, loss, scale = looked[-1]
-            warn(_message(in_a_row, loss, scale))
+            warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
 
 
 def _is_ready(x: Any) -> bool:
     return not hasattr(x, "is_ready") or x.is_ready()
 
 
-def _message(skipped: int, loss: Any, scale: Any) -> str:
-    scale = float(np.asarray(scale() if callable(scale) else scale))
+def _message(skipped: int, loss: Any, scale: float) -> str:
     known = loss is not None and not isinstance(loss, Tracer) and _is_ready(loss)
     finite = bool(np.isfinite(np.asarray(loss, np.float32)).all()) if known else None
     why = {

@@ -249,7 +249,10 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     def _look(self) -> None:
         """Warns of a fit that is dead: see `Watch`, whose flags are inside of Keras's program."""
-        before, self._applied = self._applied, int(self.inner_optimizer._iterations.value)
+        count = self.inner_optimizer._iterations
+        if count._value is None:  # a fit that has failed leaves no values
+            return
+        before, self._applied = self._applied, int(count.value)
         scale = float(self.loss_scale)
         fallen = scale <= getattr(self.rule, "min_scale", 0.0)
         if self._applied == before and fallen and not self._warned:

@@ -580,7 +580,7 @@ class Optimizer(Configurable, Arguments, Saved):
         used = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
         version = store.version if self.jit_compile else None
-        self._runner(self._apply, variables, weights, inputs, version, (loss, self._loss_scale))
+        self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
 
     def _apply(self, inputs: StepInputs) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""

@@ -24,7 +24,7 @@ from gainstage._core.stats import Observed, at_first, check_telemetry
 from gainstage._core.step import OptimizerState, StepInputs
 from gainstage._core.store import ScalingWrapper
 from gainstage._core.types import Given, PyTree, Rate, Scalar
-from gainstage._core.variable import Variable
+from gainstage._core.variable import Variable, is_inside
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.parts import check_inner, check_one_scale
 from gainstage.optimizers.retries import Retrying
@@ -114,7 +114,7 @@ class LossScaleOptimizer(Retrying):
         self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
         if self.mesh is not None:
             replicate(self.name, self.mesh, jax.tree.leaves(self._wrapper.state), [])
-        self._has_scaled = False  # whether the scale was read, to multiply a loss by it
+        self._has_scaled = False  # whether a loss was multiplied by the scale
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
             self._wrapper.build(store, list(store.index))
@@ -166,7 +166,7 @@ class LossScaleOptimizer(Retrying):
     @property
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
-        self._has_scaled = True
+        self._has_scaled |= is_inside()  # a trace reads it to compute with it
         return self._wrapper.state.scale.scale
 
     @property
@@ -180,7 +180,7 @@ class LossScaleOptimizer(Retrying):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor of the loss: the rule's scale times `loss_scale_factor`."""
-        self._has_scaled = True
+        self._has_scaled |= is_inside()
         return self._loss_scale()
 
     def scale_loss(self, loss: Scalar) -> jax.Array:

@@ -225,18 +225,18 @@ class DynamicLossScale(LossScale):
         lower = ~finite if bad_steps is None else bad_steps >= self.hysteresis
 
         backoff = 1 / self.multiplier if self.backoff_factor is None else self.backoff_factor
-        grown = jnp.where(grow, self._moved(scale, self.multiplier), scale)
+        moved = {  # clipped to the bound in that direction
+            by: jnp.maximum(scale * by, self.min_scale)
+            if by < 1
+            else jnp.minimum(scale * by, self.max_scale)
+            for by in (self.multiplier, backoff)
+        }
+        grown = jnp.where(grow, moved[self.multiplier], scale)
         return ScaleState(
-            scale=jnp.where(lower, self._moved(scale, backoff), grown),
+            scale=jnp.where(lower, moved[backoff], grown),
             good_steps=jnp.where(grow, 0, good_steps),
             bad_steps=None if bad_steps is None else jnp.where(lower, 0, bad_steps),
         )
-
-    def _moved(self, scale: jax.Array, factor: float) -> jax.Array:
-        """The scale times `factor`, clipped to the bound in that direction."""
-        if factor < 1:
-            return jnp.maximum(scale * factor, self.min_scale)
-        return jnp.minimum(scale * factor, self.max_scale)
 
 
 def one_more(count: ArrayLike | None, limit: int) -> jax.Array:

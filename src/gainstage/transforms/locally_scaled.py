@@ -10,7 +10,7 @@ from gainstage._core import checks
 from gainstage._core.arrays import partition
 from gainstage._core.gradients import float32_or_wider
 from gainstage._core.types import P, PyTree, R, Scalar, Tree
-from gainstage._core.unscaled import SETTLED
+from gainstage._core.unscaled import scales_itself
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
@@ -52,7 +52,7 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         scale = checks.loss_scale("scale", scale)
 
     def scaled(*args: PyTree) -> R:
-        SETTLED.add("local")
+        scales_itself()
         factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
         arrays, static = partition(args)

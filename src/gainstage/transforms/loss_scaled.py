@@ -28,8 +28,9 @@ from gainstage._core.sharding import (
 )
 from gainstage._core.stats import check_telemetry, leaves_and_none
 from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._core.unscaled import SETTLED, warn
+from gainstage._core.unscaled import STALE, fault
 from gainstage._core.variable import placed
+from gainstage._core.warn import warn
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
 from gainstage.transforms.with_loss_scale import (
@@ -153,6 +154,8 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
     warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
+    told: set[str] = set()  # the warnings that were given
+    is_fixed = isinstance(rule, FixedLossScale)
 
     def init(params: PyTree) -> LossScaledState:
         carries = scale_at_first(params)
@@ -186,14 +189,16 @@ def loss_scaled_within(
         ours = isinstance(state, LossScaledState)
         if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
             raise _wrong_state(state)
-        if own != jax.tree.structure(state.loss_scale) and not isinstance(rule, FixedLossScale):
+        if own != jax.tree.structure(state.loss_scale) and not is_fixed:
             raise _wrong_rule(rule, state.loss_scale)
+        wrong = fault(state.loss_scale.scale, loss_scale is not None) if warns else None
+        if wrong and wrong not in told and not (wrong == STALE and is_fixed):
+            told.add(wrong)
+            warn(wrong)
         scale = None
         if isinstance(state, WithLossScaleState) or isinstance(updates, models.Carrier):
             updates, params, scale = carried(updates, state, params)
             shardings, param_shardings = map(scale.dropped, (shardings, param_shardings))
-        elif warns and loss_scale is None and not SETTLED:
-            warn()
         if models.library(type(params)):
             params = models.chosen(params, updates)
         params = gradients.upcast(params)

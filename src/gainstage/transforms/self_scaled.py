@@ -15,7 +15,7 @@ from gainstage._core.checks import SMALLEST, brief
 from gainstage._core.readings import all_finite
 from gainstage._core.sharding import everywhere, varying_like
 from gainstage._core.types import P, PyTree, R
-from gainstage._core.unscaled import SETTLED
+from gainstage._core.unscaled import scales_itself
 from gainstage.transforms.replay import traced
 from gainstage.transforms.with_loss_scale import (
     arguments_without_scales,
@@ -83,7 +83,7 @@ def self_scaled(
         return untyped(*args, **kwargs)
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
-        SETTLED.add("local")
+        scales_itself()
         loss: Any = program.out_avals[0] if program.out_avals else None
         if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(

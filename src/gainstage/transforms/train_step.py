@@ -53,6 +53,7 @@ from gainstage._core.types import (
     Tree,
     Using,
 )
+from gainstage._core.unscaled import mark
 from gainstage._core.variable import is_inside
 from gainstage._core.watch import Watch
 from gainstage.transforms.updates import apply_updates, keep_if_applied
@@ -192,7 +193,7 @@ class TrainStep(Generic[Params, P, *More]):
 
         def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
-            self._watch.look()
+            self._watch.look(lambda: loss_scaled_state(opt_state).loss_scale.scale)
             arrays, model = self._checked(params)
             donates = self._donates and not reruns() and not is_inside()
             try:
@@ -207,7 +208,7 @@ class TrainStep(Generic[Params, P, *More]):
                 raise
             if not is_inside():
                 new = without_scalars(results[0])[1]
-                self._watch.see(new[0][1], results[1], new[0][0].scale)
+                self._watch.see(new[0][1], results[1])
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             return model.combine(arrays), *results
@@ -307,6 +308,8 @@ class TrainStep(Generic[Params, P, *More]):
         differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
         (_, (loss, aux)), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
+        if not divides:
+            mark(scale, "true")
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
         trainable = models.chosen(params, grads)

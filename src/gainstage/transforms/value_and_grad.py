@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import gradients, models
+from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage._core.unscaled import SETTLED
+from gainstage._core.unscaled import mark
+from gainstage._core.variable import is_inside, is_tracing
 
 
 @overload
@@ -82,6 +84,8 @@ def value_and_grad(
     scale = state_to_scale_by(opt_state).loss_scale.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
+        constant = not isinstance(scale, Tracer) and is_tracing()
+        mark(scale, "true", "waiting", *["constant"] * constant)
         differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
@@ -153,8 +157,9 @@ def loss_scale(opt_state: OptState) -> jax.Array:
         >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
-    SETTLED.add("read")
-    return loss_scaled_state(opt_state).loss_scale.scale
+    scale = loss_scaled_state(opt_state).loss_scale.scale
+    mark(scale, "read", *["used"] * is_inside())
+    return scale
 
 
 def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
@@ -171,4 +176,6 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
         TypeError: `loss` is not a single array.
         ValueError: `opt_state` has no loss-scale state, or several.
     """
-    return gradients.scaled(loss, loss_scale(opt_state))
+    scale = loss_scaled_state(opt_state).loss_scale.scale
+    mark(scale, "multiplied")
+    return gradients.scaled(loss, scale)
