@@ -917,6 +917,81 @@ def test_weights_are_the_variables():
     assert [x.tolist() for x in opt.get_weights()] == [2, -0.5 * 2.0]
 
 
+@pytest.mark.parametrize(
+    ("inner", "order"),
+    [
+        (lambda: gs.Adam(0.1), ["momentum", "velocity"]),
+        (lambda: gs.Adam(0.1, amsgrad=True), ["momentum", "velocity", "velocity_hat"]),
+        (lambda: gs.RMSprop(0.1, momentum=0.5), ["velocity", "momentum"]),
+        (lambda: gs.Adadelta(0.1), ["accumulated_grad", "accumulated_delta_var"]),
+    ],
+)
+def test_weights_are_in_the_order_of_tensorflow(inner, order):
+    """Each slot of all variables, then the next; weights that were added come last."""
+    opt, variables = wrapped(inner()), [gs.Variable(1.0, name=name) for name in "ab"]
+    opt.build(variables)
+    opt.add_weight("mine")
+    slots = [opt.get_slot(v, slot) for slot in order for v in variables]
+    assert opt.weights[1 : 1 + len(slots)] == slots
+    assert opt.weights[-1].name.endswith("mine")
+    opt.set_weights([7, *range(1, len(slots) + 1), 0])
+    assert [float(slot) for slot in slots] == [*range(1, len(slots) + 1)]
+
+
+@each_class
+@row(4, "ValueError: get_gradients of what the loss ignores")
+def test_a_gradient_that_cannot_be_computed_is_an_error(cls):
+    """`get_gradients` and `get_updates` raise for a variable that the loss ignores, and no step is
+    taken; `compute_gradients` returns None."""
+    v, u = gs.Variable(1.0, name="v"), gs.Variable(2.0, name="u")
+    opt = cls(gs.SGD(0.25))
+    for call in (opt.get_gradients, opt.get_updates):
+        with pytest.raises(ValueError, match=r"no gradient for \['u'\]"):
+            call(lambda: v**2, [v, u])
+    assert (float(v), int(opt.iterations)) == (1.0, 0)
+    assert [g is None for g, _ in opt.compute_gradients(lambda: v**2, [v, u])] == [False, True]
+
+
+class Noted(tf2.LossScaleOptimizer):
+    """A user's subclass, with one more argument."""
+
+    def __init__(self, inner_optimizer, *args, note="", **kwargs):
+        super().__init__(inner_optimizer, *args, **kwargs)
+        self.note = note
+
+    def get_config(self):
+        return {**super().get_config(), "note": self.note}
+
+
+class NotedOlder(experimental.LossScaleOptimizer):
+    """The same, of the experimental class."""
+
+    def __init__(self, optimizer, loss_scale, note=""):
+        super().__init__(optimizer, loss_scale)
+        self.note = note
+
+    def get_config(self):
+        return {**super().get_config(), "note": self.note}
+
+
+@pytest.mark.parametrize(
+    "opt",
+    [
+        lambda: Noted(gs.SGD(), note="mine"),
+        lambda: Noted(gs.SGD(), dynamic=False, initial_scale=8, note="mine"),
+        lambda: NotedOlder(gs.SGD(), "dynamic", note="mine"),
+        lambda: NotedOlder(gs.SGD(), 0.5, note="mine"),
+        lambda: NotedOlder(gs.SGD(), experimental.DynamicLossScale(8, 3), note="mine"),
+    ],
+)
+def test_from_config_creates_a_subclass_by_its_constructor(opt):
+    """`from_config` of a class derived from the wrapper calls its constructor with its config."""
+    opt = opt()
+    again = type(opt).from_config(opt.get_config())
+    assert (type(again), again.note) == (type(opt), "mine")
+    assert again.get_config() == opt.get_config()
+
+
 def test_set_weights_takes_the_count_and_the_slots():
     """`set_weights` takes what `get_weights` returned, and keeps scale and learning rate."""
     opt, w = wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)

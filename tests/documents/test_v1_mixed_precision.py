@@ -726,6 +726,37 @@ def test_a_scale_of_your_own_returns_a_pair():
     assert float(w) == 1.0
 
 
+class Doubling(v1.LossScale):
+    """A scale of your own, whose state is a variable."""
+
+    def __init__(self):
+        self.scale = gs.Variable(16.0, name="doubling", trainable=False)
+
+    def __call__(self):
+        return self.scale.value()
+
+    def update(self, grads):
+        self.scale.assign(self.scale * 2)
+        return None, True
+
+    def get_config(self):
+        return {}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_variables_of_a_scale_of_your_own_are_state(compiled):
+    """`variables()` has them too, so a compiled step and a restored run go on with the scale."""
+    w, opt, restored = gs.Variable(1.0), wrapped(Doubling()), wrapped(Doubling())
+    opt.build([w])
+    step = lambda: opt.minimize(lambda: w**2, var_list=[w])  # noqa: E731
+    (gs.jit(step, state=[w, *opt.variables()]) if compiled else step)()
+    restored.build([w])
+    restored.set_weights([v.numpy() for v in opt.variables()])
+    assert (float(opt.loss_scale), float(restored.loss_scale)) == (32.0, 32.0)
+    with pytest.raises(ValueError, match="weights"):
+        restored.set_weights([1.0])
+
+
 # ── GradientDescentOptimizer, MomentumOptimizer, AdamOptimizer ───────────────────────────────
 
 

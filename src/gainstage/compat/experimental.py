@@ -1,6 +1,6 @@
 """`tf.mixed_precision.experimental` and `tf.keras.mixed_precision.experimental`."""
 
-from typing import Any
+from typing import Any, Self
 
 from gainstage.compat import tf2
 from gainstage.compat.live import DynamicLossScale, FixedLossScale, LossScale
@@ -36,3 +36,10 @@ class LossScaleOptimizer(tf2.LossScaleOptimizer):
 
     def __init__(self, optimizer: Optimizer, loss_scale: Any):
         super().__init__(optimizer, **tf2.scale_arguments(loss_scale))
+
+    @classmethod
+    def _created(cls, inner: Any, arguments: dict[str, Any]) -> Self:
+        scale, steps = (arguments.pop(n, None) for n in ("initial_scale", "dynamic_growth_steps"))
+        if arguments.pop("dynamic", True):
+            scale = DynamicLossScale(scale or 2.0**15, 2000 if steps is None else steps)
+        return cls(optimizer=inner, loss_scale=scale, **arguments)

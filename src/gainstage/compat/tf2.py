@@ -119,11 +119,15 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     @property
     def weights(self) -> list[Variable]:
-        """The count of steps, then the slots: `variables` without scale and learning rate."""
+        """The count of steps, then the slots, in TensorFlow's order: each for all variables. Then
+        what `add_weight` added. Scale and learning rate are `variables`, but not among these."""
         store = self._store
+        kinds = list(dict.fromkeys((name, number) for _, name, number in store.slots.of))
+        place = {slot: kinds.index((n, i)) for (_, n, i), slot in store.slots.of.items()}
         scale = jax.tree.leaves(self._wrapper.state)
         left_out = {store.microbatches, store.rate.variable, *scale}
-        return [store.microbatches, *(v for v in self.variables if v not in left_out)]
+        rest = [variable for variable in self.variables if variable not in left_out]
+        return [store.microbatches, *sorted(rest, key=lambda v: place.get(v, len(kinds)))]
 
     def get_weights(self) -> list[np.ndarray]:
         """Returns the values of `weights`."""
@@ -226,13 +230,28 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return super().compute_gradients(loss, var_list)
 
     def get_gradients(self, loss: Callable[[], Any], params: VarList) -> list[jax.Array | None]:
-        """Returns the unscaled gradients of a loss, a callable."""
-        params = params if callable(params) else variables_in(params, "params")
-        return [gradient for gradient, _ in self.compute_gradients(loss, params)]
+        """Returns the unscaled gradients of a loss, a callable.
+
+        Raises:
+            ValueError: the loss does not depend on one of the variables.
+        """
+        return [gradient for gradient, _ in self._all_gradients(loss, params)]
 
     def get_updates(self, loss: Callable[[], Any], params: VarList) -> list[Variable]:
-        """Takes a step as `minimize`, and returns `iterations` in a list."""
-        return [self.apply_gradients(self.compute_gradients(loss, params))]
+        """Takes a step as `minimize`, and returns `iterations` in a list; raises as
+        `get_gradients`."""
+        return [self.apply_gradients(self._all_gradients(loss, params))]
+
+    def _all_gradients(self, loss: Callable[[], Any], params: VarList) -> Any:
+        params = params if callable(params) else variables_in(params, "params")
+        pairs = self.compute_gradients(loss, params)
+        missing = [variable.name for gradient, variable in pairs if gradient is None]
+        if missing:
+            raise ValueError(
+                f"Expected a loss that depends on all of params; it has no gradient for "
+                f"{brief(missing)}. `compute_gradients` returns None for these."
+            )
+        return pairs
 
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Returns the pairs unchanged: gradients here are those of the whole mesh."""
@@ -299,10 +318,13 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         if "loss_scale" in config:
             config |= scale_arguments(config.pop("loss_scale"))
         inner = config.pop("optimizer", None) or config.pop("inner_optimizer")
-        optimizer = cls.__new__(cls)
-        inner = deserialize(inner, Optimizer, custom_objects)
-        LossScaleOptimizer.__init__(optimizer, inner, **config)
-        return optimizer
+        return cls._created(deserialize(inner, Optimizer, custom_objects), config)
+
+    @classmethod
+    def _created(cls, inner: Any, arguments: dict[str, Any]) -> Self:
+        """The optimizer around another one, by the arguments of `tf2.LossScaleOptimizer`, and by
+        those that a subclass has added."""
+        return cls(inner_optimizer=inner, **arguments)
 
 
 def _refuse(tape: object) -> None:

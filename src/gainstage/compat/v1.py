@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks
+from gainstage._core import checks, saving
 from gainstage._core.checks import check_verbs
 from gainstage._core.of_loss import array_of_loss
 from gainstage._core.store import ScalingWrapper
+from gainstage._core.types import Values
 from gainstage._core.variable import Variable, is_tracing
 from gainstage.compat.live import (
     FLOOR,
@@ -97,6 +98,15 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         wrapper: Any = self._optimizer
         return wrapper.loss_scale if self._own is None else jnp.asarray(self._own(), jnp.float32)
 
+    def variables(self) -> list[Variable]:
+        """Returns all state, as a list: last, the variables of a `LossScale` of your own."""
+        own = [] if self._own is None else jax.tree.leaves(list(vars(self._own).values()))
+        return [*super().variables(), *(v for v in own if isinstance(v, Variable))]
+
+    def set_weights(self, weights: Values) -> None:
+        self._optimizer._built_variables("set_weights")
+        saving.set_all(self.variables(), weights, self._optimizer._weight_checks)
+
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
         return self._inner._slots()
 
@@ -143,7 +153,7 @@ def _updated(scale: LossScale, grads: list[Any]) -> Any:
         raise ValueError(
             f"Expected the state of {type(scale).__name__} in a gainstage.Variable; got an update "
             f"that sets {name} inside a compiled step, which would happen once. Write {name} = "
-            f"gainstage.Variable(...), {name}.assign(...) in update, and the variable in state."
+            f"gainstage.Variable(...), {name}.assign(...) in update, and opt.variables() in state."
         )
     return result
 
