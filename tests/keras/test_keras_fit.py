@@ -121,13 +121,97 @@ def test_averages_replace_the_weights_once_there_are_some():
         np.testing.assert_array_equal(one, other)
 
 
-def test_variables_are_excluded_from_decay_by_variable_or_path():
+def test_variables_are_excluded_from_decay_by_variable_or_name():
     """`exclude_from_weight_decay` reaches the optimizer of ours."""
     variables = [keras.Variable(np.ones(2, np.float32), name=name) for name in ("a", "b", "c")]
     opt = KerasOptimizer(gs.SGD(0.5, weight_decay=0.5))
     opt.exclude_from_weight_decay([variables[0]], ["b"])
     opt.apply([jnp.zeros(2)] * 3, variables)
     assert [float(v.value[0]) for v in variables] == [1, 1, 0.75]
+
+
+each_inner = pytest.mark.parametrize("inner", [keras.optimizers.SGD, gs.SGD], ids=["keras", "ours"])
+
+
+@each_inner
+def test_a_name_is_excluded_from_decay_and_not_a_path(inner):
+    """`var_names` are looked for in the name of a variable, not in that of its layer."""
+    layer = keras.layers.Dense(1, name="debias")
+    layer.build((1, 1))
+    layer.kernel.assign([[1.0]])
+    opt = LossScaleOptimizer(inner(1.0, weight_decay=0.5))
+    opt.exclude_from_weight_decay(var_names=["bias"])
+    opt.apply([jnp.zeros((1, 1)), jnp.zeros(1)], layer.trainable_variables)
+    assert float(layer.kernel.value[0, 0]) == 0.5
+
+
+@each_inner
+def test_one_of_two_variables_of_a_name_is_excluded_from_decay(inner):
+    """`var_list` is compared by identity."""
+    a, b = keras.Variable(1.0, name="w"), keras.Variable(1.0, name="w")
+    opt = LossScaleOptimizer(inner(1.0, weight_decay=0.5))
+    opt.exclude_from_weight_decay(var_list=[a])
+    opt.apply([jnp.float32(0)] * 2, [a, b])
+    assert (float(a.value), float(b.value)) == (1.0, 0.5)
+
+
+def test_exclusion_from_decay_says_what_is_wrong():
+    """It takes Keras variables, and only before `build`."""
+    w, opt = keras.Variable(1.0), KerasOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    with pytest.raises(TypeError, match="Keras variables in var_list; got 1"):
+        opt.exclude_from_weight_decay([1])
+    opt.build([w])
+    with pytest.raises(ValueError, match="before build"):
+        opt.exclude_from_weight_decay([w])
+
+
+@each_inner
+def test_a_loss_scale_factor_that_is_set_later_is_refused(inner):
+    """The wrapper multiplies the loss by its own scale only, so a factor would divide twice."""
+    opt, w = LossScaleOptimizer(inner(0.5)), keras.Variable(1.0)
+    opt.inner_optimizer.loss_scale_factor = 8.0
+    for use in (lambda: opt.scale_loss(1.0), lambda: opt.apply([jnp.float32(1.0)], [w])):
+        with pytest.raises(ValueError, match=r"without loss_scale_factor.*got 8.0"):
+            use()
+    assert float(w.value) == 1.0
+
+
+@each_inner
+def test_an_option_that_is_set_on_the_wrapper_is_refused(inner):
+    """It would have no effect there; the error says where to set it."""
+    opt = LossScaleOptimizer(inner(0.5))
+    with pytest.raises(AttributeError, match=r"optimizer.inner_optimizer.clipnorm = 1.0"):
+        opt.clipnorm = 1.0
+    opt.inner_optimizer.clipnorm = 1.0
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_variables_that_a_user_adds_are_kept(before):
+    """`add_variable` and `add_variable_from_reference` work, before and after `build`, and a step
+    leaves what they add alone."""
+    w, opt = keras.Variable(1.0, name="w"), KerasOptimizer(gs.SGD(0.5))
+    if not before:
+        opt.build([w])
+    mine = opt.add_variable((), keras.initializers.Constant(7.0), name="mine")
+    like = opt.add_variable_from_reference(w, "like")
+    for _ in range(2):
+        opt.apply([jnp.float32(1.0)], [w])
+    assert (float(mine.value), float(like.value), int(opt.iterations.value)) == (7.0, 0.0, 2)
+    assert float(w.value) == 0.0
+    values = [v.value for v in opt.variables]
+    new, state = opt.stateless_apply(values, [jnp.float32(1.0)], [w.value])
+    assert len(state) == len(values)
+    assert float(new[0]) == -0.5
+
+
+@each_inner
+def test_averages_of_no_step_leave_the_weights(inner):
+    """If every step was skipped, `finalize_variable_values` changes nothing."""
+    w = keras.Variable([1.0, 2.0])
+    opt = LossScaleOptimizer(inner(1.0, use_ema=True))
+    opt.apply([jnp.array([jnp.inf, 1.0])], [w])
+    opt.finalize_variable_values([w])
+    assert np.asarray(w.value).tolist() == [1.0, 2.0]
 
 
 def test_a_schedule_tells_its_rate():

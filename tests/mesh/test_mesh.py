@@ -359,6 +359,21 @@ def test_variables_on_two_meshes_are_refused():
         gs.SGD().build([variables[0], alone])
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_mesh_that_is_given_takes_what_lies_on_one_device(scaled):
+    """With `mesh=`, variables on one device are replicated on it, beside others that are not."""
+    mesh = jax.make_mesh((8,), ("data",))
+    sharded = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+    kernel, bias = gs.Variable(sharded), gs.Variable(1.0)
+    opt = gs.SGD(0.5, mesh=mesh)
+    opt = gs.LossScaleOptimizer(opt) if scaled else opt
+    for _ in range(2):
+        opt.minimize(lambda: jnp.sum(kernel.value() * bias.value()), [kernel, bias])
+    assert bias.sharding == NamedSharding(mesh, PartitionSpec())
+    assert kernel.sharding == sharded.sharding
+    assert (float(bias), kernel.numpy().tolist()) == (1.0 - 4.0 - 2.0, [1.0 - 0.5 + 1.5] * 8)
+
+
 def test_a_layout_that_does_not_divide_its_variable_is_refused():
     """The error names the variable, the dimension, its size, the axis and the axis' size."""
     layout = NamedSharding(mesh_of((4, 2)), PartitionSpec(None, ("data", "model")))

@@ -369,6 +369,10 @@ def test_weight_decay_exclusions():
     opt.exclude_from_weight_decay(var_list=[w], var_names=["^b.a"])
     opt.apply([0.0, 0.0, 0.0], [w, b, c])
     assert (float(w), float(b), float(c)) == (1.0, 1.0, 0.5)
+    opt = gs.SGD(1.0, weight_decay=0.5)
+    opt.exclude_from_weight_decay(var_names=["w", "(?i)BIAS"])
+    opt.apply([0.0, 0.0, 0.0], [w, b, c])
+    assert (float(w), float(b), float(c)) == (1.0, 1.0, 0.25)
     with pytest.raises(ValueError, match="regular expressions"):
         gs.SGD().exclude_from_weight_decay(var_names=["["])
 

@@ -282,9 +282,9 @@ class Store:
             raise ValueError(COUNT_OF_MICROBATCHES)
         self.window_count = self._counter(self.window, options.on_bad_microbatch)
         mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
-        replicate(self.owner, mesh, self.variables, variables)
-        if mesh is not None:
-            replicate(self.owner, mesh, [v for v in variables if v._sharding is None], [])
+        alone = [] if mesh is None else [v for v in variables if v._sharding is None]
+        placed = [v for v in variables if v not in alone]
+        replicate(self.owner, mesh, [*self.variables, *alone], placed)
         if options.use_ema:
             self.averages = [slots.like(v, "average") for v in variables]
         if options.gradient_accumulation_steps:

@@ -26,9 +26,8 @@ class Undecayed:
         names = list(var_names or ())
         for name in [name for name in names if not isinstance(name, str)]:
             raise TypeError(f"Expected strings in var_names; got {name!r}.")
-        either = [f"(?:{name})|(?:{re.escape(name)})" for name in names]
         try:
-            self._names = re.compile("|".join(either)) if names else None
+            self._patterns = [re.compile(p) for name in names for p in (name, re.escape(name))]
         except re.error as error:
             raise ValueError(
                 f"Expected regular expressions in var_names; got {brief(names)}."
@@ -36,5 +35,8 @@ class Undecayed:
         self.variables = set(variables_in([] if var_list is None else var_list, "var_list"))
 
     def __contains__(self, variable: Variable) -> bool:
-        named = self._names is not None and self._names.search(variable.name)
-        return variable in self.variables or bool(named)
+        return variable in self.variables or self.names(variable.name)
+
+    def names(self, name: str) -> bool:
+        """Whether the name of a variable is one of those that are left out."""
+        return any(pattern.search(name) for pattern in self._patterns)

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from gainstage._core import gradients
 from gainstage._core.checks import as_power
 from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.options import DEFAULTS, OPTIONS
 from gainstage._core.scaling import Branch, Scaling, ScalingState
 from gainstage._core.store import Wrapper
 from gainstage._core.types import Given, PyTree
@@ -183,11 +184,13 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     def scale_loss(self, loss: ArrayLike) -> jax.Array:
         """Returns the loss times the scale, in float32."""
+        self._check_factor()
         return gradients.scaled(loss, self.loss_scale)
 
     def _step(
         self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
+        self._check_factor()
         own = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
         place = {id(v): i for i, v in enumerate(self._variables)}
@@ -225,6 +228,22 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
         return weights, own + inner
 
+    def _check_factor(self) -> None:
+        if self.inner_optimizer.loss_scale_factor is not None:
+            raise ValueError(
+                f"Expected an inner_optimizer without loss_scale_factor, which would divide "
+                f"gradients once more; got {self.inner_optimizer.loss_scale_factor!r}. Set "
+                f"initial_scale."
+            )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in OPTIONS and value != DEFAULTS[name] and "inner_optimizer" in vars(self):
+            raise AttributeError(
+                f"Expected {name} to be set on the inner optimizer: it has no effect on the "
+                f"wrapper. Write optimizer.inner_optimizer.{name} = {value!r}."
+            )
+        super().__setattr__(name, value)
+
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
         self.inner_optimizer.update_step(gradient, variable, learning_rate)
@@ -240,19 +259,17 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
         time, and the scale has fallen as low as its rule lets it."""
-        if self.built:
-            self._look()
+        count = self.inner_optimizer._iterations
+        if self.built and (count._value is None or not self._applied_now(int(count.value))):
+            return  # a fit has failed, or there is no average before the first step
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
 
-    def _look(self) -> None:
+    def _applied_now(self, applied: int) -> int:
         """Warns of a fit that is dead: see `Watch`, whose flags are inside of Keras's program."""
-        count = self.inner_optimizer._iterations
-        if count._value is None:  # a fit that has failed leaves no values
-            return
-        before, self._applied = self._applied, int(count.value)
+        before, self._applied = self._applied, applied
         scale = float(self.loss_scale)
         fallen = scale <= getattr(self.rule, "min_scale", 0.0)
         if self._applied == before and fallen and not self._warned:
@@ -262,6 +279,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 f"minimum, {as_power(scale)}. Look at the data, the learning rate and the loss; "
                 f"LogLossScale says in which epoch it began."
             )
+        return applied
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""

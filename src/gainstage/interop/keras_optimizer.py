@@ -4,7 +4,6 @@
 # pyright: reportCallIssue=false
 
 import copy
-import re
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
 from gainstage._core.bridge import functional
@@ -22,8 +20,16 @@ from gainstage._core.options import OPTIONS, Options
 from gainstage._core.signals import deferred_signals
 from gainstage._core.step import LearningRate
 from gainstage._core.types import PyTree
+from gainstage._core.undecayed import Undecayed
 from gainstage._core.variable import Variable
 from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_mirrors import (
+    is_mirror,
+    mirror_of,
+    place_as,
+    planned_for,
+    updates_counted,
+)
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.schedules import LearningRateSchedule
@@ -151,25 +157,33 @@ class KerasOptimizer(Options, Stateless):
         for variable in self.variables:  # replaced by mirrors of our own variables
             self._untrack_variable(variable)
         self._ours = copy.deepcopy(optimizer)
+        self._undecayed: Any = None  # Keras variables, and names, if they were given
         count, rate = self._ours._store.microbatches, self._ours._store.rate
-        self._iterations = _mirror_of(count, count.value())  # the assignment tracks it
-        self._updates = _Updates(self._iterations, self._ours)
+        self._iterations = mirror_of(count, count.value())  # the assignment tracks it
+        self._updates = updates_counted(self._iterations, self._ours)
         self._untrack_variable(self._updates)
         number = rate.variable
-        self._learning_rate = rate.source if number is None else _mirror_of(number, number.value())
+        self._learning_rate = rate.source if number is None else mirror_of(number, number.value())
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Sequence[Any]) -> None:
         """Creates a Keras variable for each variable of the optimizer, with its sharding."""
-        planned = [_planned(variable) for variable in variables]
+        planned = [planned_for(variable) for variable in variables]
+        if self._undecayed is not None:
+            known, names = self._undecayed
+            pairs = zip(planned, variables, strict=True)
+            self._ours.exclude_from_weight_decay(
+                [p for p, v in pairs if any(v is x for x in known) or names.names(v.name)]
+            )
         self._ours.build(planned)
         values = [variable.value for variable in variables]
         starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
-        known = self.variables  # iterations and rate, which may have been assigned since
-        for slot, mirror in zip(self._ours.variables, known, strict=False):
-            _place(mirror, slot._sharding)
-        for slot in self._ours.variables[len(known) :]:
-            self._track_variable(_mirror_of(slot, starts[slot]))
+        first = self._mirrors  # iterations and rate, which may have been assigned since
+        for slot, mirror in zip(self._ours.variables, first, strict=False):
+            place_as(mirror, slot._sharding)
+        slots = self._ours.variables[len(first) :]
+        for slot in slots:
+            self._track_variable(mirror_of(slot, starts[slot]))
         self._trainable_variables_indices = {
             self._var_key(variable): i for i, variable in enumerate(variables)
         }
@@ -179,7 +193,9 @@ class KerasOptimizer(Options, Stateless):
     def _step(
         self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        ours, old, before = self._ours, list(trainable_variables), list(optimizer_variables)
+        mirrored = [i for i, variable in enumerate(self.variables) if is_mirror(variable)]
+        ours, old, all_state = self._ours, list(trainable_variables), list(optimizer_variables)
+        before = [all_state[place] for place in mirrored]
         # Quantized layers pass a measurement as a gradient; it is the variable's new value.
         pairs = enumerate(self._trainable_variables)
         measured = [i for i, v in pairs if self._overwrite_variable_with_gradient(v)]
@@ -204,7 +220,9 @@ class KerasOptimizer(Options, Stateless):
                 state[place] = jnp.where(taken, jnp.where(ended, 0, value), before[place])
                 due = taken & ended & (updates(state[0]) > updates(before[0]))
             new[i] = jnp.where(due, value, old[i]).astype(old[i].dtype)
-        return new, state
+        for place, value in zip(mirrored, state, strict=True):
+            all_state[place] = value
+        return new, all_state
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
         """Applies the optimizer's update to one variable, with an unscaled gradient."""
@@ -217,8 +235,8 @@ class KerasOptimizer(Options, Stateless):
             lambda: ours._update_one(gradient, mine, rate),
             (ours.trainable_variables, ours.variables),
         )
-        values = ([v.value for v in known], [v.value for v in self.variables])
-        for variables, results in zip((known, self.variables), step(values)[1], strict=True):
+        values = ([v.value for v in known], [v.value for v in self._mirrors])
+        for variables, results in zip((known, self._mirrors), step(values)[1], strict=True):
             for each, value in zip(variables, results, strict=True):
                 each.assign(value)
 
@@ -232,9 +250,15 @@ class KerasOptimizer(Options, Stateless):
     def _frozen(self) -> Hashable:
         return constants(self)
 
+    @property
+    def _mirrors(self) -> list[Any]:
+        """The Keras variables that mirror the optimizer's, in their order. `variables` has those
+        that a user adds, too."""
+        return [variable for variable in self.variables if is_mirror(variable)]
+
     def _mirror(self, ours: Variable) -> Any:
         """The Keras variable that mirrors a variable of the optimizer."""
-        return self.variables[self._ours.variables.index(ours)]
+        return self._mirrors[self._ours.variables.index(ours)]
 
     @property
     def _model_variables_moving_average(self) -> list[Any]:
@@ -259,7 +283,7 @@ class KerasOptimizer(Options, Stateless):
         class, its current value."""
         if self._ours._store.has_own_rate:
             pure = functional(self._ours._rate_of_step, self._ours.variables)
-            return pure([variable.value for variable in self.variables])[0]
+            return pure([variable.value for variable in self._mirrors])[0]
         rate = self._learning_rate
         if isinstance(rate, keras.Variable):
             return rate
@@ -287,14 +311,19 @@ class KerasOptimizer(Options, Stateless):
     def exclude_from_weight_decay(
         self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
     ) -> None:
-        """Excludes variables from weight decay: Keras variables, or parts of their paths."""
-        paths = [f"^{re.escape(variable.path)}$" for variable in var_list or ()]
-        self._ours.exclude_from_weight_decay(var_names=[*paths, *(var_names or ())])
+        """Excludes variables from weight decay: Keras variables, or parts of their names."""
+        if self.built:
+            raise ValueError("Expected exclude_from_weight_decay to be called before build.")
+        known = list(var_list or ())
+        for variable in [v for v in known if not isinstance(v, keras.Variable)]:
+            raise TypeError(f"Expected Keras variables in var_list; got {brief(variable)}.")
+        self._undecayed = known, Undecayed(var_names=var_names)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Sets the variables to their moving averages, once there are any."""
         if not self._ours._store.averages or not int(self._iterations.value):
             return
+        self._check_variables_are_known(var_list)
         for variable in var_list:
             if self._overwrite_variable_with_gradient(variable):
                 continue
@@ -323,26 +352,6 @@ class KerasOptimizer(Options, Stateless):
         return cls(deserialize(description, Optimizer, custom_objects), config.get("name"))
 
 
-class _Updates(keras.Variable):
-    """The number of updates of an optimizer that accumulates gradients."""
-
-    def __init__(self, count: Any, optimizer: Optimizer):
-        super().__init__(0, dtype="int32", trainable=False, name="iterations")
-        self._count, self._optimizer = count, optimizer
-
-    @property
-    def value(self) -> jax.Array:
-        return self._optimizer._store.in_force.updates(self._count.value)
-
-    def assign(self, value: ArrayLike) -> None:
-        raise TypeError(
-            "`iterations` is computed from the number of microbatches; it cannot be set."
-        )
-
-    def __repr__(self) -> str:
-        return f"<Variable path={self.path}, shape=(), dtype=int32, value={self.value}>"
-
-
 def constants(optimizer: Any) -> Hashable:
     """The options of an optimizer, and its learning rate unless that is a variable."""
     rate = optimizer._learning_rate
@@ -367,28 +376,3 @@ def _check_rate(rate: LearningRate) -> None:
             f"Expected a number, or a schedule or callable of the step, for learning_rate; got "
             f"{rate.source!r}."
         )
-
-
-def _mirror_of(slot: Variable, value: jax.Array) -> Any:
-    """A Keras variable with the value and sharding of one of ours."""
-    value = jnp.copy(value)  # Keras donates the arrays of its variables
-    name = slot.name.replace("/", "_")
-    mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
-    _place(mirror, slot._sharding)
-    return mirror
-
-
-def _place(mirror: Any, sharding: Sharding | None) -> None:
-    """Gives a Keras variable a sharding; Keras has no public API for that."""
-    if sharding is not None:
-        mirror._layout = sharding
-        mirror.assign(jax.device_put(mirror.value, sharding))
-
-
-def _planned(variable: Any) -> Variable:
-    """A planned variable of ours for a Keras variable."""
-    value = variable.value
-    sharding = value.sharding if isinstance(value.sharding, NamedSharding) else None
-    plan = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    constraint = variable.constraint and (lambda x: jnp.asarray(variable.constraint(x)))
-    return Variable(plan, name=variable.path, constraint=constraint)
