@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -32,7 +33,10 @@ from .tasks import demo_loss
 
 STORM = range(100, 145)
 COLUMNS = ("run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32")
-RULES = {"dynamic": gs.DynamicLossScale, "adaptive": gs.AdaptiveLossScale}
+RULES = {
+    "dynamic": partial(gs.DynamicLossScale, min_scale=2.0**-24),
+    "adaptive": gs.AdaptiveLossScale,
+}
 Batches = Callable[[int, int], Iterator[Any]]
 
 

@@ -52,7 +52,7 @@ ARMS = {
     "chance": Arm("float32", gs.FixedLossScale(1.0), start="float16"),
     "bfloat16": Arm("bfloat16", gs.FixedLossScale(1.0)),
     "unscaled": Arm("float16", gs.FixedLossScale(1.0)),
-    "dynamic": Arm("float16", gs.DynamicLossScale(min_scale=1.0)),
+    "dynamic": Arm("float16", gs.DynamicLossScale()),
     "adaptive": Arm("float16", gs.AdaptiveLossScale()),
 }
 

@@ -67,7 +67,7 @@ def made(policy, on="inner", inner=gs.SGD, **options):
     accumulate = {"gradient_accumulation_steps": STEPS, "on_bad_microbatch": policy}
     w = gs.Variable(np.zeros(3, np.float32))
     given = (accumulate, {}) if on == "inner" else ({}, accumulate)
-    rule = gs.DynamicLossScale(INITIAL, increment_period=3)
+    rule = gs.DynamicLossScale(INITIAL, increment_period=3, min_scale=2.0**-24)
     opt = gs.LossScaleOptimizer(inner(RATE, **given[0], **options), rule=rule, **given[1])
     opt.build([w])
     return w, opt

@@ -139,7 +139,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_arguments_are_checked(name):
     """A wrong argument of the dynamic rule is an error that names it and the value."""
-    no_numbers = NO_NUMBERS if name == "backoff_factor" else (*NO_NUMBERS, None)
+    no_numbers = NO_NUMBERS if name in ("backoff_factor", "min_scale") else (*NO_NUMBERS, None)
     for error, values in ((TypeError, no_numbers), (ValueError, OUTSIDE[name])):
         for value in values:
             with pytest.raises(error, match=rf"Expected .* for {name}; got "):
@@ -354,6 +354,35 @@ def test_a_spoiled_scale_heals(spoiled):
     assert 0 < float(state.loss_scale.scale) <= 2.0**126
 
 
+def test_the_default_rule_is_one():
+    """`loss_scaled` without a rule has the rule that `DynamicLossScale()` is: from 1 upwards, or
+    from a first scale that is lower."""
+    params = jnp.ones(3)
+    for initial, lowest in ((2.0**15, 1.0), (1.0, 1.0), (2.0**-30, 2.0**-30)):
+        assert gs.DynamicLossScale(initial).min_scale == lowest
+    without, given = (gs.loss_scaled(optax.sgd(0.1), *r) for r in ((), (gs.DynamicLossScale(),)))
+    states = without.init(params), given.init(params)
+    for _ in range(20):
+        states = [tx.update(params * jnp.nan, state, params)[1]
+                  for tx, state in zip((without, given), states, strict=True)]  # fmt: skip
+    assert [float(gs.loss_scale(state)) for state in states] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("initial", [2.0**-30, 2.0**-24, 2.0**-10, 1.0, 2.0**15])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_overflow_never_raises_the_scale(initial, wrapped):
+    """Wherever a run starts, a non-finite step halves the scale, or leaves it at its minimum."""
+    if wrapped:
+        rule = gs.LossScaleOptimizer(gs.SGD(), initial_scale=initial).rule
+    else:
+        rule = gs.DynamicLossScale(initial)
+    state = rule.init()
+    for _ in range(60):
+        before, state = state.scale, rule.update(state, jnp.array(False))
+        assert float(state.scale) in (before / 2, before)
+    assert float(state.scale) == rule.min_scale
+
+
 LOADED = [
     (gs.FixedLossScale(2.0**20), gs.FixedLossScale(64.0), 2.0**6),
     (gs.DynamicLossScale(2.0**20), gs.FixedLossScale(1.0), 1.0),
@@ -471,11 +500,14 @@ def test_the_scale_grows_after_its_period():
 
 def test_the_default_scale_has_a_floor():
     """NaNs drive jaxamp's scale to 0, a bad step being repeated up to ten times; ours has one."""
-    rule = gs.DynamicLossScale()
-    state, update = rule.init(), jax.jit(rule.update)
-    for _ in range(240):
-        state = update(state, False)
-    assert float(state.scale) == 2.0**-24
+    for rule, floor in (
+        (gs.DynamicLossScale(), 1.0),
+        (gs.LossScaleOptimizer(gs.SGD()).rule, 2.0**-24),
+    ):
+        state, update = rule.init(), jax.jit(rule.update)
+        for _ in range(240):
+            state = update(state, False)
+        assert float(state.scale) == floor
 
     with live("jaxamp") as jaxamp:
         fn = jaxamp.dynamic_scale_value_and_grad(lambda w: w * jnp.nan, redo_on_nan=20)

@@ -156,7 +156,7 @@ def without_loss(records):
 def test_nan_gradients_are_put_down_to_the_data_only_where_no_scale_would_help():
     """Without losses, after the scale has fitted: NaN is an overflow or bad data while the scale
     can still fall, and probably bad data where nothing of the gradients would be left."""
-    rule = gs.DynamicLossScale(2.0**14)
+    rule = gs.DynamicLossScale(2.0**14, min_scale=2.0**-24)
     for last, expected in ((276, []), (298, ["overflow"]), (299, ["overflow", "data"])):
         records = simulated(rule, ones(last + 1), bad=range(270, last + 1))
         assert kinds(without_loss(records), rule) == expected
@@ -336,7 +336,7 @@ def test_an_advised_scale_is_below_what_overflowed():
 def test_the_report_knows_how_a_row_of_skips_ended():
     """Alarms of a recorded run are judged by what came after: a row that ended at a lower scale was
     an overflow, although it looked like bad data while it lasted."""
-    rule = gs.DynamicLossScale(2.0**14)
+    rule = gs.DynamicLossScale(2.0**14, min_scale=2.0**-24)
     bad = range(100, 135)
     records = [*without_loss(simulated(rule, ones(200), bad=bad))]
     assert kinds(records, rule) == ["overflow", "data"]

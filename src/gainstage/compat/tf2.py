@@ -351,7 +351,8 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
     if isinstance(rule, rules.DynamicLossScale):
         usual = rules.DynamicLossScale(rule.initial_loss_scale, rule.increment_period)
         floored = dataclasses.replace(usual, min_scale=live.FLOOR)
-        if rule not in (usual, floored):
+        keras = rules.keras_rule(rule.initial_loss_scale, rule.increment_period)
+        if rule not in (usual, floored, keras):
             raise ValueError(
                 f"Expected loss_scale with a multiplier of 2, and nothing else but a first scale "
                 f"and a period; got {rule}."

@@ -16,7 +16,13 @@ from gainstage._core.checks import SMALLEST
 from gainstage._core.saving import check_names, fitted_weight
 from gainstage._core.variable import Variable
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage.rules.base import (
+    KERAS_FLOOR,
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    ScaleState,
+)
 
 __all__ = ["from_flax", "from_jmp", "from_torch", "load_keras", "resume"]
 
@@ -138,7 +144,7 @@ def _imported(
     period: int,
     multiplier: float,
     backoff: float | None = None,
-    floor: object = DynamicLossScale.min_scale,
+    floor: object = KERAS_FLOOR,
 ) -> Imported:
     count = checks.integer("the count of finite steps", count, low=0)
     rule = DynamicLossScale(

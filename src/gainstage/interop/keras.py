@@ -27,7 +27,7 @@ from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
-from gainstage.rules.base import DynamicLossScale, LossScale, Rule, as_rule, start
+from gainstage.rules.base import LossScale, Rule, as_rule, keras_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
 
@@ -284,7 +284,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""
         config = super().get_config()
-        if self.rule == DynamicLossScale(self.initial_scale, self.dynamic_growth_steps):
+        if self.rule == keras_rule(self.initial_scale, self.dynamic_growth_steps):
             return config
         return {**config, "rule": serialize(self.rule)}
 
@@ -310,7 +310,7 @@ def _accumulators(optimizer: Any) -> list[Any]:
 
 def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:
     if rule is None:
-        return DynamicLossScale(initial_scale, growth_steps)
+        return keras_rule(initial_scale, growth_steps)
     first = float(start(as_rule("rule", rule)).scale)  # a configuration has it too
     given = {"initial_scale"} if initial_scale not in (2.0**15, first) else set()
     given |= {"dynamic_growth_steps"} if growth_steps != 2000 else set()

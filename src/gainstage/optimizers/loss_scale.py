@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import jax
 
@@ -28,7 +28,14 @@ from gainstage._core.variable import Variable, is_inside
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.parts import check_inner, check_one_scale
 from gainstage.optimizers.retries import Retrying
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule
+from gainstage.rules.base import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    Rule,
+    as_rule,
+    keras_rule,
+)
 
 
 class LossScaleOptimizer(Retrying):
@@ -81,7 +88,7 @@ class LossScaleOptimizer(Retrying):
     underflow_every: Fixed[int | None] = Fixed()
     _wrapper_type = ScalingWrapper
     _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
-    _min_scale = DynamicLossScale.min_scale
+    _min_scale: ClassVar[float | None] = None  # of a dynamic scale; None for that of `keras_rule`
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
@@ -137,6 +144,8 @@ class LossScaleOptimizer(Retrying):
         if rule is not None:
             return as_rule("rule", rule, given)
         if dynamic:
+            if self._min_scale is None:
+                return keras_rule(initial_scale, growth_steps)
             return DynamicLossScale(initial_scale, growth_steps, min_scale=self._min_scale)
         if "initial_scale" not in given:
             raise ValueError("Expected initial_scale for dynamic=False; got none.")
@@ -316,7 +325,7 @@ class LossScaleOptimizer(Retrying):
             return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
         if isinstance(self.rule, DynamicLossScale):
             scale, growth_steps = self.rule.initial_loss_scale, self.rule.increment_period
-            if self.rule == DynamicLossScale(scale, growth_steps):
+            if self.rule == keras_rule(scale, growth_steps):
                 return {**config, "initial_scale": scale, "dynamic_growth_steps": growth_steps}
         return {**config, "rule": serialize(self.rule)}
 

@@ -8,7 +8,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -158,14 +158,17 @@ class DynamicLossScale(LossScale):
     A state with a scale out of bounds, such as a loaded one, is back within them after a step.
 
     Args:
-        initial_loss_scale: the first scale, > 0 and at most `max_scale`. One below `min_scale`
-            stays until the first decrease, which raises it to `min_scale`.
+        initial_loss_scale: the first scale, > 0 and at most `max_scale`. One below a `min_scale`
+            that is given stays until the first decrease, which raises it to `min_scale`.
         increment_period: finite steps in a row before the scale is raised, an integer >= 1.
         multiplier: the factor of an increase, > 0. Below 1, growth lowers the scale and overflow
             raises it.
         backoff_factor: the factor of a decrease, between 0 and 1. None means 1 / `multiplier`, so
             a `multiplier` of 1 keeps the scale constant.
-        min_scale, max_scale: the bounds, within `2**-126` and `2**126`.
+        min_scale: the lowest scale, >= `2**-126`; by default 1, or the first scale if that is
+            lower. So a run recovers from any number of bad batches. True gradients beyond 65504
+            need a lower one.
+        max_scale: the highest scale, <= `2**126`.
         hysteresis: the number of non-finite steps in a row that lowers the scale, an integer >= 1;
             a finite step or a decrease resets the count.
 
@@ -193,11 +196,14 @@ class DynamicLossScale(LossScale):
     multiplier: float = 2.0
     _: dataclasses.KW_ONLY
     backoff_factor: float | None = None
-    min_scale: float = 2.0**-24
+    min_scale: float = dataclasses.field(default=cast("float", None))
     max_scale: float = LARGEST
     hysteresis: int = 1
 
     def __post_init__(self) -> None:
+        if self.min_scale is None:
+            set_field(self, "initial_loss_scale", checks.loss_scale)
+            object.__setattr__(self, "min_scale", min(1.0, self.initial_loss_scale))
         set_scales(self)
         set_field(self, "multiplier", checks.real, above=0.0)
         set_field(self, "increment_period", checks.integer, low=1)
@@ -291,6 +297,15 @@ def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale
             f"FixedLossScale(value) or one of your own; got {value!r}."
         )
     return rule
+
+
+KERAS_FLOOR = 2.0**-24  # the lowest scale where others have none: float16 keeps little of it
+
+
+def keras_rule(initial_scale: float, growth_steps: int) -> DynamicLossScale:
+    """Keras's rule, whose scale has no lowest value: ours falls to `KERAS_FLOOR`."""
+    lowest = min(KERAS_FLOOR, checks.loss_scale("initial_scale", initial_scale))
+    return DynamicLossScale(initial_scale, growth_steps, min_scale=lowest)
 
 
 def set_scales(rule: Any) -> None:

@@ -49,7 +49,8 @@ def code_of(rule: LossScale) -> str:
     given = []
     for place, field in enumerate(dataclasses.fields(rule)):
         value = getattr(rule, field.name)
-        if value != field.default:
+        known = field.default is None and rule == dataclasses.replace(rule, **{field.name: None})
+        if value != field.default and not known:
             power = isinstance(value, float) and value != 1 and math.frexp(value)[0] == 0.5
             text = f"2.0**{math.frexp(value)[1] - 1}" if power else repr(value)
             given.append(text if place == 0 else f"{field.name}={text}")

@@ -64,8 +64,7 @@ def loss_scaled(
 
     Args:
         tx: the transformation that turns gradients into updates.
-        rule: a `LossScale`, by default `DynamicLossScale(min_scale=1.0)`, with which float16
-            training recovers from any number of bad batches.
+        rule: a `LossScale`, by default `DynamicLossScale()`.
         telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
             that overflowed for `gainstage.report`. Adds eight scalars to the state, and four
             integers per parameter.
@@ -148,7 +147,7 @@ def loss_scaled_within(
         over: the mesh axes of `shard_state_over`.
     """
     starts_at_own = rule is not None  # rather than at the scale that the parameters carry
-    rule = DynamicLossScale(min_scale=1.0) if rule is None else as_rule("rule", rule)
+    rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
     checks.transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
