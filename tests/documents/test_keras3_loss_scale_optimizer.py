@@ -339,7 +339,7 @@ def test_rule_replaces_the_scale_arguments():
     """New: `rule` replaces the scale arguments, with bounds, backoff and hysteresis."""
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)
     opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
-    assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2))
+    assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2, min_scale=2.0**-24))
     assert scales(opt, [np.inf, np.inf]) == [8.0, 4.0]
     failing(ValueError, "cannot be combined", gs.LossScaleOptimizer, gs.SGD(), 8.0, rule=rule)
 
