@@ -1,5 +1,7 @@
 """Keras models on the JAX backend, trained by our optimizers: `fit`, loops, meshes, files."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -656,7 +658,9 @@ def test_a_configuration_without_a_rule_is_one_of_keras():
     config = opt.get_config()
     theirs = ORIGINAL.from_config(opt.get_config())
     assert (theirs.initial_scale, theirs.dynamic_growth_steps) == (8.0, 3)
-    assert LossScaleOptimizer.from_config(config).rule == gs.DynamicLossScale(8.0, 3)
+    assert LossScaleOptimizer.from_config(config).rule == gs.DynamicLossScale(
+        8.0, 3, min_scale=2.0**-24
+    )
     rule = gs.DynamicLossScale(8.0, 3, min_scale=1.0)
     config = LossScaleOptimizer(keras.optimizers.SGD(0.5), rule=rule).get_config()
     assert LossScaleOptimizer.from_config(config).rule == rule
@@ -769,3 +773,75 @@ def test_a_fit_without_a_step_says_so_once():
     with pytest.warns(UserWarning, match="No step since the last fit was applied"):
         model.fit(x * np.nan, y, batch_size=2, verbose=0)
     model.fit(x * np.nan, y, batch_size=2, verbose=0)  # told already
+
+
+NOT_SCALED = "no loss was multiplied by it"
+
+
+@each_inner
+def test_gradients_of_a_loss_that_was_not_scaled_are_told_once(inner):
+    """Each wrapper warns once, also if the scale was printed; the line says what to write."""
+    for _ in range(2):
+        w, opt = keras.Variable([1.0]), LossScaleOptimizer(inner(0.5), 8.0)
+        print(opt.loss_scale)
+        with pytest.warns(UserWarning, match=rf"{NOT_SCALED}.*optimizer.scale_loss\(loss\)"):
+            opt.apply([jnp.ones(1)], [w])
+        with warnings.catch_warnings(action="error"):
+            opt.apply([jnp.ones(1)], [w])
+
+
+class Custom(keras.Model):
+    """A model with a training step of its own."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self.dense, self.scales = keras.layers.Dense(1), scales
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, state, data):
+        trainable, fixed, optimizer_variables, metrics = state
+        x, y = data
+
+        def loss_fn(trainable, fixed):
+            predicted, fixed = self.stateless_call(trainable, fixed, x)
+            loss = jnp.mean((predicted - y) ** 2)
+            pairs = zip(self.optimizer.variables, optimizer_variables, strict=True)
+            with keras.StatelessScope(state_mapping=list(pairs)):
+                scaled = self.optimizer.scale_loss(loss) if self.scales else loss
+            return scaled, (loss, fixed)
+
+        grads, (loss, fixed) = jax.grad(loss_fn, has_aux=True)(trainable, fixed)
+        trainable, optimizer_variables = self.optimizer.stateless_apply(
+            optimizer_variables, grads, trainable
+        )
+        return {"loss": loss}, (trainable, fixed, optimizer_variables, metrics)
+
+
+def test_a_custom_training_step_is_told_too():
+    """`fit` with a `train_step` of one's own warns if it does not scale the loss."""
+    x, y = np.ones((16, 2), np.float32), np.ones((16, 1), np.float32)
+    for scales in (False, True):
+        model = Custom(scales)
+        model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
+        model(x)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model.fit(x, y, verbose=0)
+        told = [str(w.message) for w in found if NOT_SCALED in str(w.message)]
+        assert len(told) == (not scales)
+
+
+def test_a_scale_that_keras_holds_elsewhere_is_named():
+    """During `fit`, the scale is read in a scope that knows it; else the error says so."""
+    model = model_of()
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
+
+    def read(batch, logs):
+        with pytest.raises(RuntimeError, match="jax_state_sync"):
+            model.optimizer.scale_loss(1.0)
+
+    x, y = data(batches=3)
+    notes = [keras.callbacks.LambdaCallback(on_train_batch_end=read)]
+    model.fit(x, y, 16, verbose=0, callbacks=notes)

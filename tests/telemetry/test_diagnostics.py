@@ -130,6 +130,19 @@ def test_a_run_that_went_back_counts_as_it_went_on(tmp_path):
     assert list(read_run(path).get("loss")) == [1.0, 2.0, 2.0, 3.0]
 
 
+def test_two_writes_for_one_step_are_one_record(tmp_path):
+    """Columns that are written one after the other are all read; a step that is written again, as
+    after a return to a checkpoint, replaces the earlier one."""
+    path = tmp_path / "run.jsonl"
+    with JsonLines(path) as log:
+        for step in (0, 1, 2, 1):
+            log.write(step, loss=float(step))
+            log.write(step, accuracy=0.5)
+    run = read_run(path)
+    assert run.steps.tolist() == [0, 1]
+    assert (run.get("loss").tolist(), run.get("accuracy").tolist()) == ([0.0, 1.0], [0.5, 0.5])
+
+
 def test_what_a_report_says_of_tensors_comes_back(tmp_path):
     """The last report of a file is read, behind the numbers that were written before it."""
     path = tmp_path / "run.jsonl"

@@ -286,3 +286,15 @@ def test_no_parameters_have_no_underflow(compiled):
     assert gs.telemetry(state).applied_steps == 2
     assert gs.report(state, {}).underflow.zero.shape == (0,)
     assert "0 of 2 steps were skipped" in str(gs.report(state, {}))
+
+
+@pytest.mark.parametrize("lost", [("a", "b"), ("b",)])
+def test_gradients_that_are_all_zero_are_no_good_news(lost):
+    """Where nothing of a gradient is left, the report names the tensor, and says where to look."""
+    variables = [gs.Variable(np.ones(4, np.float32), name=name) for name in ("a", "b")]
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=1)
+    opt.apply([np.float32(v.name not in lost) * np.ones(4) for v in variables], variables)
+    text = str(gs.report(opt))
+    which = "every parameter" if len(lost) == 2 else "b"
+    assert f"The gradient of {which} is 0 in all elements" in text
+    assert ("Nothing underflows" in text) == (len(lost) == 1)

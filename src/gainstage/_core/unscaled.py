@@ -43,6 +43,14 @@ _SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 _UNKNOWN: set[str] = set()
 
 
+# By its id, the `applied` of each state that is alive and that an update has taken: an old state.
+UPDATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+OLD = (
+    "{name} got the state of before the update, which tells whether the step before was applied. "
+    "Pass the state that update returned: updates, opt_state = tx.update(grads, opt_state, params)."
+)
+
+
 def mark(scale: Any, *uses: str) -> None:
     """Notes what is done with the loss scale of a state."""
     key = id(scale)
@@ -88,3 +96,4 @@ def forget() -> None:
     """Forgets all scales, as in a new process."""
     _SCALES.clear()
     _UNKNOWN.clear()
+    UPDATED.clear()

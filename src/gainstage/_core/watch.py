@@ -1,5 +1,7 @@
-"""A run that is dead says so: its steps are skipped, one after another, and no weight moves."""
+"""What a loop is told: that the run is dead, or that it compiles the step in each turn."""
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from gainstage._core.warn import warn
 
 EVERY = 64  # steps between two looks
 DEAD = 50  # skipped steps in a row with which a run counts as dead
+REMADE = 10  # steps that are called once each, in a loop
 
 
 class Watch:
@@ -79,3 +82,31 @@ def _message(skipped: int, loss: Any, scale: float) -> str:
         f"is {as_power(scale)}.{why} gainstage.diagnostics.xray(loss_fn, params, *batch) names "
         f"the operation."
     )
+
+
+_CALLED_ONCE: Counter[tuple[Any, Any]] = Counter()  # steps, by the code of loss and transformation
+
+
+class Calls:
+    """Counts the calls of a compiled step, and warns of a loop that creates it in each turn.
+
+    Args:
+        loss_fn, update: the loss and the transformation of the step.
+    """
+
+    def __init__(self, loss_fn: Any, update: Any):
+        code = getattr(getattr(loss_fn, "func", loss_fn), "__code__", None)
+        self._key, self._calls = (code, weakref.ref(update)), 0
+
+    def note(self) -> None:
+        """Notes a call."""
+        if self._calls == 2:
+            return
+        self._calls += 1
+        _CALLED_ONCE[self._key] += 1 if self._calls == 1 else -1
+        if self._calls == 1 and _CALLED_ONCE[self._key] == REMADE:
+            warn(
+                f"{REMADE} steps of gainstage.train_step with the same loss and transformation "
+                f"were called once each, and each was compiled. Create the step before the loop: "
+                f"step = gainstage.train_step(loss_fn, tx)."
+            )

@@ -21,6 +21,7 @@ from gainstage._core.options import DEFAULTS, OPTIONS
 from gainstage._core.scaling import Branch, Scaling, ScalingState
 from gainstage._core.store import Wrapper
 from gainstage._core.types import Given, PyTree
+from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
@@ -115,6 +116,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     """
 
     _applied, _warned = 0, False  # the steps that were applied up to the last fit
+    _has_scaled = False  # whether a loss was multiplied by the scale
 
     def __init__(
         self,
@@ -180,17 +182,37 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     def loss_scale(self) -> jax.Array:
         """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
         `model.jax_state_sync()` first in a callback."""
-        return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
+        self._has_scaled |= is_inside()  # a trace reads it to compute with it
+        if not self.built:
+            return jnp.float32(self.initial_scale)
+        if (
+            self.dynamic_scale._value is None
+            and not keras.src.backend.common.stateless_scope.in_stateless_scope()
+        ):
+            raise RuntimeError(
+                "Expected scale_loss and loss_scale to be called where Keras knows the optimizer's "
+                "variables: in keras.StatelessScope, as compute_loss_and_updates does, or after "
+                "model.jax_state_sync() in a callback."
+            )
+        return self.dynamic_scale.value
 
     def scale_loss(self, loss: ArrayLike) -> jax.Array:
         """Returns the loss times the scale, in float32."""
         self._check_factor()
+        self._has_scaled = True
         return gradients.scaled(loss, self.loss_scale)
 
     def _step(
         self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         self._check_factor()
+        if not self._has_scaled and self.initial_scale != 1:
+            self._has_scaled = True  # warn once
+            warn(
+                f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
+                f"multiplied by it. Differentiate optimizer.scale_loss(loss), as "
+                f"compute_loss_and_updates does."
+            )
         own = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
         place = {id(v): i for i, v in enumerate(self._variables)}

@@ -266,7 +266,9 @@ def _underflow_summary(run: Run) -> list[str]:
         for which in ("error", "unscaled_error")
     )
     scale = _finite(run, "loss_scale")
-    return underflow_summary(error, {} if scale.size and scale[-1] == 1 else unscaled, underflows)
+    unscaled = {} if scale.size and scale[-1] == 1 else unscaled
+    zeros = [name for name, k in known.items() if k.get("zero") == 1]
+    return underflow_summary(error, unscaled, underflows, zeros)
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:

@@ -57,8 +57,9 @@ class Run(NamedTuple):
 def read_run(path: str | Path) -> Run:
     """Reads a run that `JsonLines` wrote.
 
-    If a step is recorded twice, as after a return to a checkpoint, the last record counts, and
-    earlier records of later steps are dropped. Of the lines of `JsonLines.write_report` the last
+    Two records of one step in a row, with different names, are one. Else, if a step is recorded
+    twice, as after a return to a checkpoint, the last record counts, and earlier records of later
+    steps are dropped. Of the lines of `JsonLines.write_report` the last
     counts. So does the last line that describes the run, one per start; files without such a line
     are read too. A line that a killed process or a failed write left incomplete is skipped, with a
     warning unless it is the last.
@@ -77,6 +78,10 @@ def read_run(path: str | Path) -> Run:
     torn: list[int] = []
     made: dict[str, Any] = {}
     for step, record, tensors in _records(Path(path), torn, made):
+        again = record if steps and step == steps[-1] else None
+        if again is not None and again.keys().isdisjoint(records[-1].keys() - {"written_at"}):
+            records[-1] |= again  # two writes for one step
+            continue
         went_back = record is not None and bisect_left(steps, step) < len(steps)
         if went_back or tensors is not None:
             del reports[bisect_left(reports, step, key=itemgetter(0)) :]

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -238,7 +238,10 @@ class Report:
             for errors in (u.error, u.unscaled_error)
         )
         lines += underflow_summary(
-            error, unscaled if u.scale != 1 else {}, bool((u.flushed + u.subnormal).any())
+            error,
+            unscaled if u.scale != 1 else {},
+            bool((u.flushed + u.subnormal).any()),
+            [name for name, zero in zip(self.names, u.zero, strict=True) if zero == 1],
         )
         for name, error, zero, flushed, subnormal, bits in rows[:SHOWN]:
             shares = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
@@ -249,7 +252,10 @@ class Report:
 
 
 def underflow_summary(
-    error: Mapping[str, float], unscaled: Mapping[str, float], underflows: bool
+    error: Mapping[str, float],
+    unscaled: Mapping[str, float],
+    underflows: bool,
+    zeros: Sequence[str] = (),
 ) -> list[str]:
     """Returns sentences: whether float16 loses what matters, with scaling and without.
 
@@ -257,7 +263,17 @@ def underflow_summary(
         error: the rounding error of each tensor, by name, as a share of its root mean square.
         unscaled: the same without scaling; empty if the run does not scale.
         underflows: whether any element is flushed to zero or subnormal.
+        zeros: the tensors whose gradient is 0 in every element.
     """
+    if zeros:
+        every = len(zeros) == len(error)
+        which = "every parameter" if every else ", ".join(zeros[:SHOWN])
+        more = f" and {len(zeros) - SHOWN} more" if not every and len(zeros) > SHOWN else ""
+        lost = (
+            f"The gradient of {which}{more} is 0 in all elements: the loss does not depend on it, "
+            f"or float16 has lost all of it in the backward pass, which gs.diagnostics.xray shows."
+        )
+        return [lost, *([] if every else underflow_summary(error, unscaled, underflows))]
     if math.isinf(_most(error)):
         beyond = max(error, key=lambda name: error[name])
         return [f"Overflow: {beyond} is beyond the largest number of float16."]

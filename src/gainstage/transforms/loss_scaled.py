@@ -28,7 +28,7 @@ from gainstage._core.sharding import (
 )
 from gainstage._core.stats import check_telemetry, leaves_and_none
 from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._core.unscaled import STALE, fault
+from gainstage._core.unscaled import STALE, UPDATED, fault
 from gainstage._core.variable import placed
 from gainstage._core.warn import warn
 from gainstage.rules.adaptive import AdaptiveLossScale
@@ -245,6 +245,8 @@ def loss_scaled_within(
             apply_if=apply_if,
             repeated=scale and scale.repeated,
         )
+        if isinstance(state.applied, jax.Array):
+            UPDATED[id(state.applied)] = state.applied
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,

@@ -16,6 +16,8 @@ from gainstage._core.readings import all_finite
 from gainstage._core.sharding import everywhere, varying_like
 from gainstage._core.types import P, PyTree, R
 from gainstage._core.unscaled import scales_itself
+from gainstage._core.variable import is_tracing
+from gainstage._core.warn import warn
 from gainstage.transforms.replay import traced
 from gainstage.transforms.with_loss_scale import (
     arguments_without_scales,
@@ -25,6 +27,7 @@ from gainstage.transforms.with_loss_scale import (
 )
 
 BACKOFF = 16.0  # a retry divides the scale by it
+EAGER_CALLS = 16  # calls outside of a compiled function
 
 
 def self_scaled(
@@ -82,8 +85,18 @@ def self_scaled(
         args, kwargs = arguments_without_scales((args, kwargs))
         return untyped(*args, **kwargs)
 
+    eager = 0  # calls outside of a compiled function
+
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
+        nonlocal eager
         scales_itself()
+        eager += not is_tracing()
+        if eager == EAGER_CALLS:
+            eager += 1
+            warn(
+                f"A loss of gainstage.self_scaled was called {EAGER_CALLS} times outside of "
+                f"jax.jit, and traced each time. Put the step that differentiates it into jax.jit."
+            )
         loss: Any = program.out_avals[0] if program.out_avals else None
         if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(

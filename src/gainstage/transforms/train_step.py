@@ -55,7 +55,7 @@ from gainstage._core.types import (
 )
 from gainstage._core.unscaled import mark
 from gainstage._core.variable import is_inside
-from gainstage._core.watch import Watch
+from gainstage._core.watch import Calls, Watch
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -179,7 +179,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        self._watch = Watch()
+        self._watch, self._calls = Watch(), Calls(loss_fn, tx.update)
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -207,6 +207,7 @@ class TrainStep(Generic[Params, P, *More]):
                 _explain(error, params, opt_state, batch)
                 raise
             if not is_inside():
+                self._calls.note()
                 new = without_scalars(results[0])[1]
                 self._watch.see(new[0][1], results[1])
                 if donates:

@@ -9,7 +9,9 @@ from gainstage._core.checks import brief
 from gainstage._core.scaled_state import applied_in
 from gainstage._core.sharding import typed_like
 from gainstage._core.types import OptState, PyTree, Scalar, Structure, Tree
+from gainstage._core.unscaled import OLD, UPDATED
 from gainstage._core.variable import Variable
+from gainstage._core.warn import warn
 
 
 def step_was_applied(opt_or_state: OptState) -> jax.Array:
@@ -28,6 +30,14 @@ def step_was_applied(opt_or_state: OptState) -> jax.Array:
     """
     applied = applied_in(opt_or_state)
     return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
+
+
+def _decision(opt_or_state: OptState, caller: str) -> jax.Array:
+    """As `step_was_applied`, with a warning if an update has taken the state already."""
+    applied = step_was_applied(opt_or_state)
+    if UPDATED.get(id(applied)) is applied:
+        warn(OLD.format(name=caller))
+    return applied
 
 
 def keep_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
@@ -65,7 +75,7 @@ def keep_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
         >>> print(params, mean)
         0.0 0.2
     """
-    applied = step_was_applied(opt_or_state)
+    applied = _decision(opt_or_state, "keep_if_applied")
     boxes = [jax.tree.leaves(tree, is_leaf=_is_box) for tree in (new, old)]
     structure: Structure = jax.tree.structure(new)
     if structure != jax.tree.structure(old):
@@ -118,7 +128,7 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         >>> print(updates, gs.apply_updates(params, updates, opt_state))
         -0.5 1.0
     """
-    applied = step_was_applied(opt_state)
+    applied = _decision(opt_state, "apply_updates")
     if isinstance(params, models.Carrier):  # a skipped step lowers the scale
         moved = (params.loss_scale + updates.loss_scale).astype(params.loss_scale.dtype)
         new: PyTree = apply_updates(params.params, updates.params, opt_state)

@@ -1,0 +1,354 @@
+"""The table of misuses: a name, which of the three it is, what is said, and the code."""
+
+STEP = """
+tx = {tx}
+state, step = tx.init(w), gs.train_step(plain, tx)
+for x in ({batches}):
+    w, state, loss = step(w, state, x)
+"""
+# Transformations of which `train_step` and `value_and_grad` see that they could hide an overflow.
+AROUND = {
+    "clip before it": "optax.chain(optax.clip(1.0), gs.loss_scaled(sgd))",
+    "clip_by_global_norm before it": "optax.chain(optax.clip_by_global_norm(1.0), gs.loss_scaled(sgd))",
+    "zero_nans before it": "optax.chain(optax.zero_nans(), gs.loss_scaled(sgd))",
+    "scale_by_sign before it": "optax.chain(optax.scale_by_sign(), gs.loss_scaled(sgd))",
+    "centralize before it": "optax.chain(optax.centralize(), gs.loss_scaled(sgd))",
+    "a masked clip before it": "optax.chain(optax.masked(optax.clip(1.0), True), gs.loss_scaled(sgd))",
+    "clip before it in a chain in a chain": "optax.chain(optax.chain(optax.clip(1.0), gs.loss_scaled(sgd)))",
+    "clip before it in a named chain": "optax.named_chain(('clip', optax.clip(1.0)), ('tx', gs.loss_scaled(sgd)))",
+    "MultiSteps around it": "optax.MultiSteps(gs.loss_scaled(sgd), 2)",
+    "apply_if_finite around it": "optax.apply_if_finite(gs.loss_scaled(sgd), 3)",
+    "masked around it": "optax.masked(gs.loss_scaled(sgd), True)",
+    "multi_transform around it": "optax.multi_transform({'a': gs.loss_scaled(sgd)}, 'a')",
+    "partition around it": "optax.partition({'a': gs.loss_scaled(sgd)}, 'a')",
+    "MultiSteps around a chain of it": "optax.MultiSteps(optax.chain(gs.loss_scaled(sgd), optax.scale(1.0)), 2)",
+}
+# Rules, and what stands inside or behind `loss_scaled`: they train, and skip a bad batch.
+FINE = {
+    "a chain inside": "gs.loss_scaled(optax.chain(optax.clip(1.0), sgd))",
+    "MultiSteps inside": "gs.loss_scaled(optax.MultiSteps(sgd, 2))",
+    "zero_nans inside": "gs.loss_scaled(optax.chain(optax.zero_nans(), sgd))",
+    "apply_if_finite inside": "gs.loss_scaled(optax.apply_if_finite(sgd, 3))",
+    "weight decay behind": "optax.chain(gs.loss_scaled(sgd), optax.add_decayed_weights(-0.1))",
+    "multi_transform inside": "gs.loss_scaled(optax.multi_transform({'a': sgd}, 'a'))",
+    "inject_hyperparams inside": "gs.loss_scaled(optax.inject_hyperparams(optax.sgd)(0.1))",
+    "inject_hyperparams around": "optax.inject_hyperparams(lambda r: gs.loss_scaled(optax.sgd(r)))(0.1)",
+    "an adaptive rule": "gs.loss_scaled(sgd, gs.AdaptiveLossScale())",
+    "a fixed rule": "gs.loss_scaled(sgd, gs.FixedLossScale(8.0))",
+    "a scale of one": "gs.loss_scaled(sgd, gs.FixedLossScale(1.0))",
+    "no rule": "gs.loss_scaled(sgd)",
+    "telemetry": "gs.loss_scaled(sgd, telemetry=True, underflow_every=1)",
+}
+CASES = {
+    f"{name}, in train_step": ("refused", "Write\\s*gainstage.loss_scaled",
+                               STEP.format(tx=tx, batches="1.0,"))
+    for name, tx in AROUND.items()
+}  # fmt: skip
+CASES |= {
+    f"{name}, in value_and_grad": ("refused", "Write\\s*gainstage.loss_scaled", f"""
+tx = {tx}
+gs.value_and_grad(plain, tx.init(w))(w)
+""")
+    for name, tx in AROUND.items()
+}  # fmt: skip
+CASES |= {
+    f"{name}, a bad batch": ("works", "", STEP.format(tx=tx, batches="1.0, NAN, 1.0, jnp.inf") + """
+assert jnp.isfinite(w).all() and (w < 1.0).all(), w
+assert jnp.isfinite(gs.loss_scale(state)), state
+""")
+    for name, tx in FINE.items()
+}  # fmt: skip
+CASES |= {
+    # ── two scales, or none ──────────────────────────────────────────────────────────────────
+    "self_scaled in train_step": ("refused", "two scales", """
+gs.train_step(gs.self_scaled(plain), gs.loss_scaled(sgd))
+"""),
+    "self_scaled in value_and_grad": ("refused", "two scales", """
+gs.value_and_grad(gs.self_scaled(plain), gs.loss_scaled(sgd).init(w))
+"""),
+    "loss_scaled in loss_scaled": ("refused", "a scale within a scale", """
+gs.loss_scaled(gs.loss_scaled(sgd)).init(w)
+"""),
+    "two scaled groups": ("refused", "One loss has one scale", """
+tx = optax.multi_transform({'a': gs.loss_scaled(sgd), 'b': gs.loss_scaled(sgd)}, {'x': 'a', 'y': 'b'})
+gs.loss_scale(tx.init({'x': w, 'y': w}))
+"""),
+    "no loss_scaled at all": ("refused", "Wrap the transformation", """
+gs.train_step(plain, sgd)(w, sgd.init(w))
+"""),
+    "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
+gs.LossScaleOptimizer(gs.LossScaleOptimizer(gs.SGD()))
+"""),
+    "a wrapper around optax's own": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.Optax(optax.sgd(0.1)))
+opt.minimize(lambda: v * v, [v]); assert float(v) < 1
+"""),
+    "jax's gradients": ("warns", "No loss was multiplied", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx.update(jax.grad(plain)(w), state, w)
+"""),
+    "jax's gradients after a print": ("warns", "No loss was multiplied", """
+tx = gs.loss_scaled(sgd); state = tx.init(w); print(gs.loss_scale(state))
+tx.update(jax.grad(plain)(w), state, w)
+"""),
+    "jax's gradients in a compiled step": ("warns", "No loss was multiplied", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, state: tx.update(jax.grad(plain)(w), state, w))
+for _ in range(3): _, state = step(w, state)
+"""),
+    "scale_loss, not divided": ("warns", "loss_scale=gainstage.loss_scale", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx.update(jax.grad(lambda w: gs.scale_loss(plain(w), state))(w), state, w)
+"""),
+    "divided twice": ("warns", "Leave loss_scale= out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+tx.update(gs.value_and_grad(plain, state)(w)[1], state, w, loss_scale=gs.loss_scale(state))
+"""),
+    "by hand": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+grads = jax.grad(lambda w: gs.scale_loss(plain(w), state))(w)
+updates, new = tx.update(grads, state, w, loss_scale=gs.loss_scale(state))
+assert abs(updates + 0.2).max() < 1e-6
+"""),
+    "with_loss_scale without self_scaled": ("warns", "self_scaled", """
+tx = gs.loss_scaled(sgd); params = gs.with_loss_scale(w); state = tx.init(params)
+tx.update(jax.grad(lambda p: plain(p.params))(params), state, params)
+"""),
+    "apply without scale_loss": ("warns", "no loss was multiplied", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
+print(opt.loss_scale)
+for _ in range(3): opt.apply([1.0], [v])
+"""),
+    "float16 times a scale": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
+"""),
+    # ── old and foreign states ───────────────────────────────────────────────────────────────
+    "value_and_grad once before the loop": ("warns", "scale of another state", """
+tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**20)); state = tx.init(w)
+grad_fn = gs.value_and_grad(plain, state)
+for _ in range(5): _, state = tx.update(grad_fn(w)[1], state, w)
+"""),
+    "a step that closes over the first state": ("warns", "scale of another state", """
+tx = gs.loss_scaled(sgd); first = tx.init(w)
+step = jax.jit(lambda w, state: tx.update(gs.value_and_grad(plain, first)(w)[1], state, w))
+state = first
+for _ in range(3): _, state = step(w, state)
+"""),
+    "another model's state": ("warns", "scale of another state", """
+tx = gs.loss_scaled(sgd); one, two = tx.init(w), tx.init(w)
+tx.update(gs.value_and_grad(plain, one)(w)[1], two, w)
+"""),
+    "apply_updates with the old state": ("warns", "state of before the update", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+gs.apply_updates(w, updates, state)
+"""),
+    "keep_if_applied with the old state": ("warns", "state of before the update", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+updates, new = tx.update(gs.value_and_grad(plain, state)(w, NAN)[1], state, w)
+gs.keep_if_applied(w * NAN, w, state)
+"""),
+    "the inner state": ("refused", "tx.init", """
+tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w).inner, w)
+"""),
+    "the state of another rule": ("refused", "The rule of tx", """
+tx, other = gs.loss_scaled(sgd), gs.loss_scaled(sgd, gs.AdaptiveLossScale())
+tx.update(w, other.init(w), w)
+"""),
+    "the state of other parameters": ("refused", "other parameters", """
+tx = gs.loss_scaled(optax.adam(0.1))
+tx.update({'w': w}, tx.init({'v': w}), {'w': w})
+"""),
+    "a donated argument": ("refused", "donate=False", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+step(w, state); step(w, state)
+"""),
+    "no parameters for init": ("refused", "arrays in params", """
+gs.loss_scaled(sgd).init({'w': w, 'activation': jax.nn.relu})
+"""),
+    # ── rules ────────────────────────────────────────────────────────────────────────────────
+    "a live scale as a rule": ("refused", "rule=scale.rule", """
+from gainstage.compat import experimental
+gs.loss_scaled(sgd, experimental.DynamicLossScale())
+"""),
+    "a number as a rule": ("refused", "Expected a gainstage.LossScale", """
+gs.loss_scaled(sgd, 2.0**10)
+"""),
+    "the class as a rule": ("refused", "Expected a gainstage.LossScale", """
+gs.loss_scaled(sgd, gs.DynamicLossScale)
+"""),
+    "a rule and a scale": ("refused", "cannot be combined", """
+gs.LossScaleOptimizer(gs.SGD(), 8.0, rule=gs.AdaptiveLossScale())
+"""),
+    "a scale of 0": ("refused", "initial_loss_scale", """
+gs.DynamicLossScale(0.0)
+"""),
+    "an infinite scale": ("refused", "loss_scale_value", """
+gs.FixedLossScale(float('inf'))
+"""),
+    "a minimum above the maximum": ("refused", "min_scale", """
+gs.DynamicLossScale(min_scale=8.0, max_scale=4.0)
+"""),
+    "update with gradients": ("refused", "update\\(state, finite\\)", """
+gs.DynamicLossScale().update([w])
+"""),
+    "a fixed scale that is loaded": ("works", "", """
+tx, new = (gs.loss_scaled(sgd, gs.FixedLossScale(s)) for s in (2.0**40, 64.0))
+state = tx.init(w); _, state, _ = gs.train_step(plain, new)(w, state)
+assert gs.loss_scale(state) == 64
+"""),
+    "a first step that overflows 100 times": ("works", "", """
+tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**120)); state = tx.init(W)
+step = gs.train_step(half, tx, retries=120)
+W, state, loss = step(W, state, X)
+assert gs.step_was_applied(state) and gs.loss_scale(state) < 2.0**20
+"""),
+    # ── retries ──────────────────────────────────────────────────────────────────────────────
+    "retries with NaN data": ("works", "", """
+tx = gs.loss_scaled(sgd, telemetry=True); state = tx.init(w)
+w, state, _ = gs.train_step(plain, tx, retries=30)(w, state, NAN)
+assert gs.loss_scale(state) == 2.0**14 and gs.telemetry(state).skipped_steps == 1
+"""),
+    "retries with a fixed scale": ("works", "", """
+calls = []
+def loss(w, x): jax.debug.callback(calls.append, x); return half(w, x)
+tx = gs.loss_scaled(sgd, gs.FixedLossScale(2.0**40)); state = tx.init(W)
+W, state, _ = gs.train_step(loss, tx, retries=8)(W, state, X); jax.effects_barrier()
+assert len(calls) == 1, len(calls)
+"""),
+    "a negative number of retries": ("refused", "retries", """
+gs.train_step(plain, gs.loss_scaled(sgd), retries=-1)
+"""),
+    "retries with drop_window": ("refused", "extend", """
+v = gs.Variable(1.0)
+opt = gs.LossScaleOptimizer(gs.SGD(gradient_accumulation_steps=2, on_bad_microbatch='drop_window'))
+opt.minimize(lambda: v * v, [v], retries=2)
+"""),
+    # ── what the loss returns, and what it gets ──────────────────────────────────────────────
+    "a loss that is a vector": ("refused", "scalar loss", """
+tx = gs.loss_scaled(sgd); gs.train_step(lambda w: w, tx)(w, tx.init(w))
+"""),
+    "a forgotten has_aux": ("refused", "has_aux=True", """
+tx = gs.loss_scaled(sgd); gs.train_step(lambda w: (plain(w), 1.0), tx)(w, tx.init(w))
+"""),
+    "a loss of None": ("refused", "scalar loss", """
+tx = gs.loss_scaled(sgd); gs.train_step(lambda w: None, tx)(w, tx.init(w))
+"""),
+    "a string in the batch": ("refused", "functools.partial", """
+tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w), tx)(w, tx.init(w), 'name')
+"""),
+    "float8 states among the parameters": ("refused", "without float8 states", """
+gs.loss_scaled(sgd).init({'w': w, 'fp8': gs.fp8.dot_scaling()})
+"""),
+    "float8 states in the batch": ("warns", "does not update float8 states", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+gs.train_step(lambda w, s: plain(w), tx)(w, state, gs.fp8.dot_scaling())
+"""),
+    "an integer parameter": ("works", "", """
+tx = gs.loss_scaled(sgd); params = {'w': w, 'n': jnp.int32(3)}
+loss, grads = gs.value_and_grad(lambda v: plain(v), tx.init(w))(params['w'])
+assert jnp.isfinite(loss)
+"""),
+    "half-precision parameters": ("works", "", """
+tx = gs.loss_scaled(sgd); p = w.astype(jnp.float16); state = tx.init(p)
+p, state, loss = gs.train_step(plain, tx)(p, state)
+assert p.dtype == jnp.float16 and loss.dtype == jnp.float32
+"""),
+    # ── loops ────────────────────────────────────────────────────────────────────────────────
+    "a step that is made in the loop": ("warns", "Create the step before the loop", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+for _ in range(12): w, state, _ = gs.train_step(plain, tx)(w, state)
+"""),
+    "self_scaled outside of jit": ("warns", "into jax.jit", """
+loss = gs.self_scaled(plain)
+for _ in range(20): w = w - 0.1 * jax.grad(loss)(w)
+"""),
+    "a run without a step": ("warns", "in a row were skipped", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+for _ in range(130): w, state, _ = step(w, state, NAN)
+"""),
+    "an optimizer without a step": ("warns", "in a row were skipped", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
+for _ in range(130): opt.minimize(lambda: v * NAN, [v])
+"""),
+    "a bad batch now and then": ("works", "", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+for i in range(130): w, state, _ = step(w, state, NAN if i % 2 else 1.0)
+"""),
+    "two steps share a state": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+one, two = gs.train_step(plain, tx), gs.train_step(lambda w: 2 * plain(w), tx)
+for step in (one, two, one, two): w, state, _ = step(w, state)
+assert gs.step_was_applied(state)
+"""),
+    # ── optimizers ───────────────────────────────────────────────────────────────────────────
+    "one optimizer in two wrappers": ("refused", "already wrapped", """
+inner = gs.SGD(); one = gs.LossScaleOptimizer(inner); gs.LossScaleOptimizer(inner)
+"""),
+    "a class for an optimizer": ("refused", "optimizer", """
+gs.LossScaleOptimizer(gs.SGD)
+"""),
+    "an optax transformation for an optimizer": ("refused", "optimizer", """
+gs.LossScaleOptimizer(sgd)
+"""),
+    "an option on both": ("refused", "clipnorm", """
+gs.LossScaleOptimizer(gs.SGD(clipnorm=1.0), clipnorm=2.0)
+"""),
+    "two clips": ("refused", "at most one", """
+gs.SGD(clipnorm=1.0, clipvalue=1.0)
+"""),
+    "an unknown variable": ("refused", "built with", """
+v, u = gs.Variable(1.0), gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.apply([1.0], [u])
+"""),
+    "a gradient of another shape": ("refused", "shape", """
+v = gs.Variable(w); gs.SGD().apply([jnp.ones(4)], [v])
+"""),
+    "a string for a rate": ("refused", "learning_rate", """
+gs.SGD('0.1')
+"""),
+    "a read in plain jax.jit": ("refused", "gainstage", """
+v = gs.Variable(1.0); opt = gs.SGD(0.1); opt.build([v])
+jax.jit(lambda: opt.apply([1.0], [v]))()
+"""),
+    "a variable that gs.jit is not told of": ("refused", "state", """
+v = gs.Variable(1.0); opt = gs.SGD(0.1); opt.build([v])
+gs.jit(lambda: opt.apply([1.0], [v]), state=[v])()
+"""),
+    "jnp functions of a variable": ("refused", "value\\(\\)", """
+jnp.sum(gs.Variable(w))
+"""),
+    "a rate that is assigned": ("works", "", """
+v = gs.Variable(1.0); opt = gs.SGD(0.1); opt.build([v]); opt.learning_rate = 0.5
+opt.apply([1.0], [v]); assert float(v) == 0.5
+"""),
+    "decay that is excluded too late": ("refused", "before build", """
+v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
+"""),
+    "accumulation that is set too late": ("refused", "before the optimizer is built", """
+v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2
+"""),
+    "a missing gradient": ("warns", "No gradient for", """
+v, u = gs.Variable(1.0), gs.Variable(1.0); gs.SGD().apply([1.0, None], [v, u])
+"""),
+    "only missing gradients": ("refused", "at least one", """
+v = gs.Variable(1.0); gs.SGD().apply([None], [v])
+"""),
+    # ── models ───────────────────────────────────────────────────────────────────────────────
+    "an NNX model": ("works", "", """
+m = nnx.Linear(4, 1, rngs=nnx.Rngs(0)); before = m.kernel[...] + 0
+tx = gs.loss_scaled(sgd); state = tx.init(m)
+step = gs.train_step(lambda m, x: jnp.mean(m(x) ** 2), tx)
+m, state, loss = step(m, state, X); assert (m.kernel[...] != before).any()
+"""),
+    "autocast inside of train_step": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(W)
+step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), tx)
+W, state, loss = step(W, state, X); assert loss.dtype == jnp.float32
+"""),
+    "autocast around a step": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(W)
+loss, grads = gs.value_and_grad(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), state)(W, X)
+assert grads.dtype == jnp.float32
+"""),
+}  # fmt: skip
