@@ -410,8 +410,9 @@ def file_to_write(word: str) -> Path:
     return Path(word)
 
 
-def between_marks(page: str, results: str) -> str:
-    """A page of the documentation with these results between its two marks."""
-    before, rest = page.split("<!-- results -->\n")
-    _, after = rest.split("<!-- end of results -->")
-    return f"{before}<!-- results -->\n\n{results}\n\n<!-- end of results -->{after}"
+def between_marks(page: str, results: str, name: str = "results") -> str:
+    """A page of the documentation with these results between the two marks of that name."""
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = page.split(f"{start}\n")
+    _, after = rest.split(end)
+    return f"{before}{start}\n\n{results}\n\n{end}{after}"
