@@ -78,7 +78,8 @@ def test_a_retry_is_a_skipped_step_with_the_same_batch():
 def test_injected_overflows_lose_no_batch():
     """Every tenth loss is 2**30 times too large: without retries its batches are lost."""
     batches = [(X, Y, 2.0**30 if i % 10 == 9 else 1.0) for i in range(40)]
-    lost = {n: trained(n, *batches, start=2.0**15)[2].count(False) for n in (0, 40)}
+    rule = gs.DynamicLossScale(2.0**15, min_scale=2.0**-24)
+    lost = {n: trained(n, *batches, rule=rule)[2].count(False) for n in (0, 40)}
     assert lost == {0: 4, 40: 0}
 
 

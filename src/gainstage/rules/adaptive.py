@@ -180,8 +180,9 @@ class AdaptiveLossScale(LossScale):
         held = jnp.where(in_vain, jnp.maximum(back, self.min_scale), state.scale)
         # A probe or retry goes far below the limit, so the ceiling is set in between.
         ceiling = jnp.where(retries, tried * 2.0**6, jnp.where(known, state.scale, first) / 2)
+        scale = jnp.where(lowers, jnp.maximum(lower, self.min_scale), held)
         return state._replace(
-            scale=jnp.where(lowers, jnp.maximum(lower, self.min_scale), held),
+            scale=jnp.minimum(scale, self.max_scale),  # one of another rule's may be beyond
             good_steps=jnp.zeros_like(state.good_steps),
             bad_steps=jnp.where(hopeless, state.bad_steps, jnp.minimum(state.bad_steps, 2**30) + 1),
             ceiling=jnp.where(

@@ -266,12 +266,16 @@ def start(rule: LossScale) -> RuleState:
 def advance(
     rule: LossScale, state: RuleState, finite: jax.Array, **measured: jax.Array
 ) -> RuleState:
-    """Returns the state after a step, with a finite and positive scale whatever the rule returns"""
-    new = rule.update(state, finite, **measured)
-    # Replace NaN, 0 and negative scales, which a loaded state may contain too.
-    before = jnp.where(state.scale > 0, state.scale, rule.init().scale)
-    scale = jnp.where(new.scale > 0, new.scale, before)
+    """Returns the state after a step, with a finite and positive scale whatever the rule returns.
+
+    After a scale that no loss can have, such as a loaded one, comes the rule's first state."""
+    new, first = rule.update(state, finite, **measured), rule.init()
+    scale = jnp.where(new.scale > 0, new.scale, state.scale)
     new = new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
+    if jax.tree.structure(first) != jax.tree.structure(new):  # a fixed rule takes any state
+        first = new._replace(scale=first.scale)
+    usable = (state.scale > 0) & jnp.isfinite(state.scale)
+    new = jax.tree.map(lambda x, begun: jnp.where(usable, x, begun), new, first)
     return jax.tree.map(lambda x, old: jnp.asarray(x, jnp.result_type(old)), new, state)
 
 
