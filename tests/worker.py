@@ -70,7 +70,8 @@ class Training:
 
 
 def retried(mesh, steps):
-    """Steps of a float16 loss from scales that are far too large, in both ways that retry."""
+    """Steps of a float16 loss from scales that are far too large, in both ways that retry; then
+    the scales after one batch of NaN data, with more and more retries."""
     whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
 
     def on_mesh(value, layout):
@@ -93,7 +94,17 @@ def retried(mesh, steps):
         w, opt_state, loss = step(w, opt_state, x)
         scale = gs.loss_scale(opt_state)
         seen.append([*map(float, (loss, scale, jnp.abs(grads).max())), bool(opt_state.applied)])
-    return seen
+    bad = np.ones((16, 16), np.float32)
+    bad[-1, -1] = np.nan  # on one device alone
+    bad, after = on_mesh(bad, rows), []
+    for retries in (0, 8, 30):
+        tx = gs.loss_scaled(optax.adam(0.01))
+        new, opt_state, _ = gs.train_step(loss_fn, tx, retries=retries)(w + 0, tx.init(w), bad)
+        v, opt = gs.Variable(w), gs.LossScaleOptimizer(gs.Adam(0.01))
+        opt.minimize(lambda v=v: loss_fn(v.value(), bad), [v], retries=retries)
+        kept = bool((new == w).all() & (v.value() == w).all())
+        after.append([float(gs.loss_scale(opt_state)), float(opt.loss_scale), kept])
+    return seen, after
 
 
 def mesh_of(shape=(4, 2), count=None):

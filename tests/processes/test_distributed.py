@@ -102,12 +102,15 @@ def test_an_inf_on_one_process_skips_on_all(uninterrupted):
 
 
 def test_processes_retry_together(tmp_path):
-    """One device of two processes overflows: both repeat the step, as often as one process does."""
-    first, other = Run(tmp_path, retried=4).results()
+    """One device of two processes overflows: both repeat the step, as often as one process does. If
+    its data are NaN, one step is skipped and the scale is halved, whatever the retries."""
+    (first, after), (other, other_after) = Run(tmp_path, retried=4).results()
     assert first == other
+    assert after == other_after == [[2.0**14, 2.0**14, True]] * 3
     assert all(applied and np.isfinite(seen).all() for *seen, applied in first)
     assert first[-1][1] < 2.0**40
-    alone = worker.retried(worker.mesh_of((8, 1)), 4)
+    alone, after = worker.retried(worker.mesh_of((8, 1)), 4)
+    assert after == [[2.0**14, 2.0**14, True]] * 3
     np.testing.assert_allclose(np.array(first)[:, :3], np.array(alone)[:, :3], rtol=1e-3)
 
 
