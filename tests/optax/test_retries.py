@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage import diagnostics
 
 from networks import normalised
 
@@ -135,6 +136,28 @@ def test_bad_data_costs_the_scale_one_step(retries):
     np.testing.assert_array_equal(params, W)
     assert gs.loss_scale(opt_state) == 2.0**14
     assert counts(opt_state) == (1, 0)
+
+
+def test_retries_are_told_as_retries(tmp_path):
+    """The report, the records of a run and the alarms know a retry from a lost batch."""
+    tx = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(2.0**40, 1), telemetry=True)
+    step, params, alarms = gs.train_step(loss_fn, tx, retries=40), jnp.array(W), []
+    opt_state = tx.init(params)
+    with (
+        diagnostics.JsonLines(tmp_path / "run.jsonl", every=1) as log,
+        diagnostics.Alarms(gs.DynamicLossScale(2.0**40, 1), alarms.append, every=1) as watch,
+    ):
+        for i in range(40):
+            params, opt_state, loss = step(params, opt_state, X, Y)
+            for writer in (log, watch):
+                writer.write(i, gs.telemetry(opt_state), loss=loss)
+    skipped, retried = counts(opt_state)
+    assert skipped == 0 < retried
+    text = str(gs.report(opt_state, params))
+    assert text.startswith(f"0 of 40 steps were skipped; {retried} tries were repeated")
+    assert diagnostics.read_run(tmp_path / "run.jsonl").get("retried_steps")[-1] == retried
+    assert [alarm.kind for alarm in alarms] == ["retries"]
+    assert "start from a lower one" in alarms[0].message
 
 
 def test_if_no_retry_is_applied_the_scale_is_lowered_once():

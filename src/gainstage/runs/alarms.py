@@ -25,6 +25,7 @@ _BOUNDARY = (
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
     'predicted.astype("float32"), or keep the scale below with {setting}={below}.'
 )
+RETRIED = 16  # steps in a row that were retried
 LOW = 16  # bits between the largest gradient and the limit
 MEMORY = 2000  # steps for which an overflow counts as evidence of the limit
 
@@ -33,7 +34,8 @@ class Alarm(UserWarning):
     """A warning about a run that a person should look at.
 
     Args:
-        kind: "data", "overflow", "loss", "floor", "skips", "headroom", "growth" or "boundary".
+        kind: "data", "overflow", "loss", "floor", "skips", "retries", "headroom", "growth" or
+            "boundary".
         step: the step at which the problem was detected.
         message: what happened, and what to do next.
     """
@@ -57,6 +59,7 @@ class Alarms(Writer):
     - "loss": `AdaptiveLossScale` needs the loss, but does not get it.
     - "floor": the scale is the rule's lowest, and steps are still skipped.
     - "skips": more than a tenth of the last 200 steps were skipped.
+    - "retries": each of the last 16 steps was taken more than once, at a lower scale.
     - "headroom": a scale that cannot fall is within one bit of overflow.
     - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
       and the scale did not rise.
@@ -158,6 +161,7 @@ class _Watch:
         self._row = Streak()  # the latest run of skipped steps
         self._fitted = math.nan  # the scale of the last finite step
         self._has_cause = False  # whether the last step had an alarm for the run of skipped steps
+        self._retried = (0.0, 0)  # the count of retries, and the steps in a row that had one
         self._lost = False  # whether the last step was skipped with a non-finite loss
         self._before = math.nan  # its scale
         self._raised = 0  # steps since the scale last rose
@@ -211,6 +215,7 @@ class _Watch:
                 ("loss", cause if told and kind == "loss" else lowered),
                 ("floor", self._at_floor(scale, finite)),
                 ("skips", self._many_skips(scale)),
+                ("retries", self._many_retries(float(record.get("retried_steps", 0)), scale)),
                 ("headroom", self._no_headroom(scale, finite)),
                 ("growth", self._no_growth(step, scale)),
             )
@@ -291,6 +296,18 @@ class _Watch:
         return (
             f"{len(skips)} of the last {WINDOW} steps were skipped; the scale is "
             f"{as_power(scale)}. {why}."
+        )
+
+    def _many_retries(self, retries: float, scale: float) -> str:
+        before, row = self._retried
+        row = row + 1 if retries > before else 0
+        self._retried = retries, row
+        if row < RETRIED:
+            return ""
+        return (
+            f"each of the last {row} steps was computed more than once, because it overflowed at "
+            f"first. The scale is {as_power(scale)}: start from a lower one, or take a longer "
+            f"increment_period."
         )
 
     def _no_headroom(self, scale: float, finite: bool) -> str:

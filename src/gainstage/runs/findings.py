@@ -93,6 +93,7 @@ def headline(run: Run) -> dict[str, str]:
         "Causes": "{causes}",
         "Finite, but skipped by apply_if": "{vetoed}",
         "Longest run of skipped steps": "{longest}",
+        "Tries that were repeated at a lower scale": "{retried}",
         "Loss scale, first and last": "{scale_first}, {scale_last}",
         "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",
         "Steps at the lowest": "{at_lowest} ({lowest_share:.1%})",

@@ -172,6 +172,9 @@ def measures(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"steps": len(run.steps), "first": run.steps[0], "last": run.steps[-1]}
     if "finite" in run.numbers:
         found |= {"skipped": int(skipped.sum()), "longest": _longest(skipped)}
+    retried = run.get("retried_steps")
+    if _has_numbers(retried) and np.nanmax(retried):
+        found["retried"] = int(np.nanmax(retried))
     if run.vetoed.any():
         found["vetoed"] = int(run.vetoed.sum())
     scale = scale[np.isfinite(scale)]

@@ -178,6 +178,7 @@ class Report:
         counts: an integer array with one row per tensor. Its columns are the number of steps with
             an inf, the number with a NaN, and the first and last such step (-1 if none).
         underflow: an `Underflow`; None without `underflow_every`, or before its first step.
+        retried: the number of tries that were repeated at a lower scale: no batch was lost.
 
     Source: NVIDIA apex issue 192, which requests it.
     """
@@ -187,6 +188,7 @@ class Report:
     names: tuple[str, ...]
     counts: np.ndarray
     underflow: Underflow | None = None
+    retried: int = 0
 
     def tensors(self) -> dict[str, dict[str, float]]:
         """Returns the numbers of each tensor by name, for JSON: `inf`, `nan`, `first`, `last`. With
@@ -204,13 +206,15 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.skipped} of {self.steps} steps were skipped."]
+        if self.retried:
+            lines[0] = f"{lines[0][:-1]}; {self.retried} tries were repeated at a lower scale."
         worst = sorted(zip(self.names, self.counts.tolist(), strict=True), key=_steps, reverse=True)
         hit = [(name, counts) for name, counts in worst if counts[2] >= 0]
         for name, (inf, nan, first, last) in hit[:SHOWN]:
             kinds = "all inf" if not nan else "all NaN" if not inf else f"inf {inf}, NaN {nan}"
             count = f"at least {max(inf, nan)}" if inf and nan else f"{inf + nan}"
             when = f"step {first}" if first == last else f"steps {first} to {last}"
-            lines.append(f"{name}: {count} of {self.skipped}, {kinds}, {when}")
+            lines.append(f"{name}: {count} of {self.skipped + self.retried}, {kinds}, {when}")
         if len(hit) > SHOWN:
             clean = len(worst) - len(hit)
             rest = f"; {clean} others were finite" if clean else ""
@@ -362,7 +366,8 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         lowest = math.inf if lowest >= NEVER else lowest
         lost = Underflow(int(step), scale, exponents.counts, lowest)
     steps, skipped = int(info.applied_steps + info.skipped_steps), int(info.skipped_steps)
-    return Report(steps, skipped, tuple(names), causes, lost)
+    retried = int(info.retried_steps)
+    return Report(steps, skipped, tuple(names), causes, lost, retried)
 
 
 def _observed(opt_or_state: Any) -> Observed:
