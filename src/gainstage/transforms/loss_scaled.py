@@ -55,7 +55,9 @@ def loss_scaled(
     It takes the true gradients that `gainstage.value_and_grad` returns. If one of them is not
     finite, the updates are -0.0 and the state of `tx` does not change. `apply_updates` then keeps
     every weight bit for bit; `optax.apply_updates` may flush subnormal weights to 0. Half-precision
-    gradients and parameters are upcast for `tx`, which keeps its state in float32.
+    gradients and parameters are upcast for `tx`, which keeps its state in float32. But a parameter
+    in float16 loses an update below `2**-11` of it, one in bfloat16 below `2**-8`: keep parameters
+    in float32, and let `autocast` compute in half precision.
 
     Wrap the whole chain, `loss_scaled(optax.chain(...))`. A transformation before it can hide an
     overflow (`optax.clip`) or store it (`optax.MultiSteps`), and inside of `optax.multi_transform`

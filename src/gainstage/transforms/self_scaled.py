@@ -40,6 +40,10 @@ def self_scaled(
     costs time but no batch. Nothing is kept for a retry: memory is that of a step without one. On
     a GPU the host reads one bit at each step, to know whether to retry.
 
+    - Wrap the whole loss, with its mean over a batch. Inside of `jax.vmap` or `jax.lax.scan` it
+      keeps the gradient of each example.
+    - If every step is retried, the scale is too high for it: start lower, or let it adapt with
+      `with_loss_scale`.
     - It is differentiated once, in reverse mode: `jax.jvp` and second derivatives are refused.
     - Only the loss has gradients; of (loss, aux), aux has none.
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
