@@ -19,7 +19,7 @@ from gainstage._core import checks
 from gainstage._core.arrays import strong
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import Fields, explains_arguments
-from gainstage._core.types import Flag, RuleState
+from gainstage._core.types import Flag, RuleState, Structure
 
 
 class ScaleState(NamedTuple):
@@ -272,7 +272,8 @@ def advance(
     new, first = rule.update(state, finite, **measured), rule.init()
     scale = jnp.where(new.scale > 0, new.scale, state.scale)
     new = new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
-    if jax.tree.structure(first) != jax.tree.structure(new):  # a fixed rule takes any state
+    own: Structure = jax.tree.structure(first)
+    if own != jax.tree.structure(new):  # a fixed rule takes any state
         first = new._replace(scale=first.scale)
     usable = (state.scale > 0) & jnp.isfinite(state.scale)
     new = jax.tree.map(lambda x, begun: jnp.where(usable, x, begun), new, first)

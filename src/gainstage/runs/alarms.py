@@ -25,7 +25,7 @@ _BOUNDARY = (
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
     'predicted.astype("float32"), or keep the scale below with {setting}={below}.'
 )
-RETRIED = 16  # steps in a row that were retried
+IN_A_ROW = 16  # steps in a row that were retried
 LOW = 16  # bits between the largest gradient and the limit
 MEMORY = 2000  # steps for which an overflow counts as evidence of the limit
 
@@ -302,7 +302,7 @@ class _Watch:
         before, row = self._retried
         row = row + 1 if retries > before else 0
         self._retried = retries, row
-        if row < RETRIED:
+        if row < IN_A_ROW:
             return ""
         return (
             f"each of the last {row} steps was computed more than once, because it overflowed at "
