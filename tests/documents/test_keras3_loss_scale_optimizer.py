@@ -1470,3 +1470,36 @@ def test_schedule_free_parameters_are_in_the_inner_state():
     scaled_params, scaled_state = trained(gs.loss_scaled(tx), gs.value_and_grad)
     assert averaged(scaled_state.inner, scaled_params).tolist() == averaged(state, params).tolist()
     assert averaged(state, params).tolist() != params.tolist()
+
+
+class Rounded(gs.SGD):
+    """A user's optimizer that ends with whole numbers."""
+
+    def finalize_variable_values(self, var_list):
+        super().finalize_variable_values(var_list)
+        for variable in var_list:
+            variable.assign(jnp.round(variable.value()))
+
+
+def test_the_inner_optimizer_ends_the_training():
+    """`finalize_variable_values` and the names of slots are those of the inner class."""
+
+    class Named(Rounded):
+        def get_slot_names(self):
+            return ["mine"]
+
+    w, opt = gs.Variable(3.0), gs.LossScaleOptimizer(Named(0.1))
+    opt.minimize(lambda: w**2, [w])
+    opt.finalize_variable_values([w])
+    assert (float(w), opt.get_slot_names()) == (2.0, ["mine"])
+
+
+@row(1, "no error: the inner class overrides apply")
+def test_an_inner_class_that_takes_its_own_step_is_refused():
+    """A step of the wrapper does not call it. Difference: it is an error, with what to write."""
+
+    class Half(gs.SGD):
+        def apply(self, grads, trainable_variables=None, **_):
+            super().apply([g * 0.5 for g in grads], trainable_variables)
+
+    failing(TypeError, "Half overrides apply", gs.LossScaleOptimizer, Half(0.1))

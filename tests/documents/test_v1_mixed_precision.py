@@ -726,6 +726,19 @@ def test_a_scale_of_your_own_returns_a_pair():
     assert float(w) == 1.0
 
 
+@row(2, "no error: the class of opt overrides compute_gradients")
+def test_a_class_with_its_own_gradients_is_refused():
+    """The wrapper does not call it. Difference: it is an error, with what to write."""
+
+    class Clipped(v1.GradientDescentOptimizer):
+        def compute_gradients(self, *args, **kwargs):
+            pairs = super().compute_gradients(*args, **kwargs)
+            return [(jnp.clip(g, -1, 1), v) for g, v in pairs]
+
+    with pytest.raises(TypeError, match="between the two calls"):
+        v1.MixedPrecisionLossScaleOptimizer(Clipped(0.1), "dynamic")
+
+
 class Doubling(v1.LossScale):
     """A scale of your own, whose state is a variable."""
 

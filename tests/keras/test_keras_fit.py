@@ -845,3 +845,19 @@ def test_a_scale_that_keras_holds_elsewhere_is_named():
     x, y = data(batches=3)
     notes = [keras.callbacks.LambdaCallback(on_train_batch_end=read)]
     model.fit(x, y, 16, verbose=0, callbacks=notes)
+
+
+@each_inner
+def test_an_optimizer_that_ends_the_training_in_its_own_way_does_so(inner):
+    """`fit` calls `finalize_variable_values` of the inner optimizer's class."""
+
+    class Ended(inner):
+        def finalize_variable_values(self, var_list):
+            for variable in var_list:
+                variable.assign(jnp.zeros(variable.shape))
+
+    model = model_of("float32")
+    model.compile(LossScaleOptimizer(Ended(0.05)), "mse")
+    x, y = data(batches=2)
+    model.fit(x, y, 16, verbose=0)
+    assert all((weight == 0).all() for weight in weights_of(model))

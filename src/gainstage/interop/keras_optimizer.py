@@ -5,7 +5,7 @@
 
 import copy
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gainstage._core.bridge import functional
-from gainstage._core.checks import brief, check_verbs
+from gainstage._core.checks import brief, check_verbs, overrides
 from gainstage._core.configurable import deserialize, family, serialize
 from gainstage._core.options import OPTIONS, Options
 from gainstage._core.signals import deferred_signals
@@ -228,15 +228,17 @@ class KerasOptimizer(Options, Stateless):
         """Applies the optimizer's update to one variable, with an unscaled gradient."""
         if not self.built:
             raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
-        ours, known = self._ours, self._trainable_variables
+        ours = self._ours
         mine = ours.trainable_variables[self._get_variable_index(variable)]
         gradient, rate = jnp.asarray(gradient, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
-        step = functional(
-            lambda: ours._update_one(gradient, mine, rate),
-            (ours.trainable_variables, ours.variables),
-        )
-        values = ([v.value for v in known], [v.value for v in self._mirrors])
-        for variables, results in zip((known, self._mirrors), step(values)[1], strict=True):
+        self._run(lambda: ours._update_one(gradient, mine, rate))
+
+    def _run(self, change: Callable[[], object]) -> None:
+        """Runs what changes the optimizer's variables, on the values of Keras's."""
+        ours, theirs = self._ours, (self._trainable_variables, self._mirrors)
+        pure = functional(change, (ours.trainable_variables, ours.variables))
+        new = pure(tuple([v.value for v in variables] for variables in theirs))[1]
+        for variables, results in zip(theirs, new, strict=True):
             for each, value in zip(variables, results, strict=True):
                 each.assign(value)
 
@@ -321,6 +323,11 @@ class KerasOptimizer(Options, Stateless):
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """Sets the variables to their moving averages, once there are any."""
+        if overrides(self._ours, "finalize_variable_values"):
+            mine = self._ours.trainable_variables
+            chosen = [mine[self._get_variable_index(variable)] for variable in var_list]
+            self._run(lambda: self._ours.finalize_variable_values(chosen))
+            return
         if not self._ours._store.averages or not int(self._iterations.value):
             return
         self._check_variables_are_known(var_list)

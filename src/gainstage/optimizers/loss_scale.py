@@ -300,6 +300,18 @@ class LossScaleOptimizer(Retrying):
         """Excludes variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
+    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
+        """Ends the inner optimizer's training: with `use_ema`, sets variables to their averages."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the inner optimizer's slots."""
+        return self.inner_optimizer.get_slot_names()
+
+    def get_slot(self, var: Variable, slot_name: str) -> Variable:
+        """Returns the inner optimizer's slot of a variable."""
+        return self.inner_optimizer.get_slot(var, slot_name)
+
     def __repr__(self) -> str:
         scale, rule = shown(self._wrapper.state.scale.scale), type(self.rule).__name__
         name = type(self).__name__
