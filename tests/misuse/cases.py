@@ -18,6 +18,7 @@ AROUND = {
     "clip before it in a named chain": "optax.named_chain(('clip', optax.clip(1.0)), ('tx', gs.loss_scaled(sgd)))",
     "MultiSteps around it": "optax.MultiSteps(gs.loss_scaled(sgd), 2)",
     "apply_if_finite around it": "optax.apply_if_finite(gs.loss_scaled(sgd), 3)",
+    "mechanize around it": "optax.contrib.mechanize(gs.loss_scaled(sgd))",
     "masked around it": "optax.masked(gs.loss_scaled(sgd), True)",
     "multi_transform around it": "optax.multi_transform({'a': gs.loss_scaled(sgd)}, 'a')",
     "partition around it": "optax.partition({'a': gs.loss_scaled(sgd)}, 'a')",

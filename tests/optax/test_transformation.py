@@ -797,7 +797,7 @@ tx.update(jax.grad(loss_fn)(w), state, w)
 """,
     "to_optax": """
 tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1))); state = tx.init(w)
-tx.update(jax.grad(loss_fn)(w), state, w)
+tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
 """,
     "restored": """
 import pickle
@@ -885,6 +885,32 @@ def step(w, state):
     return tx.update(gs.value_and_grad(loss_fn, first)(w)[1], state, w)
 step(w, first)
 """),
+    "of to_optax": ("No loss was multiplied", """
+tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1))); state = tx.init(w)
+tx.update(jax.grad(loss_fn)(w), state, w)
+"""),
+    "a constant of a step": ("constant of a compiled function", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+@jax.jit
+def step(w):
+    return tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)[0]
+for _ in range(3): step(w)
+"""),
+    "not in the carry": ("constant of a compiled function", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+def body(w, _):
+    updates, _ = tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
+    return optax.apply_updates(w, updates), None
+jax.lax.scan(body, w, length=3)
+"""),
+    "of another model, compiled": ("scale of another state", """
+tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+@jax.jit
+def step(w, one, two):
+    first, second = (gs.value_and_grad(loss_fn, one)(w)[1] for _ in range(2))
+    return tx.update(second, two, w), tx.update(first, one, w)
+step(w, one, two)
+"""),
     "of another model": ("scale of another state", """
 tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 tx.update(gs.value_and_grad(loss_fn, one)(w)[1], two, w)
@@ -912,6 +938,22 @@ tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 for _ in range(3):
     first, second = (gs.value_and_grad(loss_fn, state)(w)[1] for state in (one, two))
     one, two = tx.update(first, one, w)[1], tx.update(second, two, w)[1]
+""",
+    "two models, compiled": """
+tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+@jax.jit
+def step(w, one, two):
+    first, second = (gs.value_and_grad(loss_fn, state)(w)[1] for state in (one, two))
+    return tx.update(second, two, w)[1], tx.update(first, one, w)[1]
+for _ in range(3): one, two = step(w, one, two)
+""",
+    "in the carry": """
+tx = gs.loss_scaled(optax.sgd(0.1))
+def body(carry, _):
+    w, state = carry
+    updates, state = tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
+    return (optax.apply_updates(w, updates), state), None
+jax.lax.scan(body, (w, tx.init(w)), length=3)
 """,
     "two compiled functions": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)

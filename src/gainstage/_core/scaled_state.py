@@ -55,6 +55,10 @@ _AROUND = {
         "optax.multi_transform(...)",
         "It checks only the gradients that it gets, those of one group.",
     ),
+    "MechanicState": (
+        "optax.contrib.mechanize(tx)",
+        "A skipped step would enter its sums.",
+    ),
     "SAMState": ("optax.contrib.sam(...)", "A skipped step would enter its cache."),
 }
 

@@ -31,6 +31,12 @@ STALE = (
     "gainstage.value_and_grad(loss_fn, opt_state)(params)."
 )
 
+FROZEN = (
+    "The state that this update of gainstage.loss_scaled got is a constant of a compiled function, "
+    "so its loss scale never changes. Make it an argument of that function, and one of its "
+    "results; in jax.lax.scan, a part of the carry."
+)
+
 # By its id, each scale that is alive, with what was done with it:
 #   "true": `value_and_grad` or `train_step` has computed true gradients with it
 #   "waiting": and no update has come with it since
@@ -69,15 +75,18 @@ def scales_itself() -> None:
     _UNKNOWN.add("itself")
 
 
-def fault(scale: Any, divides: bool) -> str | None:
+def fault(scale: Any, divides: bool, traced: bool) -> str | None:
     """What is wrong with the gradients of an update, as far as can be known.
 
     Args:
         scale: the loss scale of the state that the update gets.
         divides: whether the update divides the gradients by a loss scale.
+        traced: whether it is inside of a trace.
     """
     _, uses = _SCALES.get(id(scale), (None, set[str]()))
     uses.discard("waiting")
+    if "constant" in uses and traced:
+        return FROZEN
     if "true" in uses:
         return TWICE if divides else None
     if divides or "used" in uses:
@@ -85,11 +94,16 @@ def fault(scale: Any, divides: bool) -> str | None:
     if "multiplied" in uses:
         return None if "read" in uses else NOT_DIVIDED
     for other, known in _SCALES.values():
-        eager = "waiting" in known and not isinstance(scale, Tracer)
-        if "constant" in known or (eager and not isinstance(other(), Tracer)):
+        if "constant" in known or ("waiting" in known and _of_one_trace(scale, other())):
             return STALE
     waiting = any("waiting" in known for _, known in _SCALES.values())
     return None if _UNKNOWN or waiting else NOT_SCALED
+
+
+def _of_one_trace(scale: Any, other: Any) -> bool:
+    """Whether both scales are arrays, or tracers of one trace."""
+    kinds = isinstance(scale, Tracer), isinstance(other, Tracer)
+    return kinds == (False, False) or (all(kinds) and scale._trace is other._trace)
 
 
 def forget() -> None:

@@ -33,6 +33,9 @@ from gainstage.rules.base import LossScale, Rule, as_rule, keras_rule, start
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
 
 
+FAR = 2.0**16  # a fall of the scale in one fit that no search explains
+
+
 def keep_if_applied(model: Any) -> Any:
     """Makes `fit` keep all state of a model on a skipped step, not only the trained variables.
 
@@ -116,6 +119,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     """
 
     _applied, _warned = 0, False  # the steps that were applied up to the last fit
+    _scale = 0.0  # after it
     _has_scaled = False  # whether a loss was multiplied by the scale
 
     def __init__(
@@ -280,7 +284,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         """Sets the variables to the inner optimizer's moving averages, if it keeps them.
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
-        time, and the scale has fallen as low as its rule lets it."""
+        time, and the scale has fallen to its minimum, or by `2**16`."""
         count = self.inner_optimizer._iterations
         if self.built and (count._value is None or not self._applied_now(int(count.value))):
             return  # a fit has failed, or there is no average before the first step
@@ -293,12 +297,14 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         """Warns of a fit that is dead: see `Watch`, whose flags are inside of Keras's program."""
         before, self._applied = self._applied, applied
         scale = float(self.loss_scale)
-        fallen = scale <= getattr(self.rule, "min_scale", 0.0)
+        begun = self._scale or self.initial_scale
+        fallen = scale <= max(getattr(self.rule, "min_scale", 0.0), begun / FAR)
+        self._scale = scale
         if self._applied == before and fallen and not self._warned:
             self._warned = True
             warn(
-                f"No step since the last fit was applied, and the loss scale has fallen to its "
-                f"minimum, {as_power(scale)}. Look at the data, the learning rate and the loss; "
+                f"No step since the last fit was applied, and the loss scale has fallen to "
+                f"{as_power(scale)}. Look at the data, the learning rate and the loss; "
                 f"LogLossScale says in which epoch it began."
             )
         return applied

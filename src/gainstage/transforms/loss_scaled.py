@@ -28,8 +28,8 @@ from gainstage._core.sharding import (
 )
 from gainstage._core.stats import check_telemetry, leaves_and_none
 from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._core.unscaled import STALE, UPDATED, fault
-from gainstage._core.variable import placed
+from gainstage._core.unscaled import FROZEN, STALE, UPDATED, fault
+from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
@@ -122,7 +122,6 @@ def loss_scaled(
         underflow_every,
         clip=None,
         sums_in=_sums_of_multi_steps,
-        warns=True,
         over=axis_names(shard_state_over),
     )
 
@@ -135,7 +134,6 @@ def loss_scaled_within(
     *,
     clip: gradients.Clip | None,
     sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
-    warns: bool = False,
     over: tuple[str, ...] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """`loss_scaled` of a transformation that clips: a non-finite norm skips a step too.
@@ -145,7 +143,6 @@ def loss_scaled_within(
         clip: how the transformation clips.
         sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
             gradients are added; the sums must be finite. Empty if there are none.
-        warns: whether to warn once if no loss was scaled before an update.
         over: the mesh axes of `shard_state_over`.
     """
     starts_at_own = rule is not None  # rather than at the scale that the parameters carry
@@ -154,7 +151,7 @@ def loss_scaled_within(
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
-    warns = warns and rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
+    warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
     told: set[str] = set()  # the warnings that were given
     is_fixed = isinstance(rule, FixedLossScale)
 
@@ -192,8 +189,10 @@ def loss_scaled_within(
             raise _wrong_state(state)
         if own != jax.tree.structure(state.loss_scale) and not is_fixed:
             raise _wrong_rule(rule, state.loss_scale)
-        wrong = fault(state.loss_scale.scale, loss_scale is not None) if warns else None
-        if wrong and wrong not in told and not (wrong == STALE and is_fixed):
+        divides, wrong = loss_scale is not None, None
+        if warns:
+            wrong = fault(state.loss_scale.scale, divides, is_inside())
+        if wrong and wrong not in told and not (wrong in (STALE, FROZEN) and is_fixed):
             told.add(wrong)
             warn(wrong)
         scale = None
