@@ -76,10 +76,9 @@ def is_documentation(item):
 
 
 @pytest.fixture(autouse=True)
-def as_in_a_new_process(request):
-    """In what users read, a loss of another page that scales itself silences nothing."""
-    if is_documentation(request.node):
-        forget()
+def as_in_a_new_process():
+    """What a loss of another test or page was scaled by says nothing here."""
+    forget()
 
 
 def as_users(node):

@@ -84,10 +84,10 @@ def value_and_grad(
     scale = state_to_scale_by(opt_state).loss_scale.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
-        constant = not isinstance(scale, Tracer) and is_tracing()
-        mark(scale, "true", "waiting", *["constant"] * constant)
         differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
+        constant = not isinstance(scale, Tracer) and is_tracing()
+        mark(scale, "true", "waiting", *["constant"] * constant)
         return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
 
     return true
