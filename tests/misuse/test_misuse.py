@@ -59,6 +59,7 @@ def test_it_works_or_says_what_is_wrong(kind, match, code):
         assert len(told) == 1, told
         assert re.search(match, told[0], re.S), told[0]
         assert len(told[0]) <= 600
+        assert found[0].filename == "<string>"  # the line of the user, not one inside of a library
 
 
 def test_the_table_is_one():

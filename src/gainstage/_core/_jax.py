@@ -54,6 +54,7 @@ __all__ = [
     "refuse_as_argument",
     "return_to_trace",
     "source_info_util",
+    "trace_of",
     "user_frames",
     "with_layout_constraint",
 ]
@@ -74,6 +75,11 @@ def return_to_trace() -> Callable[[], AbstractContextManager[None]]:
     inside of a loop's body or another function that is traced later."""
     trace = core.trace_ctx.trace
     return lambda: core.set_current_trace(trace)
+
+
+def trace_of(tracer: Any) -> object:
+    """The trace that a tracer belongs to."""
+    return tracer._trace
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], NoReturn]) -> None:

@@ -17,7 +17,6 @@ from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import assign_if
 from gainstage._core.saving import wrong_count
 from gainstage._core.step import StepInputs
-from gainstage._core.types import Given
 from gainstage._core.variable import Variable
 from gainstage._core.watch import Watch
 
@@ -104,31 +103,22 @@ class Runner:
             scale: a function that returns the loss scale.
         """
         inside = any([variable._traces for variable in variables])
+        if not inside:
+            self._watch.look(scale)
         if inside:
             self._kind = None  # the shardings of traced gradients were not checked
             applied = apply(inputs)  # already inside a traced function
+        elif version is None:
+            applied = run(apply, (variables, weights), inputs)
         else:
-            self._watch.look(scale)
-            applied = self._outside(apply, variables, weights, inputs, version)
-            if applied is not None and inputs.apply_if is None:
-                self._watch.see(applied, loss)
+            if self.program is None or self._version != (version, len(variables)):
+                self.program = jit(_weakly(apply), (variables, weights), donate=True)
+                self._version = (version, len(variables))
+            applied = self.program(inputs)
+        if not inside and applied is not None and inputs.apply_if is None:
+            self._watch.see(applied, loss)
         if self._decisions is not None:
             self._decisions.append(applied)
-
-    def _outside(
-        self,
-        apply: Callable[..., Any],
-        variables: list[Variable],
-        weights: list[Variable],
-        inputs: StepInputs,
-        version: int | None,
-    ) -> Given:
-        if version is None:
-            return run(apply, (variables, weights), inputs)
-        if self.program is None or self._version != (version, len(variables)):
-            self.program = jit(_weakly(apply), (variables, weights), donate=True)
-            self._version = (version, len(variables))
-        return self.program(inputs)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

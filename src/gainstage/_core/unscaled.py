@@ -7,7 +7,7 @@ done with it tells what the gradients are that come with it to `update`.
 import weakref
 from typing import Any
 
-from gainstage._core._jax import Tracer
+from gainstage._core._jax import Tracer, trace_of
 
 NOT_SCALED = (
     "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
@@ -30,7 +30,6 @@ STALE = (
     "state, which never changes. In each step, compute them with the state that update gets: "
     "gainstage.value_and_grad(loss_fn, opt_state)(params)."
 )
-
 FROZEN = (
     "The state that this update of gainstage.loss_scaled got is a constant of a compiled function, "
     "so its loss scale never changes. Make it an argument of that function, and one of its "
@@ -47,8 +46,6 @@ _SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 # Why an update may be right although nothing is known of its scale: a loss has scaled "itself", or
 # a scale was "lost": it was used in one trace, and the update is in another.
 _UNKNOWN: set[str] = set()
-
-
 # By its id, the `applied` of each state that is alive and that an update has taken: an old state.
 UPDATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 OLD = (
@@ -103,7 +100,7 @@ def fault(scale: Any, divides: bool, traced: bool) -> str | None:
 def _of_one_trace(scale: Any, other: Any) -> bool:
     """Whether both scales are arrays, or tracers of one trace."""
     kinds = isinstance(scale, Tracer), isinstance(other, Tracer)
-    return kinds == (False, False) or (all(kinds) and scale._trace is other._trace)
+    return kinds == (False, False) or (all(kinds) and trace_of(scale) is trace_of(other))
 
 
 def forget() -> None:

@@ -1,7 +1,6 @@
 """A whole train step as one compiled program, for optax loops."""
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import (
@@ -55,6 +54,7 @@ from gainstage._core.types import (
 )
 from gainstage._core.unscaled import mark
 from gainstage._core.variable import is_inside
+from gainstage._core.warn import warn
 from gainstage._core.watch import Calls, Watch
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
@@ -270,11 +270,10 @@ class TrainStep(Generic[Params, P, *More]):
     ) -> tuple[Any, ...]:
         opt_state = with_scalars(opt_state, scalars)
         if (place := fp8.place_of_state(batch)) is not None:
-            warnings.warn(
+            warn(
                 f"train_step does not update float8 states, so the factors in `batch{place}` stay "
                 f"as they are. Write the step with value_and_grad(argnums=(0, 1)) and "
-                f"gainstage.fp8.update.",
-                stacklevel=2,
+                f"gainstage.fp8.update."
             )
         first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:
