@@ -286,15 +286,21 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
         time, and the scale has fallen to its minimum, or by `2**16`."""
         count = self.inner_optimizer._iterations
-        if self.built and (count._value is None or not self._applied_now(int(count.value))):
-            return  # a fit has failed, or there is no average before the first step
+        if self.built and count._value is None:
+            return  # a fit has failed, and left no values
+        if self.built:
+            self._look(int(count.value))
+            if not self._applied:
+                return  # there is no average before the first step
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
 
-    def _applied_now(self, applied: int) -> int:
-        """Warns of a fit that is dead: see `Watch`, whose flags are inside of Keras's program."""
+    def _look(self, applied: int) -> None:
+        """Warns of a fit that is dead, by the number of steps that were applied so far.
+
+        The flags that `Watch` reads are inside of Keras's program."""
         before, self._applied = self._applied, applied
         scale = float(self.loss_scale)
         begun = self._scale or self.initial_scale
@@ -307,7 +313,6 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 f"{as_power(scale)}. Look at the data, the learning rate and the loss; "
                 f"LogLossScale says in which epoch it began."
             )
-        return applied
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""
