@@ -260,6 +260,22 @@ def test_a_writer_that_fails_for_long_keeps_the_last_records(monkeypatch):
         run.close()
 
 
+def test_a_program_that_ends_without_close_loses_no_record(tmp_path):
+    """Python writes what waits when it exits, also after an exception."""
+    path = tmp_path / "run.jsonl"
+    code = """
+import sys
+from gainstage.diagnostics import JsonLines
+run = JsonLines(sys.argv[1])
+run.write(0, loss=0.5)
+run.write(1, loss=0.25)
+raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")
+    np.testing.assert_array_equal(read_run(path).get("loss"), [0.5, 0.25])
+
+
 def test_a_variable_is_written_as_it_is_then():
     """What a variable holds is taken when it is written, not when it is read."""
     rate = gs.Variable(0.5)

@@ -1,6 +1,7 @@
 """Writers: record the numbers of steps, and read many steps at a time from the device."""
 
 import abc
+import atexit
 import json
 import math
 import time
@@ -46,6 +47,7 @@ class Writer(abc.ABC):
         self._waiting: list[Record] = []
         self._unwritten: list[Record] = []  # read, but not written yet
         self._failed = False  # whether the last write failed
+        atexit.register(self.close)  # for a program that ends without it
 
     @abc.abstractmethod
     def put(self, records: list[Record]) -> None:
@@ -121,7 +123,11 @@ class Writer(abc.ABC):
                 )
 
     def close(self) -> None:
-        """Writes all recorded numbers and ends; warns if some could not be written."""
+        """Writes all recorded numbers and ends; warns if some could not be written.
+
+        Python calls it when it exits, if nobody has.
+        """
+        atexit.unregister(self.close)
         self.flush()
         lost, self._unwritten = len(self._unwritten), []
         if lost:
