@@ -115,6 +115,29 @@ assert abs(updates + 0.2).max() < 1e-6
 tx = gs.loss_scaled(sgd); params = gs.with_loss_scale(w); state = tx.init(params)
 tx.update(jax.grad(lambda p: plain(p.params))(params), state, params)
 """),
+    "a rule beside self_scaled": ("warns", "with_loss_scale", """
+tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.self_scaled(plain)
+tx.update(jax.jit(jax.grad(loss))(w), state, w)
+"""),
+    "self_scaled, and no rule": ("works", "", """
+tx = gs.loss_scaled(sgd); state, loss = tx.init(w), gs.self_scaled(plain)
+tx.update(jax.jit(jax.grad(loss))(w), state, w)
+"""),
+    "a rule beside self_scaled, with_loss_scale": ("works", "", """
+p = gs.with_loss_scale(w)
+tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(p), gs.self_scaled(plain)
+tx.update(jax.jit(jax.grad(loss))(p), state, p)
+"""),
+    "float8 states under self_scaled": ("works", "", """
+state, many = gs.fp8.dot_scaling(), 500 * W
+loss = lambda w, s: plain(gs.fp8.dot(X, w, s))
+one, two = (jax.jit(jax.grad(f, (0, 1)))(many, state)[1] for f in (loss, gs.self_scaled(loss)))
+assert one.w.seen.clamped == two.w.seen.clamped == 4
+"""),
+    "train_step inside of pmap": ("warns", "sharded over a mesh", """
+tx = gs.loss_scaled(sgd); each = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 2), tree)
+jax.pmap(gs.train_step(plain, tx))(each(w), each(tx.init(w)), jnp.ones(2))
+"""),
     "apply without scale_loss": ("warns", "no loss was multiplied", """
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
 print(opt.loss_scale)
@@ -149,6 +172,25 @@ gs.apply_updates(w, updates, state)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 updates, new = tx.update(gs.value_and_grad(plain, state)(w, NAN)[1], state, w)
 gs.keep_if_applied(w * NAN, w, state)
+"""),
+    "a decision by the old state": ("warns", "state of before the update", """
+tx = gs.loss_scaled(sgd)
+def step(w, state):
+    updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+    return gs.apply_updates(w, updates, new), new, gs.step_was_applied(state)
+jax.jit(step)(w, tx.init(w))
+"""),
+    "a state that train_step returns in vain": ("warns", "returns the new opt_state", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+for _ in range(12): w, _, loss = step(w, state)
+"""),
+    "a state that update returns in vain": ("warns", "returns the new opt_state", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+for _ in range(12): tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+"""),
+    "a learning-rate search from one state": ("works", "", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+for rate in (0.1, 0.2, 0.3): step(w * rate, state)
 """),
     "the inner state": ("refused", "tx.init", """
 tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w).inner, w)
@@ -211,12 +253,16 @@ tx = gs.loss_scaled(sgd, telemetry=True); state = tx.init(w)
 w, state, _ = gs.train_step(plain, tx, retries=30)(w, state, NAN)
 assert gs.loss_scale(state) == 2.0**14 and gs.telemetry(state).skipped_steps == 1
 """),
-    "retries with a fixed scale": ("works", "", """
+    "retries with a fixed scale": ("warns", "leave `retries` out", """
 calls = []
 def loss(w, x): jax.debug.callback(calls.append, x); return half(w, x)
 tx = gs.loss_scaled(sgd, gs.FixedLossScale(2.0**40)); state = tx.init(W)
 W, state, _ = gs.train_step(loss, tx, retries=8)(W, state, X); jax.effects_barrier()
 assert len(calls) == 1, len(calls)
+"""),
+    "retries of an optimizer with a fixed scale": ("warns", "leave `retries` out", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(), rule=gs.FixedLossScale(8.0))
+for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
 """),
     "a negative number of retries": ("refused", "retries", """
 gs.train_step(plain, gs.loss_scaled(sgd), retries=-1)
@@ -251,7 +297,7 @@ tx = gs.loss_scaled(sgd); params = {'w': w, 'n': jnp.int32(3)}
 loss, grads = gs.value_and_grad(lambda v: plain(v), tx.init(w))(params['w'])
 assert jnp.isfinite(loss)
 """),
-    "half-precision parameters": ("works", "", """
+    "half-precision parameters": ("warns", "gainstage.autocast", """
 tx = gs.loss_scaled(sgd); p = w.astype(jnp.float16); state = tx.init(p)
 p, state, loss = gs.train_step(plain, tx)(p, state)
 assert p.dtype == jnp.float16 and loss.dtype == jnp.float32

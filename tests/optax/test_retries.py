@@ -168,6 +168,7 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once():
     assert counts(opt_state) == (1, 3)
 
 
+@pytest.mark.filterwarnings("ignore:Retries have no effect")
 @pytest.mark.parametrize(
     "rule", [gs.FixedLossScale(2.0**40), gs.DynamicLossScale(2.0**40, min_scale=2.0**40)]
 )

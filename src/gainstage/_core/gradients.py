@@ -13,6 +13,7 @@ from jax.dtypes import float0
 from jax.sharding import Sharding
 
 from gainstage._core._jax import Layout, Tracer, with_layout_constraint
+from gainstage._core.arrays import partition
 from gainstage._core.types import PyTree, Scalar
 from gainstage._core.variable import Variable, placed
 from gainstage.fp8 import Seen
@@ -123,6 +124,18 @@ def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
         value = value if jnp.iscomplexobj(value) else value.astype(dtype)
         true.append(value * inverse(dtype).astype(value.dtype))
     return jax.tree.unflatten(structure, true)
+
+
+def places_of_counts(tree: PyTree) -> set[int]:
+    """Which arrays of a pytree are counts of float8 casts, as indices in its `partition`."""
+    places: set[int] = set()
+    count = 0
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Seen)):
+        arrays = partition(node)[0]
+        if isinstance(node, Seen):
+            places.update(range(count, count + len(arrays)))
+        count += len(arrays)
+    return places
 
 
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:

@@ -1,6 +1,7 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ from gainstage._core.checks import brief
 from gainstage._core.stats import Observed
 from gainstage._core.types import OptState, PyTree, RuleState
 from gainstage._core.variable import Variable
+from gainstage.rules.base import LossScale
+
+# The rule of each transformation of `loss_scaled`, by its `update`.
+RULE_OF: weakref.WeakKeyDictionary[Callable[..., Any], LossScale] = weakref.WeakKeyDictionary()
 
 
 class LossScaledState(NamedTuple):

@@ -23,6 +23,10 @@ from gainstage._core.types import Given, PyTree, RuleState
 from gainstage._core.variable import is_inside
 from gainstage.rules.base import LossScale, advance
 
+NO_RETRY = (
+    "Retries have no effect with a fixed loss scale: a step is taken again at the scale that the "
+    "rule has lowered. Use gainstage.DynamicLossScale(), or leave `retries` out."
+)
 Update = Callable[..., tuple[Any, PyTree]]  # (state, mask) -> (result, state)
 Taken = tuple[Any, PyTree, jax.Array]  # the result, the state, and whether it was updated
 Due = tuple[Given, jax.Array]  # whether the scale is updated (None: always), and as if finite

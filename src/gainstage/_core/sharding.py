@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import ArrayLike
 
 from gainstage._core._jax import Tracer
-from gainstage._core.types import PyTree, Tree
-from gainstage._core.variable import Variable
+from gainstage._core.arrays import ARRAYS
+from gainstage._core.types import OptState, PyTree, Structure, Tree
+from gainstage._core.variable import Variable, is_inside
 
 UNDIVIDED = 1024  # elements: smaller state is not sharded further
 
@@ -239,3 +240,39 @@ def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
             raise ValueError(
                 f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
             )
+
+
+class Shardings(NamedTuple):
+    """The shardings of the arrays of a model and of an optimizer's state."""
+
+    leaves: tuple[Any, ...]
+    structure: Structure  # of (arrays, state)
+
+    def of_arrays(self) -> tuple[Any, ...]:
+        """The shardings of the arrays, if all are on a mesh."""
+        arrays, _ = self.structure.unflatten(self.leaves)
+        return tuple(arrays) if all(isinstance(s, NamedSharding) for s in arrays) else ()
+
+
+def on_one_mesh(
+    arrays: list[Any], opt_state: OptState, batch: PyTree
+) -> tuple[list[Any], OptState, Shardings | None]:
+    """The arrays and the state on the mesh of any argument, with their shardings.
+
+    An array on no chosen device is replicated. JAX would do so too, but compile the next step
+    again, which gets it back from the mesh.
+    """
+    everywhere = None if is_inside() else replicated_like((arrays, opt_state, batch))
+    if everywhere is None:
+        return arrays, opt_state, None
+    structure: Structure
+    leaves, structure = jax.tree.flatten((arrays, opt_state))
+    shardings = [
+        x.sharding if on_mesh(x) or getattr(x, "committed", False) else everywhere for x in leaves
+    ]
+    leaves = [
+        jax.device_put(x, everywhere) if sharding is everywhere and isinstance(x, ARRAYS) else x
+        for x, sharding in zip(leaves, shardings, strict=True)
+    ]
+    arrays, opt_state = structure.unflatten(leaves)
+    return arrays, opt_state, Shardings(tuple(shardings), structure)

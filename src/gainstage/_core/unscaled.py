@@ -30,6 +30,12 @@ STALE = (
     "state, which never changes. In each step, compute them with the state that update gets: "
     "gainstage.value_and_grad(loss_fn, opt_state)(params)."
 )
+NO_USE = (
+    "The rule of this gainstage.loss_scaled has no effect: the loss of gainstage.self_scaled keeps "
+    "a scale of its own. For a scale that follows the rule, train parameters that carry it: "
+    "params = gainstage.with_loss_scale(params). For a fixed one, write "
+    "gainstage.self_scaled(loss_fn, scale), and leave the rule out."
+)
 FROZEN = (
     "The state that this update of gainstage.loss_scaled got is a constant of a compiled function, "
     "so its loss scale never changes. Make it an argument of that function, and one of its "
@@ -72,13 +78,14 @@ def scales_itself() -> None:
     _UNKNOWN.add("itself")
 
 
-def fault(scale: Any, divides: bool, traced: bool) -> str | None:
+def fault(scale: Any, divides: bool, traced: bool, ruled: bool) -> str | None:
     """What is wrong with the gradients of an update, as far as can be known.
 
     Args:
         scale: the loss scale of the state that the update gets.
         divides: whether the update divides the gradients by a loss scale.
         traced: whether it is inside of a trace.
+        ruled: whether its user has chosen a rule for a scale that no parameters carry.
     """
     _, uses = _SCALES.get(id(scale), (None, set[str]()))
     uses.discard("waiting")
@@ -94,6 +101,8 @@ def fault(scale: Any, divides: bool, traced: bool) -> str | None:
         if "constant" in known or ("waiting" in known and _of_one_trace(scale, other())):
             return STALE
     waiting = any("waiting" in known for _, known in _SCALES.values())
+    if ruled and not waiting and {"itself"} == _UNKNOWN:
+        return NO_USE
     return None if _UNKNOWN or waiting else NOT_SCALED
 
 

@@ -84,6 +84,34 @@ def _message(skipped: int, loss: Any, scale: float) -> str:
     )
 
 
+class Repeats:
+    """Sees a loop whose steps all start from one state, because none is passed on.
+
+    Args:
+        name: what takes the steps.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._steps = name, 0
+        self._last: weakref.ref[Any] | None = None  # the flag of the last step
+
+    def note(self, applied: Any) -> None:
+        """Notes a step.
+
+        Args:
+            applied: the flag of the state that it started from, an array.
+        """
+        if self._last is None or self._last() is not applied:
+            self._last, self._steps = weakref.ref(applied), 0
+        self._steps += 1
+        if self._steps == REMADE:
+            warn(
+                f"{REMADE} calls of {self._name} in a row got the same opt_state, so neither the "
+                f"loss scale nor the state of the optimizer changes. Pass on what each call "
+                f"returns: {self._name} returns the new opt_state."
+            )
+
+
 _CALLED_ONCE: Counter[tuple[Any, Any]] = Counter()  # steps, by the code of loss and transformation
 
 

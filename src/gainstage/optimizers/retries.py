@@ -10,10 +10,12 @@ from jax import lax
 from gainstage._core import checks
 from gainstage._core.bridge import assign, functional, read, write
 from gainstage._core.of_loss import VarList
-from gainstage._core.scaling import may_help
+from gainstage._core.scaling import NO_RETRY, may_help
 from gainstage._core.types import Aux, Scalar
 from gainstage._core.variable import is_tracing
+from gainstage._core.warn import warn
 from gainstage.optimizers.base import Optimizer
+from gainstage.rules.base import FixedLossScale
 
 
 class Retrying(Optimizer):
@@ -21,6 +23,7 @@ class Retrying(Optimizer):
 
     _is_base = True
     _wrapper: Any
+    _told = False  # that retries have no effect
 
     @overload
     def minimize(
@@ -91,6 +94,9 @@ class Retrying(Optimizer):
                 "Expected on_bad_microbatch='extend' with retries; got 'drop_window', which drops "
                 "the window of a microbatch that a retry would mend."
             )
+        if isinstance(getattr(self, "rule", None), FixedLossScale) and not self._told:
+            self._told = True
+            warn(NO_RETRY)
         changed, rule = list(self._store.index), self._wrapper.state.scale
         scales = jax.tree.leaves(rule)
 

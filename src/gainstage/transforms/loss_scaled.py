@@ -1,6 +1,5 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +10,9 @@ from jax import lax
 from jax.dtypes import float0
 from jax.sharding import NamedSharding, Sharding
 
-from gainstage import fp8
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
-from gainstage._core.checks import brief
-from gainstage._core.scaled_state import LossScaledState, states_in
+from gainstage._core.scaled_state import RULE_OF, LossScaledState, states_in
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.sharding import (
     axis_names,
@@ -31,8 +28,15 @@ from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Tra
 from gainstage._core.unscaled import FROZEN, STALE, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
-from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, Rule, as_rule, start
+from gainstage._core.watch import Repeats
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
+from gainstage.transforms.refusals import (
+    check_leaves,
+    explain,
+    half_in,
+    wrong_rule,
+    wrong_state,
+)
 from gainstage.transforms.with_loss_scale import (
     WithLossScaleState,
     carried,
@@ -152,13 +156,16 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
     warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
-    told: set[str] = set()  # the warnings that were given
+    told, repeats = set[str](), Repeats("tx.update")  # the warnings that were given, and one more
     is_fixed = isinstance(rule, FixedLossScale)
 
     def init(params: PyTree) -> LossScaledState:
         carries = scale_at_first(params)
         params = models.trainable(params)
-        _check_leaves(params)
+        check_leaves(params)
+        if (half := half_in(params)) and half not in told:
+            told.add(half)
+            warn(half)
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
@@ -186,12 +193,13 @@ def loss_scaled_within(
         own: Structure = jax.tree.structure(rule.init())
         ours = isinstance(state, LossScaledState)
         if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
-            raise _wrong_state(state)
+            raise wrong_state(state)
         if own != jax.tree.structure(state.loss_scale) and not is_fixed:
-            raise _wrong_rule(rule, state.loss_scale)
+            raise wrong_rule(rule, state.loss_scale)
         divides, wrong = loss_scale is not None, None
         if warns:
-            wrong = fault(state.loss_scale.scale, divides, is_inside())
+            ruled = starts_at_own and not isinstance(state, WithLossScaleState)
+            wrong = fault(state.loss_scale.scale, divides, is_inside(), ruled)
         if wrong and wrong not in told and not (wrong in (STALE, FROZEN) and is_fixed):
             told.add(wrong)
             warn(wrong)
@@ -227,7 +235,7 @@ def loss_scaled_within(
             try:
                 result, new = tx.update(grads, inner, params, **extra)
             except (TypeError, ValueError) as error:
-                _explain(error, tx, grads, inner)
+                explain(error, tx, grads, inner)
                 raise
             if any(map(typed_sharding, jax.tree.leaves(inner))):
                 new = jax.tree.map(typed_like, new, inner)
@@ -248,6 +256,8 @@ def loss_scaled_within(
         )
         if isinstance(state.applied, jax.Array):
             UPDATED[id(state.applied)] = state.applied
+            if not isinstance(state.applied, Tracer):
+                repeats.note(state.applied)
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
@@ -256,6 +266,7 @@ def loss_scaled_within(
             updates = scale.joined(updates, after.scale.scale)
         return updates, type(state)(after.scale, inner, applied, after.observed)
 
+    RULE_OF[update] = rule
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -281,66 +292,6 @@ def _sums_of_multi_steps(
         return jnp.copysign(found[path], gradient)
 
     return [total(path, gradient) for path, gradient in named]
-
-
-def _check_leaves(params: PyTree) -> None:
-    if (place := fp8.place_of_state(params)) is not None:
-        raise TypeError(
-            f"Expected params without float8 states, which would be trained and decayed; got one "
-            f"in `params{place}`. Keep them apart, and write states = gainstage.fp8.update(states, "
-            f"seen, gainstage.step_was_applied(opt_state))."
-        )
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
-            raise TypeError(
-                f"Expected arrays in params; got {brief(leaf)} for "
-                f"`params{jax.tree_util.keystr(path)}`. Pass the parameters alone to tx.init, such "
-                f"as equinox.filter(params, equinox.is_inexact_array)."
-            )
-
-
-def _explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:
-    """Raises a clearer error than optax's if the state was made for other parameters."""
-    made = state
-    with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its own parameters only
-        made = jax.eval_shape(tx.init, grads)
-    trees = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (state, made))
-    own, new = ({jax.tree_util.keystr(path) for path, _ in tree} for tree in trees)
-    if own != new:
-        raise ValueError(
-            f"opt_state was made for other parameters than the gradients: they differ in "
-            f"{brief(sorted(own ^ new))}. Start with opt_state = tx.init(params). If `using` "
-            f"selects some parameters of a model, pass these alone, such as "
-            f"nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
-        ) from error
-
-
-def _wrong_state(state: object) -> TypeError:
-    """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
-    kind = type(state).__name__
-    if isinstance(state, LossScaledState):
-        kind = f"a {kind} of {type(state.loss_scale.scale).__name__}"
-    return TypeError(
-        f"Expected the state that tx.init returned for opt_state; got {kind}. Start with "
-        f"opt_state = tx.init(params), or tx.init(model): an nnx.Optimizer and its opt_state are "
-        f"for optimizer.update alone."
-    )
-
-
-def _wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
-    """The error for the state of another rule; a fixed scale keeps any state."""
-    of = type(state).__name__
-    others = {"DynamicLossScale": DynamicLossScale(), "AdaptiveLossScale": AdaptiveLossScale()}
-    others["DynamicLossScale(hysteresis=...)"] = DynamicLossScale(hysteresis=2)
-    others["FixedLossScale"] = FixedLossScale(1.0)
-    structure: Structure = jax.tree.structure(state)
-    for name, other in others.items():
-        if structure == jax.tree.structure(other.init()):
-            of = name
-    return ValueError(
-        f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
-        f"rule and options that the state was made with, or start with tx.init(params)."
-    )
 
 
 def _sharded_init(

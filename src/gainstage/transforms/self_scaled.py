@@ -106,7 +106,7 @@ def self_scaled(
             raise TypeError(
                 f"Expected a scalar loss from loss_fn, or (loss, aux); got {brief(loss)}."
             )
-        return _with_own_scale(program, arrays, scale, retries, places_of_scales(arguments))
+        return _with_own_scale(program, arrays, scale, retries, arguments)
 
     scaled: Any = traced(of_parameters, run, _varying)
     scaled.is_self_scaled = True  # `autocast` cannot look into it
@@ -114,7 +114,7 @@ def self_scaled(
 
 
 def _with_own_scale(
-    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int, places: Sequence[int]
+    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int, arguments: PyTree
 ) -> list[Any]:
     """The results of a program, the first of which is a loss, differentiated as in `self_scaled`.
 
@@ -122,10 +122,11 @@ def _with_own_scale(
         program: a jaxpr.
         arrays: its arguments.
         scale, retries: as for `self_scaled`.
-        places: the indices of the arrays that are loss scales among the parameters.
+        arguments: the arguments of the loss, of which these are the arrays.
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
-    carried = [closed_over + i for i in places]
+    carried = [closed_over + i for i in places_of_scales(arguments)]
+    counts = {closed_over + i for i in gradients.places_of_counts(arguments)}
     avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
 
     def results_of(*values: Any) -> list[Any]:
@@ -160,6 +161,7 @@ def _with_own_scale(
             differentiate = jax.value_and_grad(scaled, has_aux=True)
             (_, results), grads = differentiate([values[i] for i in chosen])
             true = gradients.unscale(grads, scale)  # here, where they are computed
+            true = [g if i in counts else t for i, g, t in zip(chosen, grads, true, strict=True)]
             # A lower scale mends no non-finite loss.
             overflowed = ~all_finite(true) & jnp.isfinite(results[0])
             return everywhere(~overflowed), results, true
@@ -186,7 +188,7 @@ def _with_own_scale(
         of_loss = gradients.upcast(of_loss)
         return tuple(
             g
-            if g is None
+            if g is None or i in counts
             else (g * (jnp.abs(of_loss) if i in carried else of_loss)).astype(aval.dtype)
             for i, (g, aval) in enumerate(zip(grads, avals, strict=True))
         )

@@ -9,7 +9,6 @@ from typing import (
     Concatenate,
     Generic,
     Literal,
-    NamedTuple,
     TypeVarTuple,
     overload,
 )
@@ -18,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
 from gainstage import fp8
@@ -29,6 +27,7 @@ from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import (
+    RULE_OF,
     LossScaledState,
     loss_scaled_state,
     retried,
@@ -37,8 +36,8 @@ from gainstage._core.scaled_state import (
     with_scalars,
     without_scalars,
 )
-from gainstage._core.scaling import may_help
-from gainstage._core.sharding import on_mesh, replicated_like
+from gainstage._core.scaling import NO_RETRY, may_help
+from gainstage._core.sharding import Shardings, knows_what_varies, on_one_mesh
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import (
     Aux,
@@ -47,7 +46,6 @@ from gainstage._core.types import (
     Params,
     PyTree,
     Scalar,
-    Structure,
     Transformation,
     Tree,
     Using,
@@ -55,10 +53,18 @@ from gainstage._core.types import (
 from gainstage._core.unscaled import mark
 from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
-from gainstage._core.watch import Calls, Watch
+from gainstage._core.watch import Calls, Repeats, Watch
+from gainstage.rules.base import FixedLossScale
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
+DRIFTS = (
+    "gainstage.train_step inside of jax.pmap, or of jax.shard_map with check_vma=False: each "
+    "device takes a step with its own gradients, and nothing averages them. For one model on all "
+    "devices, call it outside, with the batch sharded over a mesh: jax.device_put(batch, "
+    'NamedSharding(mesh, PartitionSpec("data"))). For a model per device, silence this warning: '
+    'warnings.filterwarnings("ignore", message="gainstage.train_step inside").'
+)
 More = TypeVarTuple("More")  # the type of aux, if there is one
 
 
@@ -161,6 +167,8 @@ def train_step(
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     retries = checks.integer("retries", retries, low=0)
+    if retries and isinstance(RULE_OF.get(tx.update), FixedLossScale):
+        warn(NO_RETRY)
     return TrainStep(loss_fn, tx, has_aux, using, donates, retries)
 
 
@@ -180,6 +188,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._watch, self._calls = Watch(), Calls(loss_fn, tx.update)
+        self._repeats = Repeats("gainstage.train_step")
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -195,9 +204,12 @@ class TrainStep(Generic[Params, P, *More]):
             """Takes a step."""
             self._watch.look(lambda: loss_scaled_state(opt_state).loss_scale.scale)
             arrays, model = self._checked(params)
-            donates = self._donates and not reruns() and not is_inside()
+            inside = is_inside()
+            donates = self._donates and not reruns() and not inside
+            if inside and not knows_what_varies(jax.sharding.get_abstract_mesh()):
+                warn(DRIFTS)
             try:
-                arrays, state, shardings = _on_mesh(arrays, opt_state, batch)
+                arrays, state, shardings = on_one_mesh(arrays, opt_state, batch)
                 rest, scalars = without_scalars(state)
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
@@ -206,10 +218,11 @@ class TrainStep(Generic[Params, P, *More]):
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
-            if not is_inside():
+            if not inside:
                 self._calls.note()
                 new = without_scalars(results[0])[1]
                 self._watch.see(new[0][1], results[1])
+                self._repeats.note(scalars[0][1])
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             return model.combine(arrays), *results
@@ -217,12 +230,12 @@ class TrainStep(Generic[Params, P, *More]):
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
-        arrays, opt_state, shardings = _on_mesh(arrays, opt_state, batch)
+        arrays, opt_state, shardings = on_one_mesh(arrays, opt_state, batch)
         rest, scalars = without_scalars(opt_state)
         program = self._program_for(self._donates, shardings)
         return program.lower(model, arrays, rest, scalars, *batch)
 
-    def _program_for(self, donates: bool, shardings: "_Shardings | None") -> Wrapped:
+    def _program_for(self, donates: bool, shardings: Shardings | None) -> Wrapped:
         """The program that returns the parameters and the state with these shardings."""
         if (donates, shardings) not in self._programs:
             options: dict[str, Any] = {"donate_argnums": (1, 2)} if donates else {}
@@ -360,39 +373,3 @@ def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTre
 def _firsts(*trees: PyTree) -> list[Any]:
     """The first array of each tree."""
     return [leaves[0] for leaves in map(jax.tree.leaves, trees) if leaves]
-
-
-class _Shardings(NamedTuple):
-    """The shardings of the arrays of a model and of an optimizer's state."""
-
-    leaves: tuple[Any, ...]
-    structure: Structure  # of (arrays, state)
-
-    def of_arrays(self) -> tuple[Any, ...]:
-        """The shardings of the arrays, if all are on a mesh."""
-        arrays, _ = self.structure.unflatten(self.leaves)
-        return tuple(arrays) if all(isinstance(s, NamedSharding) for s in arrays) else ()
-
-
-def _on_mesh(
-    arrays: list[Any], opt_state: OptState, batch: PyTree
-) -> tuple[list[Any], OptState, _Shardings | None]:
-    """The arrays and the state on the mesh of any argument, with their shardings.
-
-    An array on no chosen device is replicated. JAX would do so too, but compile the next step
-    again, which gets it back from the mesh.
-    """
-    everywhere = None if is_inside() else replicated_like((arrays, opt_state, batch))
-    if everywhere is None:
-        return arrays, opt_state, None
-    structure: Structure
-    leaves, structure = jax.tree.flatten((arrays, opt_state))
-    shardings = [
-        x.sharding if on_mesh(x) or getattr(x, "committed", False) else everywhere for x in leaves
-    ]
-    leaves = [
-        jax.device_put(x, everywhere) if sharding is everywhere and isinstance(x, ARRAYS) else x
-        for x, sharding in zip(leaves, shardings, strict=True)
-    ]
-    arrays, opt_state = structure.unflatten(leaves)
-    return arrays, opt_state, _Shardings(tuple(shardings), structure)

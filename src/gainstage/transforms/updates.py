@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax.dtypes import float0
 
 from gainstage._core import gradients, models
+from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import applied_in
 from gainstage._core.sharding import typed_like
@@ -29,15 +30,21 @@ def step_was_applied(opt_or_state: OptState) -> jax.Array:
         ValueError: the optimizer has no `telemetry=True`, or there is not one loss-scale state.
     """
     applied = applied_in(opt_or_state)
+    if isinstance(applied, Tracer):  # elsewhere, a log may ask for an earlier step
+        _check_that_it_is_new(applied, "step_was_applied")
     return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
 
 
 def _decision(opt_or_state: OptState, caller: str) -> jax.Array:
     """As `step_was_applied`, with a warning if an update has taken the state already."""
-    applied = step_was_applied(opt_or_state)
+    applied = applied_in(opt_or_state)
+    _check_that_it_is_new(applied, caller)
+    return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)
+
+
+def _check_that_it_is_new(applied: object, caller: str) -> None:
     if UPDATED.get(id(applied)) is applied:
         warn(OLD.format(name=caller))
-    return applied
 
 
 def keep_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:

@@ -1,0 +1,88 @@
+"""What `loss_scaled` says about parameters and states that it was not made for."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+
+from gainstage import fp8
+from gainstage._core.checks import brief
+from gainstage._core.scaled_state import LossScaledState
+from gainstage._core.types import OptState, PyTree, Structure, Transformation
+from gainstage.rules.adaptive import AdaptiveLossScale
+from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale
+
+
+def check_leaves(params: PyTree) -> None:
+    """Raises a TypeError for parameters that cannot be trained."""
+    if (place := fp8.place_of_state(params)) is not None:
+        raise TypeError(
+            f"Expected params without float8 states, which would be trained and decayed; got one "
+            f"in `params{place}`. Keep them apart, and write states = gainstage.fp8.update(states, "
+            f"seen, gainstage.step_was_applied(opt_state))."
+        )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
+            raise TypeError(
+                f"Expected arrays in params; got {brief(leaf)} for "
+                f"`params{jax.tree_util.keystr(path)}`. Pass the parameters alone to tx.init, such "
+                f"as equinox.filter(params, equinox.is_inexact_array)."
+            )
+
+
+def half_in(params: PyTree) -> str | None:
+    """A warning for parameters that lose small updates; None if there are none."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if getattr(leaf, "dtype", None) in (jnp.float16, jnp.bfloat16):
+            name, bits = jax.tree_util.keystr(path), jnp.finfo(leaf.dtype).nmant + 1
+            return (
+                f"Half-precision parameters lose small updates: `params{name}` is {leaf.dtype}, "
+                f"and keeps no update below 2**-{bits} of a weight. Keep params in float32, and "
+                f"compute in half precision: gainstage.autocast(loss_fn). To silence this warning: "
+                f'warnings.filterwarnings("ignore", message="Half-precision").'
+            )
+    return None
+
+
+def explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:
+    """Raises a clearer error than optax's if the state was made for other parameters."""
+    made = state
+    with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its own parameters only
+        made = jax.eval_shape(tx.init, grads)
+    trees = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (state, made))
+    own, new = ({jax.tree_util.keystr(path) for path, _ in tree} for tree in trees)
+    if own != new:
+        raise ValueError(
+            f"opt_state was made for other parameters than the gradients: they differ in "
+            f"{brief(sorted(own ^ new))}. Start with opt_state = tx.init(params). If `using` "
+            f"selects some parameters of a model, pass these alone, such as "
+            f"nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
+        ) from error
+
+
+def wrong_state(state: object) -> TypeError:
+    """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
+    kind = type(state).__name__
+    if isinstance(state, LossScaledState):
+        kind = f"a {kind} of {type(state.loss_scale.scale).__name__}"
+    return TypeError(
+        f"Expected the state that tx.init returned for opt_state; got {kind}. Start with "
+        f"opt_state = tx.init(params), or tx.init(model): an nnx.Optimizer and its opt_state are "
+        f"for optimizer.update alone."
+    )
+
+
+def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
+    """The error for the state of another rule; a fixed scale keeps any state."""
+    of = type(state).__name__
+    others = {"DynamicLossScale": DynamicLossScale(), "AdaptiveLossScale": AdaptiveLossScale()}
+    others["DynamicLossScale(hysteresis=...)"] = DynamicLossScale(hysteresis=2)
+    others["FixedLossScale"] = FixedLossScale(1.0)
+    structure: Structure = jax.tree.structure(state)
+    for name, other in others.items():
+        if structure == jax.tree.structure(other.init()):
+            of = name
+    return ValueError(
+        f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
+        f"rule and options that the state was made with, or start with tx.init(params)."
+    )
