@@ -9,11 +9,12 @@ import shutil
 import sys
 import tempfile
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from jax._src import compiler
+from jax._src import compiler, lru_cache
 from jax._src.interpreters import mlir
 
 from gainstage._core.unscaled import forget
@@ -27,14 +28,28 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure():
-    """What a process has compiled in this run it does not compile again."""
-    folder = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    jax.config.update("jax_compilation_cache_dir", folder)
+    """What one worker has compiled in this run, none compiles again. Where the environment names a
+    folder for it, as it may for every program that uses JAX, nor does a later run."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    lru_cache.LRUCache.put = put_whole
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # No test reads in a program where in the source an operation comes from.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     mlir.make_ir_context = shared_context
+
+
+usual_put = lru_cache.LRUCache.put
+
+
+def put_whole(cache, key, value):
+    """Another worker may read while this one writes, so a file gets its name when it is written."""
+    with tempfile.TemporaryDirectory(dir=cache.path) as folder:
+        usual_put(lru_cache.LRUCache(folder, max_size=-1), key, value)
+        for path in Path(folder).iterdir():
+            path.replace(Path(cache.path) / path.name)
 
 
 usual_context, shared = mlir.make_ir_context, threading.local()
