@@ -13,9 +13,6 @@ import gainstage as gs
 
 from grid import GRID, OPTIMIZERS, OPTIONS, RATE, make, random_gradients, values
 
-pytestmark = pytest.mark.as_users
-
-
 SCALES = {
     "dynamic": {"initial_scale": 8.0},
     "not dynamic": {"dynamic": False, "initial_scale": 8.0},
@@ -77,6 +74,7 @@ def check_skip(case, seed, leaf, bad, steps_before):
             assert (int(after[1][0]), float(after[1][1])) == (0, float(state[1]) / 2)
 
 
+@pytest.mark.as_users
 @settings(deadline=None, max_examples=60, derandomize=True)
 @skips(CASES[:3])
 def test_a_skipped_step_changes_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
@@ -85,6 +83,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(case, seed, leaf, bad, ste
 
 
 @pytest.mark.thorough
+@pytest.mark.as_users
 @settings(deadline=None, max_examples=60, derandomize=True)
 @skips(CASES[3:])
 def test_other_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
@@ -93,6 +92,7 @@ def test_other_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad,
 
 
 @pytest.mark.slow
+@pytest.mark.as_users
 @settings(deadline=None, max_examples=2000)
 @skips(CASES)
 def test_many_skipped_steps_change_nothing_but_the_scale(case, seed, leaf, bad, steps_before):
@@ -109,57 +109,93 @@ def some():
         yield pytest.param(optimizer, option, marks=[] if often else [seldom])
 
 
-# Asked for in Lightning#9330 (clipping).
-@pytest.mark.parametrize(("optimizer", "option"), list(some()))
-def test_powers_of_two_change_nothing(optimizer, option):
-    """With a power-of-two scale a step is bit for bit that of scale 1, and close to no scaling."""
-    variables, opt = make(optimizer, option, initial_scale=1.0)
-    plain_variables, plain = make(optimizer, option)
+def after_four_steps(variables, opt, scales):
+    """For each scale, the weights after four steps and what else there is to an optimizer."""
     step = jax.jit(opt.stateless_apply)
-    runs = {}
-    for scale in (1.0, 2.0**-20, 2.0**15, 2.0**100):
+    for scale in scales:
         rng = np.random.default_rng(2)
         weights, state = values(variables, opt.variables)
         state[1] = jnp.float32(scale)
         for _ in range(4):
             weights, state = step(state, random_gradients(rng, scale), weights)
-        runs[scale] = weights, state[2:]
-    assert all(same_bytes(run, runs[1.0]) for run in runs.values())
+        yield weights, state[2:]
 
+
+# Asked for in Lightning#9330 (clipping).
+@pytest.mark.as_users
+@pytest.mark.parametrize(("optimizer", "option"), list(some()))
+def test_powers_of_two_change_nothing(optimizer, option):
+    """With a power-of-two scale a step is bit for bit that of scale 1."""
+    made = make(optimizer, option, initial_scale=1.0)
+    first, *others = after_four_steps(*made, (1.0, 2.0**-20, 2.0**15, 2.0**100))
+    assert all(same_bytes(other, first) for other in others)
+
+
+@pytest.mark.parametrize(("optimizer", "option"), list(some()))
+def test_a_scaled_step_is_close_to_an_unscaled_one(optimizer, option):
+    """With scale 1, and so with every power of two, only by rounding it is another."""
+    ((weights, _),) = after_four_steps(*make(optimizer, option, initial_scale=1.0), [1.0])
+    variables, plain = make(optimizer, option)
     rng = np.random.default_rng(2)
     for _ in range(4):
-        plain.apply(random_gradients(rng), plain_variables)
-    for ours, theirs in zip(runs[1.0][0], plain_variables, strict=True):
+        plain.apply(random_gradients(rng), variables)
+    for ours, theirs in zip(weights, variables, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-6, atol=1e-6)
 
 
-# Asked for in pytorch#97415 (fused and not).
-@pytest.mark.parametrize(
+some_with_all_ways = pytest.mark.parametrize(
     ("optimizer", "option"),
     [
         ("adam", "all"),
         pytest.param("nesterov", "overwrite", marks=pytest.mark.thorough),
     ],
 )
-def test_pure_compiled_and_uncompiled_steps_agree(optimizer, option):
-    """`apply` is `stateless_apply` bit for bit, and the uncompiled step within rounding."""
+
+
+def five_gradients():
+    """The third of them overflows."""
     rng = np.random.default_rng(4)
+    return [random_gradients(rng, 8.0 if i != 2 else np.inf) for i in range(5)]
+
+
+@pytest.mark.as_users
+@some_with_all_ways
+def test_pure_and_compiled_steps_agree(optimizer, option):
+    """`apply` is `stateless_apply` bit for bit."""
     runs = [make(optimizer, option, initial_scale=8.0) for _ in range(2)]
     (pure_variables, pure), (variables, opt) = runs
-    eager_variables, eager = make(optimizer, option, initial_scale=8.0, jit_compile=False)
     weights, state = values(pure_variables, pure.variables)
     step = jax.jit(pure.stateless_apply)
-    for i in range(5):
-        grads = random_gradients(rng, 8.0 if i != 2 else np.inf)
+    for grads in five_gradients():
         weights, state = step(state, grads, weights)
         opt.apply(grads, variables)
-        eager.apply(grads, eager_variables)
     assert same_bytes((weights, state), values(variables, opt.variables))
+
+
+# Asked for in pytorch#97415 (fused and not).
+@some_with_all_ways
+def test_compiled_and_uncompiled_steps_agree(optimizer, option):
+    """Within rounding."""
+    variables, opt = make(optimizer, option, initial_scale=8.0)
+    eager_variables, eager = make(optimizer, option, initial_scale=8.0, jit_compile=False)
+    for grads in five_gradients():
+        opt.apply(grads, variables)
+        eager.apply(grads, eager_variables)
     for a, b in zip(variables, eager_variables, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("option", [o for o in OPTIONS if o != "plain"] + ["factor"])
+# What is in "all" is tested alone once more.
+ONCE_MORE = {"decay", "global_clipnorm", "overwrite", "accumulation"}
+WRAPPED = [
+    pytest.param(option, marks=[pytest.mark.thorough] * (option in ONCE_MORE))
+    for option in [*OPTIONS, "factor"]
+    if option != "plain"
+]
+
+
+@pytest.mark.as_users
+@pytest.mark.parametrize("option", WRAPPED)
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_wrapper_options_are_inner_options(optimizer, option):
     """The same options on the wrapper give the same bits, skipped step included."""
@@ -195,10 +231,11 @@ def test_vmap_and_scan():
         return jax.lax.scan(step, start(rate), jax.tree.map(lambda *g: jnp.stack(g), *steps))[0]
 
     rates = jnp.float32([0.1, 0.01])
-    many = jax.vmap(train)(rates)
+    many = jax.jit(jax.vmap(train))(rates)
+    one = jax.jit(opt.stateless_apply)
     for lane, rate in enumerate(rates):
         w, s = start(rate)
         for grads in steps:
-            w, s = opt.stateless_apply(s, grads, w)
+            w, s = one(s, grads, w)
         for a, b in zip(jax.tree.leaves(many), jax.tree.leaves((w, s)), strict=True):
             np.testing.assert_allclose(a[lane], b, rtol=1e-6, atol=1e-7)
