@@ -1,6 +1,7 @@
 """What holds the code together: who may know of whom, and how far a gradient has to go."""
 
 import ast
+import functools
 import importlib
 import inspect
 import re
@@ -36,12 +37,18 @@ def classes():
             yield from ((getattr(module, node.name), node) for node in found)
 
 
+@functools.cache
 def attributes(node, store):
     """The names of attributes of `self` that a class loads, or stores, in its methods."""
-    for part in ast.walk(node):
-        is_own = isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self"
-        if is_own and isinstance(part.ctx, ast.Store) == store:
-            yield part.attr
+    found = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+    own = [part for part in found if getattr(part.value, "id", None) == "self"]
+    return {part.attr for part in own if isinstance(part.ctx, ast.Store) == store}
+
+
+@functools.cache
+def source(cls):
+    """The syntax tree of a class of another package."""
+    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
 
 
 def test_no_class_counts_on_its_subclasses():
@@ -53,12 +60,12 @@ def test_no_class_counts_on_its_subclasses():
             defined[cls] |= vars(base).keys() | inspect.get_annotations(base).keys()
             node = found.get(base)
             if node is None and base.__module__.partition(".")[0] not in ("builtins", "typing"):
-                node = ast.parse(textwrap.dedent(inspect.getsource(base)))
-            defined[cls] |= set(attributes(node, store=True)) if node else set()
+                node = source(base)
+            defined[cls] |= attributes(node, store=True) if node else set()
     missing = []
     for cls, node in found.items():
         below = [other for other in found if cls in other.__mro__[1:]]
-        for name in set(attributes(node, store=False)) - defined[cls]:
+        for name in attributes(node, store=False) - defined[cls]:
             owners = [other.__name__ for other in below if name in defined[other]]
             missing += [f"{cls.__name__}.{name}, of {owners}"] if owners else []
     assert missing == []
@@ -68,14 +75,14 @@ def test_no_object_is_changed_from_outside():
     """An attribute is assigned by methods of its own class alone, or through a public property."""
     ours, public = set(), set()
     for cls, node in classes():
-        ours |= set(attributes(node, store=True))
+        ours |= attributes(node, store=True)
         settable = inspect.getmembers(cls, lambda x: isinstance(x, property) and x.fset)
         public |= {name for name, _ in settable if not name.startswith("_")}
     found = []
     for path, tree in TREES.items():
         own = set()
         for node in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
-            names = set(attributes(node, store=True))
+            names = attributes(node, store=True)
             inside = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
             own |= {part for part in inside if part.attr in names}
         for part in ast.walk(tree):
@@ -188,21 +195,24 @@ def test_templates_alone_escape_html():
 def passed(trace):
     """The named functions of the package that are called, and their files, without `Variable`'s and
     what Python 3.14 makes of annotations."""
-    found = set()
+    called = set()
 
     def note(frame, event, arg):
-        code = frame.f_code
-        path = Path(code.co_filename)
-        inner = code.co_qualname.rpartition(".")[2].startswith(("<", "__annotate__"))
-        if event == "call" and SRC in path.parents and not inner:
-            found.add((path.relative_to(SRC).as_posix(), code.co_qualname))
+        if event == "call":
+            called.add(frame.f_code)
 
     sys.setprofile(note)
     try:
         trace()
     finally:
         sys.setprofile(None)
-    names = {name for name in found if not name[1].startswith(("Variable.", "_operator."))}
+    names = set()
+    for code in called:
+        path = Path(code.co_filename)
+        inner = code.co_qualname.rpartition(".")[2].startswith(("<", "__annotate__"))
+        without = code.co_qualname.startswith(("Variable.", "_operator."))
+        if SRC in path.parents and not inner and not without:
+            names.add((path.relative_to(SRC).as_posix(), code.co_qualname))
     return len(names), len({file for file, _ in names})
 
 
