@@ -307,7 +307,7 @@ values = st.none() | st.floats() | st.integers() | st.text()
 values |= st.dictionaries(st.text(), st.just(KNOWN) | st.dictionaries(st.just("inf"), values))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.text() | st.lists(st.dictionaries(st.sampled_from(["step", "a", "tensors"]), values)).map(
        lambda records: "\n".join(map(json.dumps, records))))  # fmt: skip
 def test_any_file_is_read_or_refused(tmp_path_factory, text):
@@ -463,7 +463,7 @@ finite_or_not = st.floats() | st.sampled_from([1.0, 2.0**15, 1.7e308, -1.7e308, 
 known = {k: st.integers() for k in KNOWN} | {k: finite_or_not for k in SHARES}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(*[finite_or_not] * 4), min_size=1, max_size=12),
     st.lists(st.integers(0, 2**63 - 1), min_size=12, max_size=12, unique=True),
@@ -484,23 +484,23 @@ def test_a_page_of_any_numbers(rows, steps, tensors):
 
 
 def test_a_long_run_makes_a_small_page(tmp_path, capsys):
-    """100,000 steps are reported on in a page of less than 300 kB that has the extremes."""
+    """30,000 steps are reported on in a page of less than 300 kB that has the extremes."""
     pytest.importorskip("rich")
     path, rng = tmp_path / "run.jsonl", np.random.default_rng(0)
-    loss, skips = rng.random(100_000) + 1, rng.random(100_000) < 0.3
-    loss[77_777] = 10.0
+    loss, skips = rng.random(30_000) + 1, rng.random(30_000) < 0.3
+    loss[23_333] = 10.0
     with path.open("w") as file:
         for step, (x, skip) in enumerate(zip(loss, skips, strict=True)):
             file.write(f'{{"step": {step}, "finite": {int(not skip)}, "loss_scale": 32768, '
                        f'"loss": {x}, "max_abs": 0.5, "grad_norm": 1}}\n')  # fmt: skip
     assert main(["report", str(path)]) == 0
-    assert "100000 (0 to 99999)" in capsys.readouterr().out
+    assert "30000 (0 to 29999)" in capsys.readouterr().out
     text = (tmp_path / "run.html").read_text()
     assert len(text) < 300_000
     points = re.findall(r"[ML] ([\d.]+) ([\d.]+)", curve(text, "Loss"))
     across, down = np.array(points, float).T
     assert (across[down.argmin()] - across[0]) / (across[-1] - across[0]) == pytest.approx(
-        0.77777, abs=1e-3
+        0.77779, abs=1e-3
     )
     assert len(across) > 1000
 
