@@ -26,10 +26,10 @@ RULES = [
 
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_it_is_what_its_description_says(number):
-    """On 1000 random runs, good, bad and mixed, each of 10 compiled rules is the state machine in
+    """On 500 random runs, good, bad and mixed, each of 10 compiled rules is the state machine in
     plain Python, bit for bit, and its scale is a power of two within the bounds."""
-    rule, rng, shape = RULES[number], np.random.default_rng(number), (1000, 80)
-    finite = rng.random(shape) < rng.choice([0.1, 0.7, 0.95, 1.0], size=(1000, 1))
+    rule, rng, shape = RULES[number], np.random.default_rng(number), (500, 80)
+    finite = rng.random(shape) < rng.choice([0.1, 0.7, 0.95, 1.0], size=(500, 1))
     largest = np.exp2(rng.uniform(-40, 20, size=shape)).astype(np.float32)
     largest[rng.random(shape) < 0.1] = 0
     any_nan = rng.random(shape) < 0.7
@@ -101,10 +101,11 @@ def test_bad_data_does_not_lower_the_scale(known):
 def test_a_gradient_that_stays_nan_lowers_it_in_the_end():
     """If the scale was to blame after all, it comes down, if slowly, and training goes on."""
     rule = gs.AdaptiveLossScale(2.0**15)
-    state = rule.update(rule.init(), True, max_abs=1.0, any_nan=False, loss=NAN)
+    update = jax.jit(rule.update)
+    state = update(rule.init(), True, max_abs=1.0, any_nan=False, loss=NAN)
     for _ in range(1000):
         finite = state.scale <= 2.0**6
-        state = rule.update(state, finite, max_abs=1.0, any_nan=~finite, loss=NAN)
+        state = update(state, finite, max_abs=1.0, any_nan=~finite, loss=NAN)
     assert float(state.scale) <= 2.0**6 or int(state.bad_steps) < 64
 
 
@@ -114,11 +115,11 @@ def test_a_storm_of_infinities_teaches_nothing(start, length):
     """Gradients that are infinite at whatever scale, though the loss is finite: when they are over
     the scale is where it was after one finite step, and training did not wait for it."""
     rule, used = gs.AdaptiveLossScale(), []
-    state = rule.init()
+    state, update = rule.init(), jax.jit(rule.update)
     for n in range(start + length + 50):
         used.append(float(state.scale))
         bad = start <= n < start + length
-        state = rule.update(state, not bad, max_abs=1.0, any_nan=jnp.array(False), loss=1.0)
+        state = update(state, not bad, max_abs=1.0, any_nan=jnp.array(False), loss=1.0)
     assert set(used[start + length + 1 :]) == {2.0**14}
     assert used[start + length] >= 2.0**-9
 
