@@ -403,7 +403,7 @@ def test_the_loss_scale_does_not_touch_what_was_seen(scale):
     for one in (1.0, scale):
         opt_state = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(one)).init(params)
         both = gs.value_and_grad(two_layers, opt_state, argnums=(0, 1))
-        _, (grads[one], seen[one]) = both(params, states, x, y)
+        _, (grads[one], seen[one]) = jax.jit(both)(params, states, x, y)
     # Of the network's last product the cotangent is not cast before it is seen.
     ours, theirs = seen[scale]["out"], seen[1.0]["out"]
     for name in ("x", "w"):
