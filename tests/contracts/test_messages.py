@@ -137,7 +137,7 @@ def other_parameters():
 
 
 def donated():
-    tx = gs.loss_scaled(optax.adam(0.1))
+    tx = gs.loss_scaled(optax.sgd(0.1, 0.9))
     params, _ = large()
     state = tx.init(params)
     step_of(tx, params, state)
