@@ -1,7 +1,8 @@
-"""The step on a mesh of many virtual devices, compiled but not run: `python programs.py 64`.
+"""The step on meshes of many virtual devices, compiled but not run: `python programs.py 8,64 4 1`.
 
-Prints JSON: for each number of tensors the collectives, the instructions and the seconds that XLA
-takes, median of three. Weights, state and gradients are planned only and take up no memory.
+Prints JSON: for each number of devices, and of tensors, the collectives, the instructions and the
+seconds that XLA takes, median of so many. Weights, state and gradients are planned only and take
+up no memory.
 """
 
 import json
@@ -49,27 +50,33 @@ def update_in_shard_map(tx, params, grads):
     return jax.jit(mapped)(state, params, grads)
 
 
-def main(devices, tensors, repeats):
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_enable_compilation_cache", False)
-    grid = np.array(jax.devices()).reshape(-1, 4)
+def about(devices, count, repeats):
+    """What is told of the step of so many tensors on so many devices."""
+    grid = np.array(jax.devices()[:devices]).reshape(-1, 4)
     mesh = jax.sharding.Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    result = {}
-    for count in tensors:
-        seconds = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            compiled = program(mesh, count, global_clipnorm=1.0).compile()
-            seconds.append(time.perf_counter() - start)
-            jax.clear_caches()
-        text = compiled.as_text()
-        result[count] = {
-            "collectives": re.findall(COLLECTIVE, text),
-            "instructions": len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)),
-            "seconds": statistics.median(seconds),
-        }
-    print(json.dumps(result))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        compiled = program(mesh, count, global_clipnorm=1.0).compile()
+        seconds.append(time.perf_counter() - start)
+        jax.clear_caches()
+    text = compiled.as_text()
+    return {
+        "collectives": re.findall(COLLECTIVE, text),
+        "instructions": len(re.findall(r"^\s+(?:ROOT )?%?\S+ = ", text, re.MULTILINE)),
+        "seconds": statistics.median(seconds),
+    }
+
+
+def main(devices, tensors, repeats):
+    jax.config.update("jax_num_cpu_devices", max(devices))
+    jax.config.update("jax_enable_compilation_cache", False)
+    print(json.dumps({d: {count: about(d, count, repeats) for count in tensors} for d in devices}))
+
+
+def numbers(text):
+    return [int(number) for number in text.split(",")]
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), [int(n) for n in sys.argv[2].split(",")], int(sys.argv[3]))
+    main(numbers(sys.argv[1]), numbers(sys.argv[2]), int(sys.argv[3]))

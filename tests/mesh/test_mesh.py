@@ -451,7 +451,7 @@ def test_an_optax_loop_keeps_its_layouts(kind):
     if kind is EXPLICIT:
         assert found == [("f32[1]{0}", "all-reduce")]
     alone = [[jnp.asarray(np.asarray(x)) for x in tree] for tree in (params, grads)]
-    here, _ = step(alone[0], tx.init(alone[0]), alone[1])
+    here, _ = jax.jit(step)(alone[0], tx.init(alone[0]), alone[1])
     for one, other in zip(program(params, state, grads)[0], here, strict=True):
         np.testing.assert_array_equal(one, other)
     arrays[2][0, 0] = np.nan
@@ -459,11 +459,14 @@ def test_an_optax_loop_keeps_its_layouts(kind):
         np.testing.assert_array_equal(one, other)
 
 
-def compiled_on(devices, tensors, repeats=1):
-    """What `programs.py` tells of the step on so many devices."""
-    words = [sys.executable, programs.__file__, str(devices), ",".join(map(str, tensors))]
+def compiled_on(counts, tensors, repeats=1):
+    """What `programs.py` tells of the step on so many devices, for each number of them."""
+    words = [sys.executable, programs.__file__, *(",".join(map(str, n)) for n in (counts, tensors))]
     done = subprocess.run([*words, str(repeats)], capture_output=True, text=True, check=True)
-    return {int(count): about for count, about in json.loads(done.stdout).items()}
+    return [
+        {int(count): about for count, about in run.items()}
+        for run in json.loads(done.stdout).values()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -473,7 +476,7 @@ def compiled_on(devices, tensors, repeats=1):
 )
 def test_the_program_is_the_same_on_8_64_and_512_devices(counts, tensors):
     """One sum of 8 bytes for check and norm, and as many instructions, however many devices."""
-    runs = [compiled_on(devices, tensors) for devices in counts]
+    runs = compiled_on(counts, tensors)
     for run in runs:
         for tensors, about in run.items():
             assert about["collectives"] == [["f32[2]{0}", "all-reduce"]]
@@ -483,7 +486,7 @@ def test_the_program_is_the_same_on_8_64_and_512_devices(counts, tensors):
 @pytest.mark.slow
 def test_256_tensors_compile_in_10_seconds_on_any_number_of_devices():
     """Median of three; within a factor of two on 8 and 512 devices."""
-    few, many = (compiled_on(devices, [256], 3)[256] for devices in (8, 512))
+    few, many = (run[256] for run in compiled_on((8, 512), [256], 3))
     for about in (few, many):
         assert about["collectives"] == [["f32[2]{0}", "all-reduce"]]
         assert about["instructions"] == few["instructions"]
@@ -606,7 +609,7 @@ def test_devices_in_shard_map_have_one_scale():
 
     def everywhere(fn):
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        return mapped(jax.device_put(data, NamedSharding(mesh, spec))).tolist()
+        return jax.jit(mapped)(jax.device_put(data, NamedSharding(mesh, spec))).tolist()
 
     assert everywhere(ours) == [512.0] * 8
 
