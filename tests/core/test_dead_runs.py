@@ -72,7 +72,7 @@ def test_a_dead_run_says_so_once(loop):
     """After 50 skipped steps in a row, one warning tells how many, and the scale; each object warns
     for itself."""
     for _ in range(2):
-        (text,) = told(loop(), *[1.0] * 10, *[np.nan] * 300)
+        (text,) = told(loop(), *[1.0] * 10, *[np.nan] * 150)
         assert text.startswith("The last 54 steps in a row were skipped")
         assert "the loss scale is 2^" in text
 
@@ -141,6 +141,6 @@ def test_a_flag_that_is_not_ready_is_not_waited_for(monkeypatch):
     kind = type(jnp.ones(()))
     take, ready = minimized(), kind.is_ready
     monkeypatch.setattr(kind, "is_ready", lambda _: False)
-    assert told(take, *[np.nan] * 200) == []
+    assert told(take, *[np.nan] * 100) == []
     monkeypatch.setattr(kind, "is_ready", ready)
-    assert len(told(take, *[np.nan] * 200)) == 1
+    assert len(told(take, *[np.nan] * 100)) == 1
