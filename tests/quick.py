@@ -1,4 +1,5 @@
-"""What new processes get: nothing that JAX was told in this one, and programs compiled quickly."""
+"""What new processes get: nothing that JAX was told in this one but where programs are kept that
+are compiled, and quickly."""
 
 import os
 
@@ -16,4 +17,8 @@ FLAGS = "--xla_backend_optimization_level=0" + (
 def environment(flags="", **more):
     """The environment of a process with these flags of XLA, and more variables."""
     usual = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    return usual | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{FLAGS} {flags}"} | more
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return usual | kept | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{FLAGS} {flags}"} | more

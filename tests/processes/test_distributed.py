@@ -37,11 +37,7 @@ class Run:
         self.folder.mkdir(exist_ok=True)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        # What the processes of one run have compiled those of the next do not compile again.
-        environment = quick.environment(
-            JAX_COMPILATION_CACHE_DIR=str(jax.config.jax_compilation_cache_dir),
-            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        )
+        environment = quick.environment()
         self.started, self.processes = time.monotonic(), []
         self.numbers = [i for i in range(processes) if i != absent]
         for i in self.numbers:
