@@ -97,7 +97,7 @@ def retried(mesh, steps):
     bad = np.ones((16, 16), np.float32)
     bad[-1, -1] = np.nan  # on one device alone
     bad, after = on_mesh(bad, rows), []
-    for retries in (0, 30):
+    for retries in (0, 8, 30):
         tx = gs.loss_scaled(optax.adam(0.01))
         new, opt_state, _ = gs.train_step(loss_fn, tx, retries=retries)(w + 0, tx.init(w), bad)
         v, opt = gs.Variable(w), gs.LossScaleOptimizer(gs.Adam(0.01))
