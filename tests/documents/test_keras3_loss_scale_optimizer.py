@@ -832,6 +832,42 @@ def test_from_config_takes_custom_objects():
     assert run(opt, [16.0, 16.0]) == [2.5, 2.25]
 
 
+def test_from_config_takes_a_rate_that_is_a_function_of_custom_objects():
+    """Keras writes the name of a function; `custom_objects` has the function."""
+    config = copy.deepcopy(WRITTEN_BY_KERAS)
+    config["inner_optimizer"]["config"]["learning_rate"] = {
+        "module": "builtins",
+        "class_name": "function",
+        "config": "rate",
+        "registered_name": "function",
+    }
+    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"rate": lambda: 0.5})
+    assert one_step(opt) == WEIGHTS - 0.5 * GRADIENTS
+    with pytest.raises(ValueError, match="the function 'rate' in custom_objects"):
+        gs.LossScaleOptimizer.from_config(config)
+
+
+def test_from_config_takes_the_class_of_the_module_that_is_written():
+    """What Keras wrote of its own class is no class of the user with the same name."""
+
+    class SGD(gs.Optimizer):
+        pass
+
+    class CosineDecay(gs.schedules.LearningRateSchedule):
+        pass
+
+    assert SGD in gs.Optimizer.__subclasses__()
+    opt = gs.LossScaleOptimizer.from_config(WRITTEN_BY_KERAS)
+    assert type(opt.inner_optimizer) is gs.SGD
+    rate = {
+        "module": "keras.optimizers.schedules",
+        "class_name": "CosineDecay",
+        "config": {"initial_learning_rate": 0.5, "decay_steps": 10},
+    }
+    written = gs.SGD.from_config({"learning_rate": rate}).get_config()["learning_rate"]
+    assert written["module"] == "gainstage.schedules" != CosineDecay.__module__
+
+
 @row(1, "get_config")
 def test_get_config_is_a_serializable_dictionary():
     """`get_config` survives JSON and has each option once, where it was passed."""

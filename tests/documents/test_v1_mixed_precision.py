@@ -374,6 +374,16 @@ def test_without_var_list_all_trainable_variables_that_the_loss_reads_are_taken(
     assert pairs_of(pairs) == [(2.0, b), (4.0, a)]
 
 
+@pytest.mark.parametrize("operator", ["*", "+", "-", "/", "**", "@"])
+def test_operands_are_read_from_left_to_right(operator):
+    """The order of variables is that in which the loss is written: here the operands of one
+    operator."""
+    p, q = gs.Variable(jnp.ones(2)), gs.Variable(jnp.ones(2))
+    for loss, order in ((f"(p {operator} q).sum()", [p, q]), (f"(q {operator} p).sum()", [q, p])):
+        pairs = wrapped().compute_gradients(lambda loss=loss: eval(loss, {"p": p, "q": q}))
+        assert [v is w for (_, v), w in zip(pairs, order, strict=True)] == [True, True]
+
+
 @row(2, "compute_gradients(gate_gradients)")
 @pytest.mark.parametrize("gate", ["GATE_NONE", "GATE_OP", "GATE_GRAPH"])
 def test_gate_gradients_takes_the_three_constants(gate):

@@ -205,8 +205,10 @@ def deserialize(
     Args:
         description: the result of `serialize`, or of Keras; it is not changed.
         base: the expected class. Of several subclasses with one name, the order of preference is:
-            the same module, not derived from another of them, defined last.
-        custom_objects: classes by name, searched first, also for inner objects.
+            the same module, ours for what Keras or TensorFlow wrote, not derived from another of
+            them, defined last.
+        custom_objects: classes by name, searched first, also for inner objects; for a description
+            of a function, the function by its name.
 
     Raises:
         TypeError: an argument in the configuration has the wrong type.
@@ -215,6 +217,10 @@ def deserialize(
     """
     parts = description if isinstance(description, Mapping) else {}
     name, module, config = (parts.get(key) for key in ("class_name", "module", "config"))
+    if name == "function" and isinstance(config, str):
+        if config in (custom_objects or {}):
+            return (custom_objects or {})[config]
+        raise ValueError(f"Expected the function {config!r} in custom_objects; got none.")
     if not isinstance(name, str) or not isinstance(config, Mapping):
         raise ValueError(
             f"Expected a dictionary with class_name and config for a {base.__name__}; "
@@ -225,7 +231,15 @@ def deserialize(
     ]
     found = [cls for cls in classes if cls.__name__ == name]
     derived = {cls for cls in found if any(base in found for base in cls.__mro__[1:])}
-    found.sort(key=lambda cls: (cls.__module__ == module, cls not in derived))
+    # A name without a module is Keras's or TensorFlow's too, unless a user has registered it.
+    known_by_all = str(module).partition(".")[0] in ("None", "keras", "tf_keras", "tensorflow")
+    ours = known_by_all and ">" not in str(parts.get("registered_name"))
+
+    def preference(cls: type) -> tuple[bool, ...]:
+        is_ours = ours and cls.__module__.startswith("gainstage.")
+        return cls.__module__ == module, is_ours, cls not in derived
+
+    found.sort(key=preference)
     cls: Any = (custom_objects or {}).get(name) or (found[-1] if found else None)
     if cls is None:
         known = sorted({cls.__name__ for cls in classes})
