@@ -22,10 +22,10 @@ from .rules_search import Machine, Search, in_words
 
 # What is known to break: words of the row or setting, the invariant, the path. It is printed, and
 # is no failure; one that does not break any more is.
-NO_SCALE = "load a scale of NaN or 0 or inf or -inf"
 FOUND = [
     # The first try heals the scale, and the second, with measured gradients, moves it on.
-    ("AdaptiveLossScale`, retries", "recovers", f"{NO_SCALE}, tiny gradients"),
+    ("AdaptiveLossScale`, retries", "recovers",
+     "load a scale of 0 or inf or -inf, tiny gradients"),
     # The first decrease raises such a scale to the minimum, by more than one factor.
     ("below the minimum", "bad data", "NaN data"),
     # Without the loss the rule cannot know, and tries `2**-12` of its scale.

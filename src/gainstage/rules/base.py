@@ -19,7 +19,7 @@ from gainstage._core import checks
 from gainstage._core.arrays import strong
 from gainstage._core.checks import LARGEST, SMALLEST
 from gainstage._core.configurable import Fields, explains_arguments
-from gainstage._core.types import Flag, RuleState, Structure
+from gainstage._core.types import Flag, RuleState
 
 
 class ScaleState(NamedTuple):
@@ -268,15 +268,14 @@ def advance(
 ) -> RuleState:
     """Returns the state after a step, with a finite and positive scale whatever the rule returns.
 
-    After a scale that no loss can have, such as a loaded one, comes the rule's first state."""
-    new, first = rule.update(state, finite, **measured), rule.init()
+    After a scale that no loss can have, such as a loaded one, comes the rule's first scale. Counts
+    stay: one that depended on the scale would be stored by a program of its own on a GPU.
+    """
+    new = rule.update(state, finite, **measured)
     scale = jnp.where(new.scale > 0, new.scale, state.scale)
-    new = new._replace(scale=jnp.clip(scale, SMALLEST, LARGEST))
-    own: Structure = jax.tree.structure(first)
-    if own != jax.tree.structure(new):  # a fixed rule takes any state
-        first = new._replace(scale=first.scale)
     usable = (state.scale > 0) & jnp.isfinite(state.scale)
-    new = jax.tree.map(lambda x, begun: jnp.where(usable, x, begun), new, first)
+    scale = jnp.where(usable, jnp.clip(scale, SMALLEST, LARGEST), rule.init().scale)
+    new = new._replace(scale=scale)
     return jax.tree.map(lambda x, old: jnp.asarray(x, jnp.result_type(old)), new, state)
 
 
