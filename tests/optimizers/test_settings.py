@@ -199,3 +199,33 @@ def test_a_variable_as_learning_rate_must_be_in_the_state_and_a_floating_scalar(
     for wrong in (gs.Variable([0.5, 0.5]), gs.Variable(1)):
         with pytest.raises(TypeError, match="Expected a floating scalar for learning_rate"):
             gs.SGD(wrong)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("lr", "learning_rate"),
+        ("learning_rte", "learning_rate"),
+        ("clip_norm", "clipnorm"),
+        ("weight_dacay", "weight_decay"),
+        ("ema_momentun", "ema_momentum"),
+    ],
+)
+@pytest.mark.parametrize("make", [gs.SGD, dtensor.SGD, lambda r: gs.LossScaleOptimizer(gs.SGD(r))])
+def test_a_misspelled_setting_is_an_error_that_names_the_right_one(make, written, meant):
+    """`opt.lr = 0.5` would otherwise make an attribute that nothing reads."""
+    opt = make(0.1)
+    with pytest.raises(AttributeError, match=f"no attribute '{written}'. Set `{meant}`"):
+        setattr(opt, written, 0.5)
+    assert not hasattr(opt, written)
+
+
+def test_attributes_of_ones_own_may_be_set():
+    """Only what looks like an argument is refused, and only of our own classes."""
+
+    class Mine(gs.SGD):
+        pass
+
+    mine, ours = Mine(0.1), gs.SGD(0.1)
+    mine.lr, ours.note = 0.5, "first run"
+    assert (mine.lr, ours.note) == (0.5, "first run")

@@ -1,9 +1,10 @@
 """Checks of arguments, with errors of the form "Expected <what>; got <value>."."""
 
+import difflib
 import math
 import numbers
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import SupportsFloat
 
 import jax
@@ -160,7 +161,12 @@ VERBS = ("minimize", "compute_gradients", "apply_gradients", "apply", "stateless
 def overrides(optimizer: object, name: str) -> type | None:
     """The class of a user that overrides an attribute of our classes; None if there is none."""
     owner = next(cls for cls in type(optimizer).__mro__ if name in vars(cls))
-    return None if owner.__module__.partition(".")[0] == "gainstage" else owner
+    return None if is_ours(owner) else owner
+
+
+def is_ours(cls: type) -> bool:
+    """Whether a class is of this library, and not of a user."""
+    return cls.__module__.partition(".")[0] == "gainstage"
 
 
 def missing(optimizer: object, name: str) -> str:
@@ -177,6 +183,20 @@ def missing(optimizer: object, name: str) -> str:
     if any(name in getattr(getattr(b, "__code__", None), "co_names", ()) for b in builds):
         return " `build(variables)` creates it."
     return ""
+
+
+def check_attribute(optimizer: object, name: str, options: Iterable[str]) -> None:
+    """Raises an error if a new attribute of one of our classes looks like a misspelled option."""
+    cls = type(optimizer)
+    known = name.startswith("_") or hasattr(cls, name) or name in vars(optimizer)
+    if known or not is_ours(cls):
+        return
+    right = {each.replace("_", ""): each for each in options}
+    spelled = "learningrate" if name == "lr" else name.replace("_", "").lower()
+    if near := difflib.get_close_matches(spelled, right, n=1, cutoff=0.9):
+        raise AttributeError(
+            f"{cls.__name__!r} object has no attribute {name!r}. Set `{right[near[0]]}`."
+        )
 
 
 UPDATE_STEP = (

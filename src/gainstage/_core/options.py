@@ -175,6 +175,10 @@ class Arguments(Options):
         None, lambda _, axes: axis_names(axes), ours=True
     )
 
+    def __setattr__(self, name: str, value: object) -> None:
+        checks.check_attribute(self, name, ["learning_rate", *OPTIONS, *ARGUMENTS])
+        super().__setattr__(name, value)
+
 
 # Type checkers read the keywords of constructors here; a test compares them with the table.
 class WrapperOptions(TypedDict, total=False):
