@@ -134,6 +134,26 @@ loss = lambda w, s: plain(gs.fp8.dot(X, w, s))
 one, two = (jax.jit(jax.grad(f, (0, 1)))(many, state)[1] for f in (loss, gs.self_scaled(loss)))
 assert one.w.seen.clamped == two.w.seen.clamped == 4
 """),
+    "a tuple of NNX models": ("refused", "nnx.List", """
+gs.loss_scaled(sgd).init((nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0))))
+"""),
+    "a dict of NNX models": ("refused", "nnx.Dict", """
+gs.loss_scaled(sgd).init({"a": nnx.Linear(4, 1, rngs=nnx.Rngs(0))})
+"""),
+    "a list of NNX models that is a model": ("works", "", """
+m = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))])
+tx = gs.loss_scaled(sgd); state = tx.init(m)
+m, state, _ = gs.train_step(lambda m, x: jnp.mean(m[1](m[0](x))), tx)(m, state, X)
+assert float(jnp.abs(m[1].mean[...]).max()) > 0
+"""),
+    "a BatchNorm that a loss closes over": ("refused", "Pass that object as an argument", """
+norm, m = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+tx = gs.loss_scaled(sgd); gs.train_step(lambda m, x: jnp.mean(norm(m(x))), tx)(m, tx.init(m), X)
+"""),
+    "the same under autocast": ("refused", "Pass that object as an argument", """
+norm, m = nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+nnx.grad(gs.autocast(lambda m, x: jnp.mean(norm(m(x)))))(m, X)
+"""),
     "train_step inside of pmap": ("warns", "sharded over a mesh", """
 tx = gs.loss_scaled(sgd); each = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 2), tree)
 jax.pmap(gs.train_step(plain, tx))(each(w), each(tx.init(w)), jnp.ones(2))

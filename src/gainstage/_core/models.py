@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from gainstage._core.types import PyTree
+from gainstage._core.nnx_objects import nodes_in
+from gainstage._core.types import PyTree, Using
 
 Model = TypeVar("Model")
 NNX, EQUINOX = "flax.nnx", "equinox"
@@ -63,12 +64,28 @@ def carrier_for(kind: str | None) -> Callable[[Any, Any], Any]:
     return made
 
 
-def library(*kinds: type) -> str | None:
-    """The library that has a class of models among these: `NNX`, `EQUINOX` or None."""
+def library(*models: Any, beside: PyTree = ()) -> str | None:
+    """The library of a model among these values: `NNX`, `EQUINOX` or None. Any object of NNX
+    beside them counts too, such as `nnx.Rngs`, if they are of no other library."""
     for name in (NNX, EQUINOX):
-        if any(issubclass(kind, getattr(sys.modules.get(name), "Module", ())) for kind in kinds):
+        module = getattr(sys.modules.get(name), "Module", ())
+        if any(isinstance(model, module) for model in models):
             return name
-    return None
+    objects = getattr(sys.modules.get(NNX), "Pytree", ())
+    nodes = jax.tree.leaves(beside, is_leaf=lambda x: isinstance(x, objects)) if objects else []
+    return NNX if any(isinstance(node, objects) for node in nodes) else None
+
+
+def refuse_models_in_a_pytree(params: PyTree) -> None:
+    """Raises an error for NNX models in a tuple or dictionary, of which JAX trains copies."""
+    module = getattr(sys.modules.get(NNX), "Module", ())
+    if isinstance(params, module) or not any(isinstance(x, module) for x in nodes_in(params)):
+        return
+    kind, several = type(params).__name__, "Dict" if isinstance(params, dict) else "List"
+    raise TypeError(
+        f"Expected one model; got a {kind} of NNX models, whose running means would not change. "
+        f"Make it a model: nnx.{several}(params)."
+    )
 
 
 def _of_nnx(fun: Callable[..., Any], /, **options: Any) -> Callable[..., Any]:
@@ -98,7 +115,11 @@ def _of_equinox(
 
 
 # What differentiates with respect to a model of each library.
-VALUE_AND_GRAD = {None: jax.value_and_grad, EQUINOX: _of_equinox, NNX: _of_nnx}
+VALUE_AND_GRAD: dict[str | None, Using] = {
+    None: jax.value_and_grad,
+    EQUINOX: _of_equinox,
+    NNX: _of_nnx,
+}
 
 
 def trainable(params: PyTree) -> PyTree:
@@ -106,7 +127,8 @@ def trainable(params: PyTree) -> PyTree:
     scale is not among them."""
     if isinstance(params, Carrier):
         return trainable(params.params)
-    found = library(type(params))
+    refuse_models_in_a_pytree(params)
+    found = library(params)
     if found == NNX:
         nnx = sys.modules[NNX]
         params = nnx.state(params, nnx.Param)
@@ -144,7 +166,7 @@ def without_scale(tree: PyTree) -> tuple[PyTree, Any]:
 def with_scale(like: PyTree, rest: PyTree, scale: jax.Array) -> PyTree:
     """A pytree of the structure of `like`, which carries a scale, from its two parts."""
     if isinstance(like, Carrier):
-        return carrier_for(library(type(like)))(rest, scale)
+        return carrier_for(library(like))(rest, scale)
     whole = jax.tree.map(lambda x: x, rest)
     whole[SCALE] = jax.tree.map(lambda _: scale, like[SCALE])
     return whole
@@ -159,7 +181,7 @@ def set_scale(model: Model, scale: jax.Array) -> Model:
 def is_nnx(params: PyTree, grads: PyTree) -> bool:
     """Whether `params` is an NNX model whose gradients `grads` are an `nnx.State`."""
     state = getattr(sys.modules.get(NNX), "State", ())
-    return library(type(params)) == NNX and isinstance(grads, state)
+    return library(params) == NNX and isinstance(grads, state)
 
 
 def chosen(params: PyTree, grads: PyTree) -> PyTree:
@@ -171,22 +193,6 @@ def chosen(params: PyTree, grads: PyTree) -> PyTree:
     wanted = dict(nnx.to_flat_state(grads))
     pairs = [(at, value) for at, value in nnx.to_flat_state(nnx.state(params)) if at in wanted]
     return nnx.from_flat_state(pairs)
-
-
-def states(tree: PyTree) -> list[Any]:
-    """The states of all NNX models in a pytree, which a call may change."""
-    return [sys.modules[NNX].state(model) for model in _nnx_in(tree)]
-
-
-def restore(tree: PyTree, states: Sequence[Any]) -> None:
-    """Gives all NNX models in a pytree these states."""
-    for model, state in zip(_nnx_in(tree), states, strict=True):
-        sys.modules[NNX].update(model, state)
-
-
-def _nnx_in(tree: PyTree) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: library(type(x)) == NNX)
-    return [leaf for leaf in leaves if library(type(leaf)) == NNX]
 
 
 def updated(model: Model, new: PyTree) -> Model:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gainstage._core import checks
+from gainstage._core import checks, nnx_objects
 from gainstage._core.arrays import partition
 from gainstage._core.gradients import float32_or_wider
 from gainstage._core.types import P, PyTree, R, Scalar, Tree
@@ -56,10 +56,16 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
         arrays, static = partition(args)
-        of_arrays: Callable[..., R] = lambda *values: untyped(*static.combine(values))  # noqa: E731
+
+        def of_arrays(*values: ArrayLike) -> tuple[R, PyTree]:
+            own = nnx_objects.sharing_as(args, static.combine(values))
+            before = nnx_objects.values_in(own)
+            return untyped(*own), nnx_objects.changes(own, before)
+
         converted, closed_over = jax.closure_convert(of_arrays, *arrays)
-        values = _times([*arrays, *closed_over], 1 / factor)
-        return _times(converted(*values), factor)
+        result, changed = converted(*_times([*arrays, *closed_over], 1 / factor))
+        nnx_objects.change(args, changed)
+        return _times(result, factor)
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say
     return result

@@ -207,7 +207,7 @@ def loss_scaled_within(
         if isinstance(state, WithLossScaleState) or isinstance(updates, models.Carrier):
             updates, params, scale = carried(updates, state, params)
             shardings, param_shardings = map(scale.dropped, (shardings, param_shardings))
-        if models.library(type(params)):
+        if models.library(params):
             params = models.chosen(params, updates)
         params = gradients.upcast(params)
         if over:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from gainstage._core import jaxprs, models
+from gainstage._core import jaxprs, models, nnx_objects
 from gainstage._core._jax import AbstractValue, ClosedJaxpr, JaxprEqn
 from gainstage._core.arrays import partition
 from gainstage._core.bridge import assign, read, recorded
@@ -97,23 +97,29 @@ def traced(
 
     @functools.wraps(fun)
     def again(*args: P.args, **kwargs: P.kwargs) -> R:
-        arrays, static = partition((args, kwargs))
+        original = args, kwargs
+        arrays, static = partition(original)
         variables: list[Any] = []
         runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
 
-        def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, list[PyTree]]:
-            args, kwargs = static.combine(arrays)
+        def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
+            args, kwargs = nnx_objects.sharing_as(original, static.combine(arrays))
+            before = nnx_objects.values_in((args, kwargs))
             with recorded(runs_now) as assigned:
                 result = untyped(*args, **kwargs)
                 variables[:] = assigned
-                return result, read(assigned), models.states((args, kwargs))
+                return result, read(assigned), nnx_objects.changes((args, kwargs), before)
 
         arrays = list(map(prepare, arrays))
-        program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
-        found = run(program, arrays, (args, kwargs))
-        result, new, states = jax.tree.unflatten(jax.tree.structure(shapes), found)
+        try:
+            program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
+        except Exception as error:
+            nnx_objects.explain(error)
+            raise
+        found = run(program, arrays, original)
+        result, new, changed = jax.tree.unflatten(jax.tree.structure(shapes), found)
         assign(variables, new)
-        models.restore((args, kwargs), states)
+        nnx_objects.change(original, changed)
         return result
 
     return again
@@ -177,6 +183,6 @@ def _kinds(arguments: PyTree) -> list[Kind]:
     """For each array of (args, kwargs), what it is: parameters may be rounded."""
     args, kwargs = arguments
     parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
-    own = [(i == 0 and bool(args)) or models.library(type(part)) for i, part in enumerate(parts)]
+    own = [(i == 0 and bool(args)) or bool(models.library(part)) for i, part in enumerate(parts)]
     kinds = [Kind.FREE if o else Kind.OTHER for o in own]
     return [kind for kind, part in zip(kinds, parts, strict=True) for _ in partition(part)[0]]

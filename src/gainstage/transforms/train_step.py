@@ -20,12 +20,13 @@ from jax import lax
 from jax.stages import Wrapped
 
 from gainstage import fp8
-from gainstage._core import checks, gradients, models
+from gainstage._core import checks, gradients, models, nnx_objects
 from gainstage._core._jax import Tracer
-from gainstage._core.arrays import ARRAYS, Static, partition
+from gainstage._core.arrays import ARRAYS, Static
 from gainstage._core.bridge import reruns
 from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
+from gainstage._core.nnx_objects import Graph, partition_model
 from gainstage._core.scaled_state import (
     RULE_OF,
     LossScaledState,
@@ -214,7 +215,7 @@ class TrainStep(Generic[Params, P, *More]):
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
                 program = self._program_for(donates, shardings)
-                arrays, *results = program(model, arrays, rest, scalars, *batch)
+                arrays, *results, changed = program(model, arrays, rest, scalars, *batch)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
@@ -225,6 +226,7 @@ class TrainStep(Generic[Params, P, *More]):
                 self._repeats.note(scalars[0][1])
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
+            nnx_objects.change(batch, changed)
             return model.combine(arrays), *results
 
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
@@ -243,7 +245,7 @@ class TrainStep(Generic[Params, P, *More]):
             if shardings is not None:
                 known = shardings.of_arrays()
                 results = shardings.structure.unflatten(shardings.leaves)
-                options["out_shardings"] = (*results, *[None] * (1 + self._has_aux))
+                options["out_shardings"] = (*results, *[None] * (2 + self._has_aux))
             run = functools.partial(self._run, known)
             self._programs[donates, shardings] = jax.jit(run, static_argnums=0, **options)
         return self._programs[donates, shardings]
@@ -262,10 +264,10 @@ class TrainStep(Generic[Params, P, *More]):
         free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
         return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
 
-    def _checked(self, params: PyTree) -> tuple[list[Any], Static]:
-        arrays, model = partition(params, (*ARRAYS, jax.ShapeDtypeStruct))
-        is_plain = self._using in (None, jax.value_and_grad) and not models.library(type(params))
-        if is_plain and (others := model.others):
+    def _checked(self, params: PyTree) -> tuple[list[Any], Static | Graph]:
+        arrays, model = partition_model(params, (*ARRAYS, jax.ShapeDtypeStruct))
+        is_plain = self._using in (None, jax.value_and_grad)
+        if is_plain and (others := model.others) and not models.library(params):
             raise TypeError(
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
@@ -275,7 +277,7 @@ class TrainStep(Generic[Params, P, *More]):
     def _run(
         self,
         shardings: Sequence[Any],
-        model: Static,
+        model: Static | Graph,
         arrays: list[Any],
         opt_state: OptState,
         scalars: list[Any],
@@ -310,12 +312,13 @@ class TrainStep(Generic[Params, P, *More]):
     def _take(
         self,
         shardings: Sequence[Any],
-        model: Static,
+        model: Static | Graph,
         arrays: list[Any],
         opt_state: OptState,
         batch: Sequence[PyTree],
     ) -> tuple[Any, ...]:
-        params = model.combine(arrays)
+        params, batch = model.combine(arrays), nnx_objects.copied(batch)
+        before = nnx_objects.values_in(batch)
         scale = state_to_scale_by(opt_state).loss_scale.scale
         how = self._has_aux, self._using, (params, *batch)
         differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
@@ -335,7 +338,7 @@ class TrainStep(Generic[Params, P, *More]):
                     extra["shardings"] = found
         updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
         params = apply_updates(params, updates, opt_state)
-        new, after = partition(params)
+        new, after = partition_model(params)
         if after != model:
             raise ValueError(
                 "Expected a loss_fn that does not change the structure of the model; got one that "
@@ -343,7 +346,9 @@ class TrainStep(Generic[Params, P, *More]):
             )
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
         arrays = keep_if_applied(new, arrays, opt_state)
-        return arrays, opt_state, loss, *([aux] if self._has_aux else [])
+        changed = nnx_objects.changes(batch, before)
+        changed = keep_if_applied(changed, nnx_objects.values_of(changed, before), opt_state)
+        return arrays, opt_state, loss, *([aux] if self._has_aux else []), changed
 
 
 def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:

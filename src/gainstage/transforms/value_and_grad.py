@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import gradients, models
+from gainstage._core import gradients, models, nnx_objects
 from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
@@ -121,7 +121,11 @@ def scaled_value_and_grad(
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         args = tuple(x.params if isinstance(x, models.Carrier) else x for x in args)
-        loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        try:
+            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+        except Exception as error:
+            nnx_objects.explain(error)
+            raise
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             raise TypeError(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
@@ -132,8 +136,8 @@ def scaled_value_and_grad(
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
     chosen: Sequence[Any] = argnums if isinstance(argnums, Sequence) else [argnums]
     numbers = [getattr(n, "argnum", n) for n in chosen]  # of an `nnx.DiffState`
-    kinds = [type(args[n]) for n in numbers if -len(args) <= n < len(args)]
-    using = using or models.VALUE_AND_GRAD[models.library(*kinds)]
+    params = [args[n] for n in numbers if -len(args) <= n < len(args)]
+    using = using or models.VALUE_AND_GRAD[models.library(*params, beside=args)]
     return using(scaled, has_aux=True, **by)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks, models
+from gainstage._core import checks, models, nnx_objects
 from gainstage._core.arrays import partition
 from gainstage._core.checks import LARGEST, SMALLEST, brief
 from gainstage._core.models import SCALE, Carrier
@@ -65,7 +65,7 @@ def with_loss_scale(params: PyTree, scale: float = 2.0**15) -> PyTree:
         raise ValueError("params carry a loss scale already. Call with_loss_scale once.")
     leaf, everywhere = jnp.float32(scale), replicated_like(params)
     leaf = leaf if everywhere is None else jax.device_put(leaf, everywhere)
-    kind = models.library(type(params))
+    kind = models.library(params)
     if kind != models.NNX:
         return models.carrier_for(kind)(params, leaf)
     if hasattr(params, SCALE):
@@ -96,7 +96,7 @@ def arguments_without_scales(arguments: PyTree) -> PyTree:
     """The arguments of a loss, with the parameters of each `WithLossScale` in its place."""
 
     def stops(node: object) -> bool:
-        return isinstance(node, Carrier) or models.library(type(node)) == models.NNX
+        return isinstance(node, Carrier) or nnx_objects.is_node(node)
 
     return jax.tree.map(
         lambda node: node.params if isinstance(node, Carrier) else node,
@@ -170,7 +170,7 @@ def carried(
         TypeError: a scale is not a scalar array.
         ValueError: not all of gradients, state and parameters carry a scale.
     """
-    if models.library(type(params)):
+    if models.library(params):
         params = models.chosen(params, grads)
     trees = {"gradients": grads} if params is None else {"gradients": grads, "params": params}
     for name, tree in trees.items():

@@ -1,0 +1,146 @@
+"""Objects of Flax NNX: what a loss changes of them is kept, and what they share stays shared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gainstage as gs
+
+X = jax.random.normal(jax.random.key(5), (8, 4))
+DROPOUT = nnx.Dropout(0.5)
+
+
+def dropped(model, rngs, x):
+    """A loss whose value depends on a random state that is an argument of its own."""
+    return jnp.mean((DROPOUT(model(x), rngs=rngs) - 1) ** 2)
+
+
+def linear():
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+
+class Tied(nnx.Module):
+    """Two layers with one weight."""
+
+    def __init__(self):
+        self.first, self.second = linear(), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+        self.second.kernel = self.first.kernel
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+class OfRngs(nnx.Module):
+    """A layer with noise from a random state that others may hold too."""
+
+    def __init__(self, rngs):
+        self.linear, self.rngs = linear(), rngs
+
+    def __call__(self, x):
+        return self.linear(x) + jax.random.normal(self.rngs(), (4,))
+
+
+def losses_in_nnx(loss=dropped, model=linear):
+    """What plain NNX returns for four calls."""
+    m, rngs = model(), nnx.Rngs(1)
+    step = nnx.jit(lambda m, r: nnx.value_and_grad(loss)(m, r, X)[0])
+    return [float(step(m, rngs)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("transform", [gs.autocast, gs.self_scaled])
+def test_a_random_state_of_its_own_advances(transform):
+    """`nnx.Rngs` beside the model gives another dropout mask in each call, as in plain NNX."""
+    found = losses_in_nnx(transform(dropped))
+    assert len(set(found)) == 4
+    np.testing.assert_allclose(found, losses_in_nnx(), rtol=2e-3)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, gs.autocast])
+@pytest.mark.parametrize("retries", [0, 2])
+def test_train_step_advances_a_random_state_in_the_batch(wrap, retries):
+    """The step changes the object that it was given, as plain NNX does."""
+    model, rngs = linear(), nnx.Rngs(1)
+    tx = gs.loss_scaled(optax.sgd(0.0), gs.DynamicLossScale(8.0))
+    step, state, found = gs.train_step(wrap(dropped), tx, retries=retries), tx.init(model), []
+    for _ in range(4):
+        model, state, loss = step(model, state, rngs, X)
+        found.append(float(loss))
+    np.testing.assert_allclose(found, losses_in_nnx(), rtol=2e-3)
+    assert int(rngs.default.count[...]) == 4
+
+
+def test_value_and_grad_advances_it_beside_plain_parameters():
+    """Also where what is differentiated is no model of NNX."""
+    w, rngs, tx = jnp.eye(4), nnx.Rngs(1), gs.loss_scaled(optax.sgd(0.0))
+    loss = lambda w, r, x: dropped(lambda x: x @ w, r, x)  # noqa: E731
+    grad_fn = gs.value_and_grad(loss, tx.init(w))
+    assert len({float(grad_fn(w, rngs, X)[0]) for _ in range(3)}) == 3
+
+
+def test_a_part_with_its_own_scale_advances_it():
+    part = gs.locally_scaled(lambda m, r, x: DROPOUT(m(x), rngs=r), 8.0)
+    model, rngs = linear(), nnx.Rngs(1)
+    assert len({float(part(model, rngs, X).sum()) for _ in range(3)}) == 3
+
+
+def test_a_skipped_step_leaves_objects_in_the_batch_as_they_were():
+    """Running means and single variables change in applied steps only."""
+
+    def loss(model, others, x):
+        others["counts"][0][...] += 1
+        return jnp.mean(others["norm"](model(x)) ** 2)
+
+    model, tx = linear(), gs.loss_scaled(optax.sgd(0.1))
+    others = {"norm": nnx.BatchNorm(4, rngs=nnx.Rngs(0)), "counts": [nnx.BatchStat(jnp.zeros(()))]}
+    step, state = gs.train_step(loss, tx), tx.init(model)
+    model, state, _ = step(model, state, others, X)
+    mean = np.array(others["norm"].mean[...])
+    assert np.any(mean)
+    model, state, _ = step(model, state, others, X * jnp.nan)
+    np.testing.assert_array_equal(others["norm"].mean[...], mean)
+    assert float(others["counts"][0][...]) == 1
+    model, state, _ = step(model, state, others, X)
+    assert float(others["counts"][0][...]) == 2
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_shared_weights_stay_shared(donate):
+    """`train_step` trains tied weights as plain NNX does; the model that it returns shares them."""
+    loss = lambda m, x: jnp.mean((m(x) - 1) ** 2)  # noqa: E731
+    plain, model, tx = Tied(), Tied(), gs.loss_scaled(optax.adam(0.1))
+    own = nnx.Optimizer(plain, optax.adam(0.1), wrt=nnx.Param)
+    state, step = tx.init(model), gs.train_step(loss, tx, donate=donate)
+    for _ in range(3):
+        own.update(plain, nnx.grad(loss)(plain, X))
+        model, state, _ = step(model, state, X)
+    assert model.first.kernel is model.second.kernel
+    np.testing.assert_allclose(model.first.kernel[...], plain.first.kernel[...], rtol=1e-5)
+
+
+def test_an_object_that_two_arguments_share_is_one():
+    """A random state in the model and beside it advances as one, under `autocast`."""
+
+    def loss(model, rngs, x):
+        return jnp.mean((model(x) - jax.random.normal(rngs(), (4,))) ** 2)
+
+    found = []
+    for fun in (loss, gs.autocast(loss)):
+        rngs = nnx.Rngs(0)
+        model, call = OfRngs(rngs), nnx.jit(fun)
+        found.append([float(call(model, rngs, X)) for _ in range(3)])
+        assert model.rngs is rngs
+        assert int(rngs.default.count[...]) == 6
+    np.testing.assert_allclose(found[1], found[0], rtol=2e-3)
+
+
+def test_variables_that_a_step_creates_in_the_batch_are_refused():
+    def loss(model, others, x):
+        others.new = nnx.BatchStat(x)
+        return jnp.mean(model(x) ** 2)
+
+    model, tx = linear(), gs.loss_scaled(optax.sgd(0.1))
+    with pytest.raises(ValueError, match="creates variables there"):
+        gs.train_step(loss, tx)(model, tx.init(model), nnx.Dict(), X)
