@@ -145,6 +145,36 @@ def test_keras(kind, dtype):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), **tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Lion"])
+def test_two_variables_keep_their_own_slots(kind):
+    """Each of two variables of one shape continues with the slots that Keras saved of it."""
+    keras = pytest.importorskip("keras")
+    options = {"SGD": {"momentum": 0.5}, "RMSprop": {"momentum": 0.5, "centered": True}}
+    theirs = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
+    given = options.get(kind, {})
+    inner = getattr(keras.optimizers, kind)(0.1, **given)
+    peer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
+    peer.build(theirs)
+    grads = [jnp.array([8.0, -16.0]), jnp.array([4.0, 400.0])]
+    values, weights = [v.value for v in peer.variables], [v.value for v in theirs]
+    for _ in range(2):
+        weights, values = peer.stateless_apply(values, grads, weights)
+    for variable, value in zip(peer.variables, values, strict=True):
+        variable.assign(value)
+    store = {}
+    peer.save_own_variables(store)
+    ours = [gs.Variable(weight) for weight in weights]
+    opt = gs.LossScaleOptimizer(getattr(gs, kind)(0.1, **given), initial_scale=8.0)
+    opt.build(ours)
+    importers.load_keras(opt, store)
+    for _ in range(3):
+        weights, values = peer.stateless_apply(values, grads, weights)
+        opt.apply(grads, ours)
+    for own, weight in zip(ours, weights, strict=True):
+        np.testing.assert_allclose(own.numpy(), weight, rtol=1e-5)
+
+
 def test_keras_of_another_kind():
     """What Keras saved of another optimizer is refused, and nothing is loaded."""
     opt, w = gs.LossScaleOptimizer(gs.SGD(0.5)), gs.Variable([1.0, 2.0])

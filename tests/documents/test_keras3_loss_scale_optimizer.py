@@ -599,6 +599,9 @@ def test_add_optimizer_variables_adds_a_slot_for_each_variable():
     firsts, seconds = opt.add_optimizer_variables([a, b], ["u", "v"], ["zeros", "ones"])
     assert (numbers(firsts), numbers(seconds)) == ([0.0, [0.0, 0.0]], [1.0, [1.0, 1.0]])
     assert [v.name.rpartition("_")[2] for v in (*firsts, *seconds)] == ["u", "u", "v", "v"]
+    # All slots of a variable, then those of the next: the order in which Keras stores them.
+    both = [*firsts, *seconds]
+    assert [v.name[-3:] for v in opt.variables if v in both] == ["a_u", "a_v", "b_u", "b_v"]
 
 
 def test_a_variable_has_the_layout_that_is_given():

@@ -914,6 +914,35 @@ def test_the_hyperparameters_of_adam_may_be_callables(name):
     assert after == pytest.approx(adam([1.0, 2.0], *expected.values()))
 
 
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_a_beta_may_change_between_steps(name):
+    """The bias is corrected by the product of the betas that were used, as TensorFlow does."""
+    given = {"beta1": 0.75, "beta2": 0.5}
+    numbers = {**given, name: lambda: given[name]}
+    w, opt = gs.Variable(1.0), wrapped(8, v1.AdamOptimizer(0.5, **numbers))
+    m = v = 0.0
+    expected, powers = 1.0, [given["beta1"], given["beta2"]]
+    for beta in (given[name], 0.25, 0.9):
+        given[name] = beta
+        opt.minimize(lambda: w**2, var_list=[w])
+        g, b1, b2 = 2 * expected, given["beta1"], given["beta2"]
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        rate = 0.5 * (1 - powers[1]) ** 0.5 / (1 - powers[0])
+        expected -= rate * m / (v**0.5 + 1e-8)
+        powers = [powers[0] * b1, powers[1] * b2]
+        assert float(w) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_skipped_step_leaves_the_products_of_changing_betas():
+    """The products are state of the rule: an overflow does not change them."""
+    w, opt = gs.Variable(1.0), wrapped(8, v1.AdamOptimizer(0.5, lambda: 0.75))
+    opt.apply_gradients([(1.0, w)])
+    before = [float(x) for x in opt.variables() if "power" in x.name]
+    assert before == pytest.approx([0.75**2, 0.999**2])
+    opt.apply_gradients([(float("inf"), w)])
+    assert [float(x) for x in opt.variables() if "power" in x.name] == before
+
+
 def test_the_constraint_of_a_variable_holds_after_a_step():
     """A variable with a constraint is projected after its update, as there."""
     w = gs.Variable(1.0, constraint=lambda x: jnp.clip(x, 0.75, 2.0))

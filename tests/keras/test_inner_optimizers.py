@@ -153,3 +153,50 @@ def test_one_variable_is_updated_by_hand(inner):
     unbuilt = KerasOptimizer(gs.SGD(0.5))
     with pytest.raises(ValueError, match=r"to be built; call `build\(variables\)`"):
         unbuilt.update_step(np.float32(1.0), weight, np.float32(0.25))
+
+
+class Multiplied(keras.optimizers.Optimizer):
+    """A rule of a user, with a number of its own."""
+
+    factor = 1.0
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.assign_sub(variable, learning_rate * gradient * self.factor)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "values"),
+    [
+        (lambda: keras.optimizers.SGD(0.1, momentum=0.9), "momentum", (0.9, 0.0, 0.5)),
+        (lambda: keras.optimizers.Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
+        (lambda: Multiplied(0.1), "factor", (1.0, 10.0, 100.0)),
+        (lambda: gs.SGD(0.1, momentum=0.9), "momentum", (0.9, 0.5, 0.0)),
+        (lambda: gs.Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
+    ],
+    ids=["SGD", "Adam", "own", "SGD of gainstage", "Adam of gainstage"],
+)
+def test_a_number_that_is_set_between_steps_is_obeyed(make, name, values):
+    """An eager step uses the inner optimizer's numbers of now, as in Keras."""
+    found = []
+    for optimizer in (make(), LossScaleOptimizer(make(), initial_scale=1.0)):
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        ours = isinstance(optimizer, gs.Optimizer)
+        weight = gs.Variable([1.0, 2.0]) if ours else keras.Variable([1.0, 2.0])
+        optimizer.build([weight])
+        for value in values:
+            setattr(inner, name, value)
+            assert getattr(inner, name) == value
+            optimizer.apply([jnp.array([3.0, 2.0])], [weight])
+        found.append(weight.value() if ours else weight.value)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
+def test_a_callable_rate_is_called_in_each_step():
+    """A rate without arguments gives the rate of each eager step, as in Keras."""
+    rates = {"now": 0.5}
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(lambda: rates["now"]), initial_scale=1.0)
+    weight = keras.Variable([1.0])
+    for rate in (0.5, 0.25, 0.125):
+        rates["now"] = rate
+        optimizer.apply([jnp.array([1.0])], [weight])
+    assert weight.value.tolist() == [0.125]

@@ -4,15 +4,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gainstage import optimizers
 from gainstage._core import checks
 from gainstage._core.arguments import pairs_in, variables_in
 from gainstage._core.checks import brief
+from gainstage._core.gradients import Gradients
 from gainstage._core.of_loss import ALL_READ, VarList
 from gainstage._core.options import Setting, within
 from gainstage._core.sharding import varying_axes
-from gainstage._core.types import Rate, Values
+from gainstage._core.types import Given, Rate, Values
 from gainstage._core.variable import Variable, is_tracing
 from gainstage.compat.live import summed
 from gainstage.optimizers import base as core
@@ -83,6 +85,7 @@ class Optimizer:
     def build(self, var_list: Sequence[Variable]) -> None:
         """Creates all state for these variables, as the first step would. A step inside of
         `gainstage.jit` needs it, and so does `set_weights`."""
+        self._read_numbers()
         self._optimizer.build(variables_in(var_list, "var_list"))
 
     def set_weights(self, weights: Values) -> None:
@@ -306,6 +309,34 @@ class _Adam(_SlotNames, optimizers.Adam):
     pass
 
 
+class _AdamOfChangingBetas(_Adam):
+    """Corrects the bias by products of the numbers that were used, as TensorFlow 1 does."""
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        super().build(var_list)
+        first = [float(self.beta_1), float(self.beta_2)]
+        self.powers = [
+            self.add_variable((), lambda shape, dtype, x=x: jnp.full(shape, x, dtype), name=name)
+            for x, name in zip(first, ("beta1_power", "beta2_power"), strict=True)
+        ]
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        i = self._get_variable_index(variable)
+        m, v = self.momentums[i], self.velocities[i]
+        one, two = (power.value() for power in self.powers)
+        rate = learning_rate * jnp.sqrt(1 - two) / (1 - one)
+        self.assign_add(m, (gradient - m) * (1 - self.beta_1))
+        self.assign_add(v, (jnp.square(gradient) - v) * (1 - self.beta_2))
+        self.assign_sub(variable, rate * m / (jnp.sqrt(v.value()) + self.epsilon))
+
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
+        super()._update_all(grads, rate, loss)
+        for power, number in zip(self.powers, (self.beta_1, self.beta_2), strict=True):
+            self.assign(power, power * number)
+
+
 class AdamOptimizer(Optimizer):
     """Adam with epsilon outside of the bias correction, as in `gainstage.Adam`.
 
@@ -328,7 +359,8 @@ class AdamOptimizer(Optimizer):
         name: str = "Adam",
     ):
         now, later = _numbers(beta1=beta1, beta2=beta2, epsilon=epsilon)
-        optimizer = _Adam(learning_rate, name=named(name), **now)
+        rule = _AdamOfChangingBetas if later.keys() & {"beta1", "beta2"} else _Adam
+        optimizer = rule(learning_rate, name=named(name), **now)
         super().__init__(optimizer, use_locking, name, **later)
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:

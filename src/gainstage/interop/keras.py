@@ -25,7 +25,8 @@ from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
-from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless, constants
+from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
+from gainstage.interop.keras_settings import constants
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.rules.base import LossScale, Rule, as_rule, keras_rule, start

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from gainstage._core.bridge import functional
 from gainstage._core.checks import brief, check_verbs, overrides
 from gainstage._core.configurable import deserialize, family, serialize
-from gainstage._core.options import OPTIONS, Options
+from gainstage._core.options import Options
 from gainstage._core.signals import deferred_signals
 from gainstage._core.step import LearningRate
 from gainstage._core.types import PyTree
@@ -30,6 +30,7 @@ from gainstage.interop.keras_mirrors import (
     planned_for,
     updates_counted,
 )
+from gainstage.interop.keras_settings import constants, own_settings
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.schedules import LearningRateSchedule
@@ -242,6 +243,20 @@ class KerasOptimizer(Options, Stateless):
             for each, value in zip(variables, results, strict=True):
                 each.assign(value)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        ours = vars(self).get("_ours")
+        if ours is not None and name in own_settings(ours):
+            setattr(ours, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for attributes that it does not have.
+        ours = vars(self).get("_ours")
+        if ours is not None and name in own_settings(ours):
+            return getattr(ours, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _get_option(self, name: str) -> Any:
         return getattr(self._ours._store.in_force, name)
 
@@ -357,13 +372,6 @@ class KerasOptimizer(Options, Stateless):
             rate = keras.saving.deserialize_keras_object(rate, custom_objects)
             description["config"]["learning_rate"] = rate
         return cls(deserialize(description, Optimizer, custom_objects), config.get("name"))
-
-
-def constants(optimizer: Any) -> Hashable:
-    """The options of an optimizer, and its learning rate unless that is a variable."""
-    rate = optimizer._learning_rate
-    rate = None if isinstance(rate, keras.Variable) else rate
-    return rate, *(getattr(optimizer, name, None) for name in OPTIONS)
 
 
 def _is_ours(schedule: Mapping[str, Any], custom_objects: Any) -> bool:

@@ -67,10 +67,9 @@ class Adam(Optimizer):
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)
-        moments = [self.add_optimizer_variables([v], ("momentum", "velocity")) for v in var_list]
-        # Momentum and velocity alternate, as Keras stores them.
-        self.momentums: list[Variable] = [m for (m,), _ in moments]
-        self.velocities: list[Variable] = [v for _, (v,) in moments]
+        firsts, seconds = self.add_optimizer_variables(var_list, ("momentum", "velocity"))
+        self.momentums: list[Variable] = firsts
+        self.velocities: list[Variable] = seconds
         if self.amsgrad:
             self.velocity_hats: list[Variable] = self.add_optimizer_variables(
                 var_list, "velocity_hat"

@@ -355,14 +355,14 @@ class Optimizer(Configurable, Arguments, Saved):
         name: str | Sequence[str],
         initializer: Initializer = "zeros",
     ) -> list[Variable] | tuple[list[Variable], ...]:
-        """Adds one slot per variable; returns a list, or for several names a tuple of lists."""
-        variables = list(trainable_variables)
-        if not isinstance(name, str):
-            several = isinstance(initializer, (list, tuple))
-            each: Any = initializer if several else [initializer] * len(name)
-            rows = zip(name, each, strict=True)
-            return tuple(self.add_optimizer_variables(variables, n, i) for n, i in rows)
-        return [self.add_variable_from_reference(v, name, initializer) for v in variables]
+        """Adds a slot for each variable; returns a list. For several names it returns a tuple of
+        lists; all slots of a variable then come before those of the next, as in Keras."""
+        names: Any = [name] if isinstance(name, str) else name
+        each = initializer if isinstance(initializer, (list, tuple)) else [initializer] * len(names)
+        rows, variables = list(zip(names, each, strict=True)), list(trainable_variables)
+        made = [self.add_variable_from_reference(v, *row) for v in variables for row in rows]
+        lists = tuple(made[i :: len(rows)] for i in range(len(rows)))
+        return lists[0] if isinstance(name, str) else lists
 
     def get_slot_names(self) -> list[str]:
         """The names of the slots that `build` has added."""
