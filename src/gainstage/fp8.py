@@ -9,18 +9,20 @@ keeping a maximum. Counts may be added or averaged, by autodiff (if a state is u
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._core import checks
 from gainstage._core.sharding import typed_sharding, varying_like
 from gainstage._core.types import Given, PyTree
+from gainstage._core.warn import warn
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
@@ -199,9 +201,23 @@ def _forward(
     return out.astype(dtypes[4]), (x8, w8, seen_x, seen_w, state)
 
 
+def _forward_of_primals(dtypes: tuple[np.dtype, ...], *primals: PyTree) -> tuple[jax.Array, Kept]:
+    _, w, state = primals
+    if w.perturbed and not state.x.factor.perturbed:
+        warn(
+            "The weights of a float8 product are differentiated, but its state is not, so its "
+            "factors stay as they are. Differentiate the state too, with argnums=(0, 1), and pass "
+            "its gradient to gainstage.fp8.update."
+        )
+    return _forward(dtypes, *jax.tree.map(lambda primal: primal.value, primals))
+
+
 def _backward(
-    dtypes: tuple[np.dtype, ...], kept: Kept, cotangent: jax.Array
+    dtypes: tuple[np.dtype, ...], kept: Kept, cotangent: Any
 ) -> tuple[jax.Array, jax.Array, DotScaling]:
+    if isinstance(cotangent, SymbolicZero):
+        unused: Any = cotangent.aval
+        cotangent = jnp.zeros(unused.shape, unused.dtype)
     x8, w8, seen_x, seen_w, state = kept
     g8, seen_g = cast(cotangent, state.cotangent.factor, dtypes[1])
     rows, columns = range(x8.ndim - 1), range(x8.ndim - 1, g8.ndim)
@@ -212,7 +228,7 @@ def _backward(
     return to_x.astype(dtypes[2]), to_w.astype(dtypes[3]), DotScaling(*seen)
 
 
-_dot.defvjp(_forward, _backward)
+_dot.defvjp(_forward_of_primals, _backward, symbolic_zeros=True)
 
 
 def update(

@@ -1,6 +1,7 @@
 """Float8: casts that count what they clamp, delayed scaling, and products in it."""
 
 import collections
+import functools
 import math
 from fractions import Fraction
 
@@ -180,6 +181,9 @@ def test_a_history_that_does_not_keep_up_is_seen():
     assert (int(dead.clamped_steps), int(dead.stale), float(dead.factor)) == (0, 10, 1.0)
 
 
+DOT = fp8.dot_scaling()
+
+
 def quantized(x, dtype, factor):
     """An array as it comes back out of a small dtype, in float64, by ml_dtypes."""
     low, high = numbers_of(dtype)
@@ -190,6 +194,7 @@ def quantized(x, dtype, factor):
 @pytest.mark.parametrize(
     ("shape", "weights"), [((5, 16), (16, 3)), ((2, 3, 16), (16, 2, 4)), ((16,), (16,))], ids=str
 )
+@pytest.mark.filterwarnings("ignore:The weights of a float8 product")  # factors that are known
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_products_are_those_of_the_cast_operands(dtype, shape, weights, rng):
     """Forwards e4m3 times e4m3, backwards e5m2 times e4m3, each with the factor of its own."""
@@ -558,11 +563,25 @@ def test_a_float8_state_is_no_parameter(state):
         gs.loss_scaled(optax.adamw(0.1)).init(params)
 
 
-def test_a_train_step_says_that_it_updates_no_float8_state():
-    """A state in the batch keeps its factors: there is a warning with the way out, once."""
-    tx, w = gs.loss_scaled(optax.sgd(0.1)), jnp.ones((4, 4))
-    step = gs.train_step(lambda w, x, state: fp8.dot(x, w, state).sum(), tx, donate=False)
-    batch = jnp.ones((2, 4)), fp8.dot_scaling()
-    with pytest.warns(UserWarning, match=r"factors in `batch\[1\]` stay as they are"):
-        step(w, tx.init(w), *batch)
-    step(w, tx.init(w), *batch)
+@pytest.mark.parametrize("where", ["in the batch", "closed over", "not differentiated"])
+def test_a_state_that_is_never_updated_is_told(where):
+    """If weights are differentiated and the state of their product is not, a warning says so."""
+    tx, w, x, state = gs.loss_scaled(optax.sgd(0.1)), jnp.ones((4, 4)), jnp.ones((2, 4)), DOT
+
+    def loss(w, x, state=state):
+        return fp8.dot(x, w, state).sum()
+
+    batch = (x,) if where == "closed over" else (x, state)
+    opt_state = tx.init(w)
+    step = functools.partial(gs.train_step(loss, tx), w, opt_state)
+    if where == "not differentiated":
+        step = functools.partial(gs.value_and_grad(loss, opt_state), w)
+    with pytest.warns(UserWarning, match="its factors stay as they are"):
+        step(*batch)
+
+
+def test_a_state_of_a_frozen_product_needs_no_update():
+    """Gradients of the inputs alone, and a call without gradients, tell nothing."""
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    jax.grad(lambda x: fp8.dot(x, w, DOT).sum())(x)
+    fp8.dot(x, w, DOT)

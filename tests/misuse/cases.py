@@ -119,6 +119,24 @@ tx.update(jax.grad(lambda p: plain(p.params))(params), state, params)
 tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.self_scaled(plain)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
+    "a scale that is not differentiated with its model": ("warns", "nnx.PathContains", """
+r = nnx.Rngs(0); m = gs.with_loss_scale(nnx.LoRA(4, 2, 1, rngs=r))
+loss = gs.self_scaled(lambda m, x: jnp.mean(m(x) ** 2))
+nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, X)
+"""),
+    "a scale that is differentiated with a part of its model": ("works", "", """
+r = nnx.Rngs(0); m = gs.with_loss_scale(nnx.LoRA(4, 2, 1, rngs=r))
+wrt = nnx.Any(nnx.LoRAParam, nnx.PathContains('loss_scale'))
+o = nnx.Optimizer(m, gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**120)), wrt=wrt)
+loss = gs.self_scaled(lambda m, x: jnp.mean((m(x) - 1.0) ** 2))
+step = nnx.jit(lambda m, o, x: o.update(m, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(m, x)))
+for _ in range(3): step(m, o, 1e6 * X)
+assert float(m.loss_scale[...]) < 2.0**120
+"""),
+    "gradients of the inputs of a model that carries a scale": ("works", "", """
+m = gs.with_loss_scale(nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+jax.grad(lambda x: gs.self_scaled(lambda m, x: jnp.mean(m(x) ** 2))(m, x))(X)
+"""),
     "self_scaled, and no rule": ("works", "", """
 tx = gs.loss_scaled(sgd); state, loss = tx.init(w), gs.self_scaled(plain)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
@@ -308,9 +326,53 @@ tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w), tx)(w, tx.init(w)
     "float8 states among the parameters": ("refused", "without float8 states", """
 gs.loss_scaled(sgd).init({'w': w, 'fp8': gs.fp8.dot_scaling()})
 """),
-    "float8 states in the batch": ("warns", "does not update float8 states", """
+    "float8 states in the batch": ("warns", "pass its gradient to gainstage.fp8.update", """
+tx = gs.loss_scaled(sgd); state = tx.init(W)
+gs.train_step(lambda w, s: plain(gs.fp8.dot(X, w, s)), tx)(W, state, gs.fp8.dot_scaling())
+"""),
+    "float8 states that a loss closes over": ("warns", "pass its gradient to gainstage.fp8.update", """
+tx, scaling = gs.loss_scaled(sgd), gs.fp8.dot_scaling()
+gs.train_step(lambda w: plain(gs.fp8.dot(X, w, scaling)), tx)(W, tx.init(W))
+"""),
+    "scale_loss in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-gs.train_step(lambda w, s: plain(w), tx)(w, state, gs.fp8.dot_scaling())
+gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state), state)(w)
+"""),
+    "scale_loss in train_step": ("refused", "Leave scale_loss out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
+"""),
+    "scale_loss of a part, in value_and_grad": ("warns", "multiplied twice", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+grads = gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)[1]
+tx.update(grads, state, w)
+"""),
+    "a state that a scan closes over, in a compiled epoch": ("warns", "a part of the carry", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def turn(w, x, state):
+    grads = gs.value_and_grad(plain, state)(w, x)[1]
+    return gs.apply_updates(w, *tx.update(grads, state, w)), x
+jax.jit(lambda w, s: jax.lax.scan(lambda w, x: turn(w, x, s), w, jnp.ones(3)))(w, state)
+"""),
+    "the same with train_step": ("warns", "a part of the carry", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+turn = lambda w, x, s: (step(w, s, x)[0], x)
+jax.jit(lambda w, s: jax.lax.scan(lambda w, x: turn(w, x, s), w, jnp.ones(3)))(w, state)
+"""),
+    "a state in the carry of a scan, and a cond in it": ("works", "", """
+tx = gs.loss_scaled(sgd); step = gs.train_step(plain, tx)
+turn = lambda c, x: (jax.lax.cond(x > 0, lambda: step(*c, x)[:2], lambda: c), x)
+out = jax.jit(lambda w, s: jax.lax.scan(turn, (w, s), jnp.ones(3))[0][0])(w, tx.init(w))
+assert float(out[0]) < 1
+"""),
+    "a state of the function around a cond": ("works", "", """
+tx = gs.loss_scaled(sgd); step = gs.train_step(plain, tx)
+run = jax.jit(lambda w, s: jax.lax.cond(w[0] > 0, lambda: step(w, s, 1.0)[:2], lambda: (w, s)))
+assert float(run(w, tx.init(w))[0][0]) < 1
+"""),
+    "a part with its own scale, and no loss scale": ("warns", "No loss was multiplied", """
+tx = gs.loss_scaled(sgd); state = tx.init(w); part = gs.locally_scaled(lambda w: w * 2.0, 8.0)
+tx.update(jax.grad(lambda w: plain(part(w)))(w), state, w)
 """),
     "an integer parameter": ("works", "", """
 tx = gs.loss_scaled(sgd); params = {'w': w, 'n': jnp.int32(3)}

@@ -3,6 +3,8 @@
 Each exists in jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
+import operator
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -49,11 +51,13 @@ __all__ = [
     "dce_jaxpr",
     "get_opaque_trace_state",
     "holds_arrays",
+    "is_around_a_loop",
     "jaxpr_as_fun",
     "multihost_utils",
     "refuse_as_argument",
     "return_to_trace",
     "source_info_util",
+    "trace_ctx",
     "trace_of",
     "user_frames",
     "with_layout_constraint",
@@ -77,9 +81,21 @@ def return_to_trace() -> Callable[[], AbstractContextManager[None]]:
     return lambda: core.set_current_trace(trace)
 
 
-def trace_of(tracer: Any) -> object:
-    """The trace that a tracer belongs to."""
-    return tracer._trace
+trace_of = operator.attrgetter("_trace")  # the trace that a tracer belongs to
+trace_ctx = core.trace_ctx  # its `trace` is that of new operations
+
+
+def is_around_a_loop(trace: object) -> bool:
+    """Whether the body of a loop of JAX is being traced, and this trace is one around the loop."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "jax/_src" in file and frame.f_locals.get("trace") is trace:
+            return False  # it was begun inside of the loop
+        if file.endswith(("control_flow/loops.py", "control_flow/conditionals.py")):
+            return file.endswith("loops.py")
+        frame = frame.f_back
+    return False
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], NoReturn]) -> None:

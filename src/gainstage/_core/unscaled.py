@@ -7,7 +7,7 @@ done with it tells what the gradients are that come with it to `update`.
 import weakref
 from typing import Any
 
-from gainstage._core._jax import Tracer, trace_of
+from gainstage._core._jax import Tracer, is_around_a_loop, trace_ctx, trace_of
 
 NOT_SCALED = (
     "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
@@ -42,6 +42,15 @@ FROZEN = (
     "results; in jax.lax.scan, a part of the carry."
 )
 
+MULTIPLIED_TWICE = (
+    "A loss was multiplied twice by the loss scale before this update of gainstage.loss_scaled: by "
+    "scale_loss, and by value_and_grad or train_step, which do it themselves. Leave scale_loss out."
+)
+MULTIPLIED_ALREADY = (
+    "Expected the loss itself from fun; got what scale_loss returned. Leave scale_loss out: "
+    "value_and_grad and train_step multiply the loss by the loss scale themselves."
+)
+
 # By its id, each scale that is alive, with what was done with it:
 #   "true": `value_and_grad` or `train_step` has computed true gradients with it
 #   "waiting": and no update has come with it since
@@ -54,6 +63,8 @@ _SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 _UNKNOWN: set[str] = set()
 # By its id, the `applied` of each state that is alive and that an update has taken: an old state.
 UPDATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# By its id, each loss that is alive and that `scale_loss` has returned.
+MULTIPLIED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 OLD = (
     "{name} got the state of before the update, which tells whether the step before was applied. "
     "Pass the state that update returned: updates, opt_state = tx.update(grads, opt_state, params)."
@@ -91,8 +102,12 @@ def fault(scale: Any, divides: bool, traced: bool, ruled: bool) -> str | None:
     uses.discard("waiting")
     if "constant" in uses and traced:
         return FROZEN
+    of_another_trace = isinstance(scale, Tracer) and trace_of(scale) is not trace_ctx.trace
+    if of_another_trace and is_constant_of_a_loop(scale):
+        return FROZEN
     if "true" in uses:
-        return TWICE if divides else None
+        twice = "multiplied" in uses and "read" not in uses
+        return TWICE if divides else MULTIPLIED_TWICE if twice else None
     if divides or "used" in uses:
         return None
     if "multiplied" in uses:
@@ -106,6 +121,11 @@ def fault(scale: Any, divides: bool, traced: bool, ruled: bool) -> str | None:
     return None if _UNKNOWN or waiting else NOT_SCALED
 
 
+def is_constant_of_a_loop(scale: Any) -> bool:
+    """Whether a scale is a tracer of the function around a loop whose body is traced now."""
+    return isinstance(scale, Tracer) and is_around_a_loop(trace_of(scale))
+
+
 def _of_one_trace(scale: Any, other: Any) -> bool:
     """Whether both scales are arrays, or tracers of one trace."""
     kinds = isinstance(scale, Tracer), isinstance(other, Tracer)
@@ -117,3 +137,4 @@ def forget() -> None:
     _SCALES.clear()
     _UNKNOWN.clear()
     UPDATED.clear()
+    MULTIPLIED.clear()

@@ -52,7 +52,6 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         scale = checks.loss_scale("scale", scale)
 
     def scaled(*args: PyTree) -> R:
-        scales_itself()
         factor = jnp.asarray(scale, jnp.float32)
         # What `fun` closes over, such as a variable's value, is an argument like the others.
         arrays, static = partition(args)
@@ -65,6 +64,8 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         converted, closed_over = jax.closure_convert(of_arrays, *arrays)
         result, changed = converted(*_times([*arrays, *closed_over], 1 / factor))
         nnx_objects.change(args, changed)
+        if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, and not a part of a network
+            scales_itself()
         return _times(result, factor)
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say

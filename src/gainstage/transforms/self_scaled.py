@@ -21,12 +21,19 @@ from gainstage._core.warn import warn
 from gainstage.transforms.replay import traced
 from gainstage.transforms.with_loss_scale import (
     arguments_without_scales,
+    places_beside,
     places_of_scales,
     reported,
     usable,
 )
 
 BACKOFF = 16.0  # a retry divides the scale by it
+NOT_UPDATED = (
+    "The loss scale that these parameters carry is not differentiated with them, so it never "
+    "changes. Differentiate it too, and let the optimizer have it. Of an NNX model, for example: "
+    "wrt = nnx.Any(nnx.LoRAParam, nnx.PathContains('loss_scale')), for nnx.Optimizer(..., wrt=wrt) "
+    "and argnums=nnx.DiffState(0, wrt)."
+)
 EAGER_CALLS = 16  # calls outside of a compiled function
 
 
@@ -126,6 +133,8 @@ def _with_own_scale(
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
     carried = [closed_over + i for i in places_of_scales(arguments)]
+    beside = places_beside(arguments, carried[0] - closed_over) if carried else range(0)
+    beside = range(beside.start + closed_over, beside.stop + closed_over)
     counts = {closed_over + i for i in gradients.places_of_counts(arguments)}
     avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
 
@@ -144,6 +153,8 @@ def _with_own_scale(
         ]
         updated = [i for i in chosen if i in carried]  # the scales that the trainer updates
         chosen = [i for i in chosen if i not in carried]
+        if carried and not updated and not set(chosen).isdisjoint(beside):
+            warn(NOT_UPDATED)
         if len(updated) > 1:
             raise ValueError(
                 f"Expected one loss scale among the arguments that are differentiated; got "

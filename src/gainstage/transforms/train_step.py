@@ -19,7 +19,6 @@ import optax
 from jax import lax
 from jax.stages import Wrapped
 
-from gainstage import fp8
 from gainstage._core import checks, gradients, models, nnx_objects
 from gainstage._core._jax import Tracer
 from gainstage._core.arrays import ARRAYS, Static
@@ -51,7 +50,7 @@ from gainstage._core.types import (
     Tree,
     Using,
 )
-from gainstage._core.unscaled import mark
+from gainstage._core.unscaled import FROZEN, is_constant_of_a_loop, mark
 from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
 from gainstage._core.watch import Calls, Repeats, Watch
@@ -203,12 +202,15 @@ class TrainStep(Generic[Params, P, *More]):
 
         def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
-            self._watch.look(lambda: loss_scaled_state(opt_state).loss_scale.scale)
+            self._watch.look(lambda: _scale_in(opt_state))
             arrays, model = self._checked(params)
             inside = is_inside()
             donates = self._donates and not reruns() and not inside
             if inside and not knows_what_varies(jax.sharding.get_abstract_mesh()):
                 warn(DRIFTS)
+            is_fixed = isinstance(RULE_OF.get(self._tx.update), FixedLossScale)
+            if inside and not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
+                warn(FROZEN)
             try:
                 arrays, state, shardings = on_one_mesh(arrays, opt_state, batch)
                 rest, scalars = without_scalars(state)
@@ -284,12 +286,6 @@ class TrainStep(Generic[Params, P, *More]):
         *batch: PyTree,
     ) -> tuple[Any, ...]:
         opt_state = with_scalars(opt_state, scalars)
-        if (place := fp8.place_of_state(batch)) is not None:
-            warn(
-                f"train_step does not update float8 states, so the factors in `batch{place}` stay "
-                f"as they are. Write the step with value_and_grad(argnums=(0, 1)) and "
-                f"gainstage.fp8.update."
-            )
         first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:
             return first
@@ -373,6 +369,10 @@ def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTre
                 f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
                 f"to the loss: functools.partial(loss_fn, name=value)."
             ) from error
+
+
+def _scale_in(opt_state: OptState) -> Any:
+    return loss_scaled_state(opt_state).loss_scale.scale
 
 
 def _firsts(*trees: PyTree) -> list[Any]:

@@ -12,7 +12,7 @@ from gainstage._core._jax import Tracer
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage._core.unscaled import mark
+from gainstage._core.unscaled import MULTIPLIED, MULTIPLIED_ALREADY, mark
 from gainstage._core.variable import is_inside, is_tracing
 
 
@@ -131,6 +131,8 @@ def scaled_value_and_grad(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}."
             )
+        if MULTIPLIED.get(id(loss)) is loss:
+            raise ValueError(MULTIPLIED_ALREADY)
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
@@ -182,4 +184,6 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
     """
     scale = loss_scaled_state(opt_state).loss_scale.scale
     mark(scale, "multiplied")
-    return gradients.scaled(loss, scale)
+    multiplied = gradients.scaled(loss, scale)
+    MULTIPLIED[id(multiplied)] = multiplied
+    return multiplied

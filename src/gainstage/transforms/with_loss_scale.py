@@ -92,6 +92,17 @@ def places_of_scales(arguments: PyTree) -> list[int]:
     return places
 
 
+def places_beside(arguments: PyTree, place: int) -> range:
+    """Which arrays the argument of a loss has whose array at this place is a loss scale."""
+    args, kwargs = arguments
+    end = 0
+    for part in (*args, *(kwargs[name] for name in sorted(kwargs))):
+        start, end = end, end + len(partition(part)[0])
+        if place < end:
+            return range(start, end)
+    return range(0)
+
+
 def arguments_without_scales(arguments: PyTree) -> PyTree:
     """The arguments of a loss, with the parameters of each `WithLossScale` in its place."""
 
