@@ -780,14 +780,61 @@ NOT_SCALED = "no loss was multiplied by it"
 
 @each_inner
 def test_gradients_of_a_loss_that_was_not_scaled_are_told_once(inner):
-    """Each wrapper warns once, also if the scale was printed; the line says what to write."""
-    for _ in range(2):
+    """Each wrapper warns once, also if the scale was printed before the first step; the line says
+    what to write."""
+    for printed in (False, True):
         w, opt = keras.Variable([1.0]), LossScaleOptimizer(inner(0.5), 8.0)
-        print(opt.loss_scale)
+        if printed:
+            print(opt.loss_scale)
+            opt.apply([jnp.ones(1)], [w])
         with pytest.warns(UserWarning, match=rf"{NOT_SCALED}.*optimizer.scale_loss\(loss\)"):
             opt.apply([jnp.ones(1)], [w])
         with warnings.catch_warnings(action="error"):
             opt.apply([jnp.ones(1)], [w])
+
+
+def test_a_scale_that_is_read_outside_of_a_program_counts():
+    """Gradients that are multiplied by `loss_scale` outside of a trace are scaled."""
+    w, opt = keras.Variable([1.0]), LossScaleOptimizer(keras.optimizers.SGD(0.25), 8.0)
+    grads = jax.jit(jax.grad(lambda w, scale: jnp.sum(w * w) * scale))
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            opt.apply([grads(w.value, opt.loss_scale)], [w])
+    assert float(w.numpy()[0]) == 0.125
+
+
+@each_inner
+@pytest.mark.parametrize("built", [False, True])
+def test_a_scale_that_would_be_frozen_into_a_program_is_refused(inner, built):
+    """A compiled function cannot read a scale that changes; an eager gradient, and a function with
+    a fixed scale, can."""
+    w, opt = keras.Variable([1.0]), LossScaleOptimizer(inner(0.25), 8.0)
+    if built:
+        opt.build([w])
+    for read in (opt.scale_loss, lambda loss: loss * opt.loss_scale):
+        loss = jax.grad(lambda w, read=read: read(jnp.sum(w * w)))
+        with pytest.raises(ValueError, match=r"frozen into the program.*StatelessScope"):
+            jax.jit(loss)(w.value)
+        assert loss(w.value) == 16
+    fixed = LossScaleOptimizer(inner(0.25), rule=gs.FixedLossScale(8.0))
+    assert jax.jit(jax.grad(lambda w: fixed.scale_loss(jnp.sum(w * w))))(w.value) == 16
+
+
+class Twice(keras.Sequential):
+    """A model that scales its loss, as Keras does once more."""
+
+    def compute_loss(self, *args, **kwargs):
+        return self.optimizer.scale_loss(super().compute_loss(*args, **kwargs))
+
+
+def test_a_loss_that_compute_loss_scales_is_refused():
+    """`compute_loss` must not scale the loss, which Keras does after it."""
+    x, y = data(batches=1)
+    model = Twice([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(RuntimeError, match="Leave them out of compute_loss"):
+        model.fit(x, y, verbose=0)
 
 
 class Custom(keras.Model):

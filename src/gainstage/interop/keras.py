@@ -15,13 +15,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gainstage._core import gradients
+from gainstage._core._jax import Tracer
 from gainstage._core.checks import as_power
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import DEFAULTS, OPTIONS
 from gainstage._core.scaling import Branch, Scaling, ScalingState
 from gainstage._core.store import Wrapper
 from gainstage._core.types import Given, PyTree
-from gainstage._core.variable import is_inside
+from gainstage._core.variable import is_inside, is_tracing
 from gainstage._core.warn import warn
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
@@ -29,7 +30,7 @@ from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
-from gainstage.rules.base import LossScale, Rule, as_rule, keras_rule, start
+from gainstage.rules.base import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
 
@@ -122,6 +123,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     _applied, _warned = 0, False  # the steps that were applied up to the last fit
     _scale = 0.0  # after it
     _has_scaled = False  # whether a loss was multiplied by the scale
+    _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
 
     def __init__(
         self,
@@ -188,18 +190,40 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
         `model.jax_state_sync()` first in a callback."""
         self._has_scaled |= is_inside()  # a trace reads it to compute with it
-        if not self.built:
-            return jnp.float32(self.initial_scale)
-        if (
-            self.dynamic_scale._value is None
-            and not keras.src.backend.common.stateless_scope.in_stateless_scope()
-        ):
+        self._was_read = True
+        if not keras.src.backend.common.stateless_scope.in_stateless_scope():
+            self._check_that_it_changes()
+        elif self.built and self._has_no_value():
+            raise RuntimeError(
+                "Expected scale_loss and loss_scale where Keras knows the optimizer's variables. "
+                "Leave them out of compute_loss: after it, Keras multiplies by the scale itself. "
+                "In your own keras.StatelessScope, map `optimizer.variables` to their values."
+            )
+        return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
+
+    def _has_no_value(self) -> bool:
+        """Whether neither the scale's variable nor an active scope has a value for it."""
+        scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+        known = scope is not None and scope.get_current_value(self.dynamic_scale) is not None
+        return self.dynamic_scale._value is None and not known
+
+    def _check_that_it_changes(self) -> None:
+        """Raises an error if the scale is read where Keras has its value, or as a constant."""
+        if self.built and self._has_no_value():
             raise RuntimeError(
                 "Expected scale_loss and loss_scale to be called where Keras knows the optimizer's "
                 "variables: in keras.StatelessScope, as compute_loss_and_updates does, or after "
                 "model.jax_state_sync() in a callback."
             )
-        return self.dynamic_scale.value
+        traced = self.built and isinstance(self.dynamic_scale._value, Tracer)
+        if not traced and not isinstance(self.rule, FixedLossScale) and is_tracing():
+            raise ValueError(
+                f"Expected the loss scale of {self.name!r} to be an argument of the function that "
+                f"is compiled; got a number, which would be frozen into the program. Pass "
+                f"`optimizer.loss_scale` in, and multiply the loss by it. With stateless_apply: "
+                f"`with keras.StatelessScope(zip(optimizer.variables, state)): loss = "
+                f"optimizer.scale_loss(loss)`."
+            )
 
     def scale_loss(self, loss: ArrayLike) -> jax.Array:
         """Returns the loss times the scale, in float32."""
@@ -207,17 +231,29 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         self._has_scaled = True
         return gradients.scaled(loss, self.loss_scale)
 
-    def _step(
-        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        self._check_factor()
-        if not self._has_scaled and self.initial_scale != 1:
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Takes a step on gradients of `scale_loss(loss)`; gradients may be None, and variables
+        some of those it was built with."""
+        if self._compiled is not None:  # else `_step` is traced, and looks
+            self._check_scaled()
+        super().apply(grads, trainable_variables)
+        self._was_read = False
+
+    def _check_scaled(self) -> None:
+        """Warns of gradients of a loss that cannot have been multiplied by the scale."""
+        if not (self._has_scaled or self._was_read) and self.initial_scale != 1:
             self._has_scaled = True  # warn once
             warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
                 f"multiplied by it. Differentiate optimizer.scale_loss(loss), as "
                 f"compute_loss_and_updates does."
             )
+
+    def _step(
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        self._check_factor()
+        self._check_scaled()
         own = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
         place = {id(v): i for i, v in enumerate(self._variables)}
