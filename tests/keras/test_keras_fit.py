@@ -775,6 +775,59 @@ def test_a_fit_without_a_step_says_so_once():
     model.fit(x * np.nan, y, batch_size=2, verbose=0)  # told already
 
 
+DEAD = "No step since the last fit was applied, "
+
+
+def fits(rule, *batches):
+    """What is said at the end of fits of a model that all have this rule, one for each number of
+    bad batches and number of batches."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), rule=rule), "mse")
+    said = []
+    for bad, count in batches:
+        x, y = np.ones((count, 2), "float32"), np.ones((count, 1), "float32")
+        x[:bad] = np.nan
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model.fit(x, y, batch_size=1, verbose=0, shuffle=False)
+        said.append([str(w.message) for w in found if DEAD in str(w.message)])
+    return said
+
+
+def test_a_fit_that_a_fixed_scale_kills_says_so():
+    """A fixed scale is named if it has never let a step pass, or in no step of two fits in a row;
+    not after one bad fit."""
+    ((first,), none) = fits(gs.FixedLossScale(8.0), (3, 3), (3, 3))
+    assert "at the fixed loss scale of 2^3" in first
+    assert "rule=gainstage.DynamicLossScale()" in first
+    assert none == []
+    assert fits(gs.FixedLossScale(8.0), (1, 2), (1, 1), (0, 1), (1, 1)) == [[]] * 4
+    none, one, (third,) = fits(gs.FixedLossScale(8.0), (1, 2), (1, 1), (1, 1))
+    assert none == one == []
+    assert "at the fixed loss scale of 2^3" in third
+
+
+def test_a_fit_that_an_adaptive_scale_cannot_mend_says_so():
+    """`AdaptiveLossScale` is told after 50 bad steps in a row; fewer may be its search."""
+    assert fits(gs.AdaptiveLossScale(), (40, 40)) == [[]]
+    assert "and 60 in a row were skipped" in fits(gs.AdaptiveLossScale(), (60, 60))[0][0]
+    assert fits(gs.AdaptiveLossScale(), (60, 61)) == [[]]
+    assert fits(gs.DynamicLossScale(), (3, 3)) == [[]]
+
+
+def test_a_fit_of_no_steps_says_nothing():
+    """A fit that runs no step is not dead, though none was applied."""
+    x = np.ones((4, 2), "float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    rule = gs.FixedLossScale(8.0)
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), rule=rule), "mse")
+    with warnings.catch_warnings(action="error"):
+        model.fit(x, x[:, :1], initial_epoch=1, verbose=0)
+        model.fit(x, x[:, :1], verbose=0)
+        for _ in range(3):
+            model.fit(x, x[:, :1], initial_epoch=1, verbose=0)
+
+
 NOT_SCALED = "no loss was multiplied by it"
 
 
@@ -818,6 +871,27 @@ def test_a_scale_that_would_be_frozen_into_a_program_is_refused(inner, built):
         assert loss(w.value) == 16
     fixed = LossScaleOptimizer(inner(0.25), rule=gs.FixedLossScale(8.0))
     assert jax.jit(jax.grad(lambda w: fixed.scale_loss(jnp.sum(w * w))))(w.value) == 16
+
+
+@each_inner
+def test_what_fit_has_scaled_says_nothing_of_a_later_loop(inner):
+    """True gradients are told after `fit` too, and with a first scale of 1; not with a fixed 1."""
+    x, y = data(batches=1)
+    for scaling, silent in (
+        ({"initial_scale": 8.0}, False),
+        ({"initial_scale": 1.0}, False),
+        ({"rule": gs.FixedLossScale(1.0)}, True),
+    ):
+        model = model_of()
+        model.compile(LossScaleOptimizer(inner(0.05), **scaling), "mse")
+        model.fit(x, y, verbose=0)
+        grads = [jnp.zeros(v.shape) for v in model.trainable_variables]
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model.optimizer.apply(grads, model.trainable_variables)
+        assert [NOT_SCALED in str(w.message) for w in found] == [True] * (not silent)
+        with warnings.catch_warnings(action="error"):
+            model.fit(x, y, verbose=0)
 
 
 class Twice(keras.Sequential):

@@ -16,7 +16,6 @@ from jax.typing import ArrayLike
 
 from gainstage._core import gradients
 from gainstage._core._jax import Tracer
-from gainstage._core.checks import as_power
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import DEFAULTS, OPTIONS
 from gainstage._core.scaling import Branch, Scaling, ScalingState
@@ -25,6 +24,7 @@ from gainstage._core.types import Given, PyTree
 from gainstage._core.variable import is_inside, is_tracing
 from gainstage._core.warn import warn
 from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_fit import Fits
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
@@ -33,9 +33,6 @@ from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
 from gainstage.rules.base import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
-
-
-FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 
 
 def keep_if_applied(model: Any) -> Any:
@@ -120,8 +117,6 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     Source: `keras.optimizers.LossScaleOptimizer`.
     """
 
-    _applied, _warned = 0, False  # the steps that were applied up to the last fit
-    _scale = 0.0  # after it
     _has_scaled = False  # whether a loss was multiplied by the scale
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
 
@@ -160,7 +155,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             )
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
-        self.rule = rule
+        self.rule, self._fits = rule, Fits(rule, first)
         if isinstance(inner_optimizer, KerasOptimizer):
             self._wrapper = Wrapper(self.name)
             inner_optimizer._ours._store.set_wrapper(self._wrapper)
@@ -189,8 +184,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     def loss_scale(self) -> jax.Array:
         """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
         `model.jax_state_sync()` first in a callback."""
-        self._has_scaled |= is_inside()  # a trace reads it to compute with it
-        self._was_read = True
+        # A trace reads it to compute with it; one that never changes may be read once.
+        self._has_scaled |= is_inside() or isinstance(self.rule, FixedLossScale)
+        self._was_read = not is_inside()
         if not keras.src.backend.common.stateless_scope.in_stateless_scope():
             self._check_that_it_changes()
         elif self.built and self._has_no_value():
@@ -241,7 +237,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     def _check_scaled(self) -> None:
         """Warns of gradients of a loss that cannot have been multiplied by the scale."""
-        if not (self._has_scaled or self._was_read) and self.initial_scale != 1:
+        if not (self._has_scaled or self._was_read) and self.rule != FixedLossScale(1.0):
             self._has_scaled = True  # warn once
             warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
@@ -321,35 +317,23 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         """Sets the variables to the inner optimizer's moving averages, if it keeps them.
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
-        time, and the scale has fallen to its minimum, or by `2**16`."""
+        time, and the scale has fallen to its minimum, or by `2**16`, or is fixed."""
+        ran = self._has_scaled
+        if self._compiled is None:  # Keras's `fit` has scaled, which says nothing of `apply`
+            self._has_scaled = self._was_read = False
         count = self.inner_optimizer._iterations
         if self.built and count._value is None:
             return  # a fit has failed, and left no values
         if self.built:
-            self._look(int(count.value))
-            if not self._applied:
+            bad_steps = self._counts.get("bad_steps")
+            bad_steps = None if bad_steps is None else bad_steps.value
+            self._fits.look(int(count.value), self.dynamic_scale.value, bad_steps, ran)
+            if not self._fits.applied:
                 return  # there is no average before the first step
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
-
-    def _look(self, applied: int) -> None:
-        """Warns of a fit that is dead, by the number of steps that were applied so far.
-
-        The flags that `Watch` reads are inside of Keras's program."""
-        before, self._applied = self._applied, applied
-        scale = float(self.loss_scale)
-        begun = self._scale or self.initial_scale
-        fallen = scale <= max(getattr(self.rule, "min_scale", 0.0), begun / FAR)
-        self._scale = scale
-        if self._applied == before and fallen and not self._warned:
-            self._warned = True
-            warn(
-                f"No step since the last fit was applied, and the loss scale has fallen to "
-                f"{as_power(scale)}. Look at the data, the learning rate and the loss; "
-                f"LogLossScale says in which epoch it began."
-            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""
