@@ -493,6 +493,43 @@ opt.apply([1.0], [v]); assert float(v) == 0.5
     "decay that is excluded too late": ("refused", "before build", """
 v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
 """),
+    "decay that is excluded from another decay": ("refused", r"mask=\[True, False\]", """
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias")
+opt = gs.LossScaleOptimizer(gs.Optax(optax.adamw(0.1))); opt.exclude_from_weight_decay(var_names=["bias"])
+opt.minimize(lambda: v * b, [v, b])
+"""),
+    "decay that is excluded for no variable": ("warns", "leaves out none", """
+v, b = gs.Variable(1.0), gs.Variable(1.0); opt = gs.AdamW()
+opt.exclude_from_weight_decay(var_names=["bias"])
+for _ in range(2): opt.apply([1.0, 1.0], [v, b])
+"""),
+    "decay that is excluded for a variable that is not trained": ("warns", "var_list=\\['other'\\] leaves", """
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="other"); opt = gs.SGD(weight_decay=0.1)
+opt.exclude_from_weight_decay([b]); opt.build([v])
+"""),
+    "decay that is excluded, by some names in vain": ("works", "", """
+v, b = gs.Variable(1.0, name="kernel"), gs.Variable(1.0, name="bias"); opt = gs.AdamW()
+opt.exclude_from_weight_decay([gs.Variable(1.0)], ["bias", "LayerNorm"]); opt.build([v, b])
+"""),
+    "decay that is excluded where there is none": ("works", "", """
+v = gs.Variable(1.0); opt = gs.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
+opt = gs.Optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.build([v])
+"""),
+    "decay that is excluded for one of several optimizers": ("works", "", """
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias"); one, two = gs.AdamW(), gs.AdamW()
+for each in (one, two): each.exclude_from_weight_decay(var_names=["bias"])
+gs.MultiOptimizer([(one, [v]), (two, [b])]).build([v, b])
+"""),
+    "half-precision variables": ("warns", "master_weights=True", """
+v = gs.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+for _ in range(2): opt.minimize(lambda: (v * v).sum(), [v])
+"""),
+    "half-precision variables with master weights": ("works", "", """
+v, b = gs.Variable(jnp.ones(3, jnp.float16)), gs.Variable(1.0); loss = lambda: (v * v).sum() * b
+opt = gs.LossScaleOptimizer(gs.SGD(0.1, master_weights=True)); opt.minimize(loss, [v])
+pairs = [(gs.SGD(), [v]), (gs.SGD(), [b])]
+gs.LossScaleOptimizer(gs.MultiOptimizer(pairs, master_weights=True)).minimize(loss, [v, b])
+"""),
     "accumulation that is set too late": ("refused", "before the optimizer is built", """
 v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2
 """),

@@ -22,7 +22,7 @@ class Fits:
     """
 
     def __init__(self, rule: LossScale, scale: float):
-        self.applied = 0  # the steps that were applied up to the last fit
+        self.applied: int = 0  # the steps that were applied up to the last fit
         self._rule, self._scale, self._in_vain, self._warned = rule, scale, 0, False
         self._last: weakref.ref[Any] | None = None  # the array of the scale after the last fit
 
