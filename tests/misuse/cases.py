@@ -511,6 +511,10 @@ opt.exclude_from_weight_decay([b]); opt.build([v])
 v, b = gs.Variable(1.0, name="kernel"), gs.Variable(1.0, name="bias"); opt = gs.AdamW()
 opt.exclude_from_weight_decay([gs.Variable(1.0)], ["bias", "LayerNorm"]); opt.build([v, b])
 """),
+    "decay that is excluded from a bias in a model without one": ("works", "", """
+v = gs.Variable(1.0, name="kernel"); opt = gs.AdamW()
+opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
+"""),
     "decay that is excluded where there is none": ("works", "", """
 v = gs.Variable(1.0); opt = gs.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
 opt = gs.Optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.build([v])

@@ -42,8 +42,12 @@ class Undecayed:
         return bool(self._names or self.variables)
 
     def check(self, owner: str, variables: Sequence[Variable]) -> None:
-        """Warns if it leaves out none of the variables that an optimizer trains."""
-        if not self or any(variable in self or variable._is_planned for variable in variables):
+        """Warns if it can leave out none of the variables that an optimizer trains. Patterns may
+        match nothing in a model without a bias, but not where variables have no names."""
+        unnamed = all(variable.name == "variable" for variable in variables)
+        if not (self.variables or (self._names and unnamed)):
+            return
+        if any(variable in self or variable._is_planned for variable in variables):
             return
         given = f"var_names={brief(self._names)}" if self._names else ""
         others = brief(sorted(variable.name for variable in self.variables))
