@@ -815,6 +815,49 @@ def test_a_fit_that_an_adaptive_scale_cannot_mend_says_so():
     assert fits(gs.DynamicLossScale(), (3, 3)) == [[]]
 
 
+CHANGES = {
+    "rate": lambda sgd: setattr(sgd, "learning_rate", 0.0),
+    "assigned rate": lambda sgd: sgd.learning_rate.assign(0.0),
+    "option": lambda sgd: setattr(sgd, "clipnorm", 1.0),
+    "argument": lambda sgd: setattr(sgd, "momentum", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("wrap", [LossScaleOptimizer, KerasOptimizer])
+def test_an_original_that_is_changed_in_vain_is_told_once(wrap, change):
+    """The next `fit` says that Keras trains a copy, and how to change that; not before a change."""
+    x, y = data(batches=1)
+    sgd, model = gs.SGD(0.1), model_of("float32")
+    model.compile(wrap(sgd), "mse")
+    model.fit(x, y, verbose=0)
+    change(sgd)
+    with pytest.warns(
+        UserWarning, match="Change the copy: model.optimizer.learning_rate ="
+    ) as said:
+        model.fit(x, y, verbose=0)
+    assert len(said) == 1
+    model.fit(x, y, verbose=0)
+
+
+def test_an_original_may_be_changed_for_another_use():
+    """Changes say nothing if the original is copied again, or takes steps itself; nor do those of
+    the copy."""
+    x, y = data(batches=1)
+    sgd, models = gs.SGD(0.1), []
+    for rate in (0.2, 0.3):
+        sgd.learning_rate = rate
+        models.append(model_of("float32"))
+        models[-1].compile(LossScaleOptimizer(sgd), "mse")
+    models[0].optimizer.learning_rate = 0.1
+    models[0].optimizer.inner_optimizer.momentum = 0.5
+    for model in models:
+        model.fit(x, y, verbose=0)
+    sgd.build([gs.Variable(1.0)])
+    sgd.learning_rate = 0.4
+    models[1].fit(x, y, verbose=0)
+
+
 def test_a_fit_of_no_steps_says_nothing():
     """A fit that runs no step is not dead, though none was applied."""
     x = np.ones((4, 2), "float32")

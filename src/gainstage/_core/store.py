@@ -146,10 +146,12 @@ class Store:
         self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
         self._wrapper: weakref.ref[Wrapper] | None = None
+        self._copied: object = None  # what the last `note_copy` has returned
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of its owner sets the wrapper again.
-        return {**vars(self), "_wrapper": None, "mesh": self.mesh and Devices(self.mesh)}
+        own = {**vars(self), "_wrapper": None, "_copied": None}
+        return {**own, "mesh": self.mesh and Devices(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(with_devices(state))
@@ -172,6 +174,22 @@ class Store:
             self.version += 1
             if self.wrapper is not None:
                 self.wrapper.changed()
+
+    def note_copy(self) -> tuple[int, Any]:
+        """Notes that the optimizer is copied; returns what it is now, for `changed_since`."""
+        rate = self.rate.variable
+        copied = self.version, rate and weakref.ref(rate._value)
+        self._copied = copied
+        return copied
+
+    def changed_since(self, copied: tuple[int, Any]) -> bool:
+        """Whether it was changed since it was copied, and neither copied again nor used itself."""
+        version, rate = copied
+        if self._copied is not copied or self.index or self._wrapper is not None:
+            return False
+        now = self.rate.variable
+        same = rate is None if now is None else rate is not None and rate() is now._value
+        return self.version != version or not same
 
     def set_count(self, count: Any) -> None:
         """Starts to count at a number, or counts in a variable of the user."""
