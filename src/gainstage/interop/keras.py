@@ -45,7 +45,7 @@ def keep_if_applied(model: Any) -> Any:
 
     Args:
         model: a Keras model, compiled or not. Its `train_step` is replaced. Call this function
-            again on a model that was saved and loaded.
+            again on a model that was loaded or cloned: both lose it.
 
     Returns:
         The same model.
