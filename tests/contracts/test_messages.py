@@ -73,9 +73,11 @@ def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
 
 @pytest.mark.parametrize("read", ["loss_scale", "dynamic_scale"])
 def test_a_print_of_the_scale_silences_nothing(read):
-    """Gradients of a loss that was not scaled are warned of, once, though the scale was read."""
+    """Gradients of a loss that was not scaled are warned of, once, though the scale was read
+    before the first step."""
     weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.25))
     print(getattr(opt, read))
+    opt.apply([2.0], [weight])
     with pytest.warns(UserWarning, match="no loss was multiplied by it"):
         opt.apply([2.0], [weight])
     opt.apply([2.0], [weight])

@@ -1296,6 +1296,7 @@ def test_the_scale_stays_finite_and_positive(make, low):
 
 
 @row("differences", "a fixed scale and an overflow")
+@pytest.mark.filterwarnings("ignore:Expected get_scaled_loss and:UserWarning")
 @pytest.mark.parametrize(
     "make",
     [

@@ -775,19 +775,183 @@ def test_a_fit_without_a_step_says_so_once():
     model.fit(x * np.nan, y, batch_size=2, verbose=0)  # told already
 
 
+DEAD = "No step since the last fit was applied, "
+
+
+def fits(rule, *batches):
+    """What is said at the end of fits of a model that all have this rule, one for each number of
+    bad batches and number of batches."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), rule=rule), "mse")
+    said = []
+    for bad, count in batches:
+        x, y = np.ones((count, 2), "float32"), np.ones((count, 1), "float32")
+        x[:bad] = np.nan
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model.fit(x, y, batch_size=1, verbose=0, shuffle=False)
+        said.append([str(w.message) for w in found if DEAD in str(w.message)])
+    return said
+
+
+def test_a_fit_that_a_fixed_scale_kills_says_so():
+    """A fixed scale is named if it has never let a step pass, or in no step of two fits in a row;
+    not after one bad fit."""
+    ((first,), none) = fits(gs.FixedLossScale(8.0), (3, 3), (3, 3))
+    assert "at the fixed loss scale of 2^3" in first
+    assert "rule=gainstage.DynamicLossScale()" in first
+    assert none == []
+    assert fits(gs.FixedLossScale(8.0), (1, 2), (1, 1), (0, 1), (1, 1)) == [[]] * 4
+    none, one, (third,) = fits(gs.FixedLossScale(8.0), (1, 2), (1, 1), (1, 1))
+    assert none == one == []
+    assert "at the fixed loss scale of 2^3" in third
+
+
+def test_a_fit_that_an_adaptive_scale_cannot_mend_says_so():
+    """`AdaptiveLossScale` is told after 50 bad steps in a row; fewer may be its search."""
+    assert fits(gs.AdaptiveLossScale(), (40, 40)) == [[]]
+    assert "and 60 in a row were skipped" in fits(gs.AdaptiveLossScale(), (60, 60))[0][0]
+    assert fits(gs.AdaptiveLossScale(), (60, 61)) == [[]]
+    assert fits(gs.DynamicLossScale(), (3, 3)) == [[]]
+
+
+CHANGES = {
+    "rate": lambda sgd: setattr(sgd, "learning_rate", 0.0),
+    "assigned rate": lambda sgd: sgd.learning_rate.assign(0.0),
+    "option": lambda sgd: setattr(sgd, "clipnorm", 1.0),
+    "argument": lambda sgd: setattr(sgd, "momentum", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("wrap", [LossScaleOptimizer, KerasOptimizer])
+def test_an_original_that_is_changed_in_vain_is_told_once(wrap, change):
+    """The next `fit` says that Keras trains a copy, and how to change that; not before a change."""
+    x, y = data(batches=1)
+    sgd, model = gs.SGD(0.1), model_of("float32")
+    model.compile(wrap(sgd), "mse")
+    model.fit(x, y, verbose=0)
+    change(sgd)
+    with pytest.warns(
+        UserWarning, match="Change the copy: model.optimizer.learning_rate ="
+    ) as said:
+        model.fit(x, y, verbose=0)
+    assert len(said) == 1
+    model.fit(x, y, verbose=0)
+
+
+def test_an_original_may_be_changed_for_another_use():
+    """Changes say nothing if the original is copied again, or takes steps itself; nor do those of
+    the copy."""
+    x, y = data(batches=1)
+    sgd, models = gs.SGD(0.1), []
+    for rate in (0.2, 0.3):
+        sgd.learning_rate = rate
+        models.append(model_of("float32"))
+        models[-1].compile(LossScaleOptimizer(sgd), "mse")
+    models[0].optimizer.learning_rate = 0.1
+    models[0].optimizer.inner_optimizer.momentum = 0.5
+    for model in models:
+        model.fit(x, y, verbose=0)
+    sgd.build([gs.Variable(1.0)])
+    sgd.learning_rate = 0.4
+    models[1].fit(x, y, verbose=0)
+
+
+def test_a_fit_of_no_steps_says_nothing():
+    """A fit that runs no step is not dead, though none was applied."""
+    x = np.ones((4, 2), "float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    rule = gs.FixedLossScale(8.0)
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01), rule=rule), "mse")
+    with warnings.catch_warnings(action="error"):
+        model.fit(x, x[:, :1], initial_epoch=1, verbose=0)
+        model.fit(x, x[:, :1], verbose=0)
+        for _ in range(3):
+            model.fit(x, x[:, :1], initial_epoch=1, verbose=0)
+
+
 NOT_SCALED = "no loss was multiplied by it"
 
 
 @each_inner
 def test_gradients_of_a_loss_that_was_not_scaled_are_told_once(inner):
-    """Each wrapper warns once, also if the scale was printed; the line says what to write."""
-    for _ in range(2):
+    """Each wrapper warns once, also if the scale was printed before the first step; the line says
+    what to write."""
+    for printed in (False, True):
         w, opt = keras.Variable([1.0]), LossScaleOptimizer(inner(0.5), 8.0)
-        print(opt.loss_scale)
+        if printed:
+            print(opt.loss_scale)
+            opt.apply([jnp.ones(1)], [w])
         with pytest.warns(UserWarning, match=rf"{NOT_SCALED}.*optimizer.scale_loss\(loss\)"):
             opt.apply([jnp.ones(1)], [w])
         with warnings.catch_warnings(action="error"):
             opt.apply([jnp.ones(1)], [w])
+
+
+def test_a_scale_that_is_read_outside_of_a_program_counts():
+    """Gradients that are multiplied by `loss_scale` outside of a trace are scaled."""
+    w, opt = keras.Variable([1.0]), LossScaleOptimizer(keras.optimizers.SGD(0.25), 8.0)
+    grads = jax.jit(jax.grad(lambda w, scale: jnp.sum(w * w) * scale))
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            opt.apply([grads(w.value, opt.loss_scale)], [w])
+    assert float(w.numpy()[0]) == 0.125
+
+
+@each_inner
+@pytest.mark.parametrize("built", [False, True])
+def test_a_scale_that_would_be_frozen_into_a_program_is_refused(inner, built):
+    """A compiled function cannot read a scale that changes; an eager gradient, and a function with
+    a fixed scale, can."""
+    w, opt = keras.Variable([1.0]), LossScaleOptimizer(inner(0.25), 8.0)
+    if built:
+        opt.build([w])
+    for read in (opt.scale_loss, lambda loss: loss * opt.loss_scale):
+        loss = jax.grad(lambda w, read=read: read(jnp.sum(w * w)))
+        with pytest.raises(ValueError, match=r"frozen into the program.*StatelessScope"):
+            jax.jit(loss)(w.value)
+        assert loss(w.value) == 16
+    fixed = LossScaleOptimizer(inner(0.25), rule=gs.FixedLossScale(8.0))
+    assert jax.jit(jax.grad(lambda w: fixed.scale_loss(jnp.sum(w * w))))(w.value) == 16
+
+
+@each_inner
+def test_what_fit_has_scaled_says_nothing_of_a_later_loop(inner):
+    """True gradients are told after `fit` too, and with a first scale of 1; not with a fixed 1."""
+    x, y = data(batches=1)
+    for scaling, silent in (
+        ({"initial_scale": 8.0}, False),
+        ({"initial_scale": 1.0}, False),
+        ({"rule": gs.FixedLossScale(1.0)}, True),
+    ):
+        model = model_of()
+        model.compile(LossScaleOptimizer(inner(0.05), **scaling), "mse")
+        model.fit(x, y, verbose=0)
+        grads = [jnp.zeros(v.shape) for v in model.trainable_variables]
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            model.optimizer.apply(grads, model.trainable_variables)
+        assert [NOT_SCALED in str(w.message) for w in found] == [True] * (not silent)
+        with warnings.catch_warnings(action="error"):
+            model.fit(x, y, verbose=0)
+
+
+class Twice(keras.Sequential):
+    """A model that scales its loss, as Keras does once more."""
+
+    def compute_loss(self, *args, **kwargs):
+        return self.optimizer.scale_loss(super().compute_loss(*args, **kwargs))
+
+
+def test_a_loss_that_compute_loss_scales_is_refused():
+    """`compute_loss` must not scale the loss, which Keras does after it."""
+    x, y = data(batches=1)
+    model = Twice([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.05)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.raises(RuntimeError, match="Leave them out of compute_loss"):
+        model.fit(x, y, verbose=0)
 
 
 class Custom(keras.Model):

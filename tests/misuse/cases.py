@@ -181,6 +181,106 @@ v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
 print(opt.loss_scale)
 for _ in range(3): opt.apply([1.0], [v])
 """),
+    "true gradients after minimize": ("warns", "no loss was multiplied", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(lambda: v * v, [v])
+for _ in range(3): opt.apply([jax.grad(lambda v: v * v)(v.value())], [v])
+"""),
+    "true gradients, and a first scale of 1": ("warns", "no loss was multiplied", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(), initial_scale=1.0)
+for _ in range(3): opt.apply([jnp.ones(())], [v])
+"""),
+    "true gradients, and a fixed scale of 1": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(), rule=gs.FixedLossScale(1.0))
+for _ in range(3): opt.apply([jnp.ones(())], [v])
+opt.minimize(lambda: opt.scale_loss(v * v), [v])
+"""),
+    "gradients times the scale": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25), initial_scale=2.0**10)
+for _ in range(2): opt.apply([jnp.ones(()) * opt.loss_scale], [v])
+assert float(v) == 0.5
+"""),
+    "gradients times a fixed scale that is read once": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25), rule=gs.FixedLossScale(8.0))
+scale = opt.loss_scale
+for _ in range(3): opt.apply([jnp.ones(()) * scale], [v])
+assert float(v) == 0.25
+"""),
+    "compute_gradients and apply_gradients": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+for _ in range(2): opt.apply_gradients([(2 * g, v) for g, v in opt.compute_gradients(lambda: v * 1.0, [v])])
+assert float(v) == 0
+"""),
+    "minimize of a scaled loss": ("refused", "leave scale_loss", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(lambda: opt.scale_loss(v * v), [v])
+"""),
+    "minimize of a scaled loss with aux": ("refused", "leave scale_loss", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(lambda: (opt.scale_loss(v * v), 1.0), [v], has_aux=True)
+"""),
+    "minimize of a scaled loss in gs.jit": ("refused", "leave scale_loss", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v * v), [v]), ([v], opt.variables))()
+"""),
+    "compute_gradients of a scaled loss": ("refused", "leave scale_loss", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+opt.compute_gradients(lambda: opt.scale_loss(v * v), [v])
+"""),
+    "minimize of a scaled loss in tf2": ("refused", "get_scaled_loss, out of the loss", """
+from gainstage.compat import tf2
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(lambda: opt.get_scaled_loss(v * v), [v])
+"""),
+    "minimize of a scaled callable in tf2": ("refused", "get_scaled_loss, out of the loss", """
+from gainstage.compat import tf2
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(opt.get_scaled_loss(lambda: v * v), [v], grad_loss=2.0)
+"""),
+    "gradients that tf2 divided, divided again": ("refused", "without get_unscaled_gradients", """
+from gainstage.compat import tf2
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1))
+opt.get_unscaled_gradients([g for g, _ in opt.compute_gradients(lambda: v * v, [v])])
+"""),
+    "gradients that nothing divided, after minimize in tf2": ("warns", "get_unscaled_gradients to be called", """
+from gainstage.compat import tf2
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1)); opt.minimize(lambda: v * v, [v])
+for _ in range(3): opt.apply_gradients([(jax.grad(lambda v: opt.get_scaled_loss(v * v))(v.value()), v)])
+"""),
+    "all ways to scale in tf2": ("works", "", """
+from gainstage.compat import tf2
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.125)); grad = jax.grad(lambda v: opt.get_scaled_loss(v * v))
+for _ in range(2): opt.minimize(lambda: v * 1.0, [v]); opt.minimize(lambda: v * 1.0, [v], grad_loss=1.0)
+for _ in range(2): opt.apply_gradients([(g * 1, v) for g, v in opt.compute_gradients(lambda: v * 1.0, [v])])
+for _ in range(2): opt.apply_gradients(zip(opt.get_unscaled_gradients([grad(v.value())]), [v]))
+assert float(v) == 0.25 * 0.75**2
+"""),
+    "a scale of an optimizer in jax.jit": ("refused", "scaled = gainstage.functional", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+jax.jit(jax.grad(lambda v: opt.scale_loss(v * v)))(1.0)
+"""),
+    "a scale that stateless_apply does not change": ("warns", "since stateless_apply", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+step = jax.jit(lambda state, w, scale: opt.stateless_apply(state, [w[0] * scale], w))
+w, state = [v.value()], [x.value() for x in opt.variables]
+for _ in range(30): w, state = step(state, w, opt.loss_scale)
+"""),
+    "a scale of the state of stateless_apply": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda state, w: jax.grad(lambda w: scaled(state, w[0])[0])(w)
+step = jax.jit(lambda state, w: opt.stateless_apply(state, grad(state, w), w))
+w, state = [v.value()], [x.value() for x in opt.variables]
+for i in range(3): w, state = step(state, w); print(opt.loss_scale)
+assert w[0] == 0.25
+"""),
+    "a state of stateless_apply that is assigned": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+for _ in range(30):
+    grads = [jnp.ones(()) * opt.loss_scale]
+    (w,), state = opt.stateless_apply([x.value() for x in opt.variables], grads, [v.value()])
+    for x, new in zip([v, *opt.variables], [w, *state]): x.assign(new)
+"""),
     "float16 times a scale": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
@@ -453,6 +553,47 @@ opt.apply([1.0], [v]); assert float(v) == 0.5
 """),
     "decay that is excluded too late": ("refused", "before build", """
 v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
+"""),
+    "decay that is excluded from another decay": ("refused", r"mask=\[True, False\]", """
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias")
+opt = gs.LossScaleOptimizer(gs.Optax(optax.adamw(0.1))); opt.exclude_from_weight_decay(var_names=["bias"])
+opt.minimize(lambda: v * b, [v, b])
+"""),
+    "decay that is excluded for no variable": ("warns", "leaves out none", """
+v, b = gs.Variable(1.0), gs.Variable(1.0); opt = gs.AdamW()
+opt.exclude_from_weight_decay(var_names=["bias"])
+for _ in range(2): opt.apply([1.0, 1.0], [v, b])
+"""),
+    "decay that is excluded for a variable that is not trained": ("warns", "var_list=\\['other'\\] leaves", """
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="other"); opt = gs.SGD(weight_decay=0.1)
+opt.exclude_from_weight_decay([b]); opt.build([v])
+"""),
+    "decay that is excluded, by some names in vain": ("works", "", """
+v, b = gs.Variable(1.0, name="kernel"), gs.Variable(1.0, name="bias"); opt = gs.AdamW()
+opt.exclude_from_weight_decay([gs.Variable(1.0)], ["bias", "LayerNorm"]); opt.build([v, b])
+"""),
+    "decay that is excluded from a bias in a model without one": ("works", "", """
+v = gs.Variable(1.0, name="kernel"); opt = gs.AdamW()
+opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
+"""),
+    "decay that is excluded where there is none": ("works", "", """
+v = gs.Variable(1.0); opt = gs.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
+opt = gs.Optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.build([v])
+"""),
+    "decay that is excluded for one of several optimizers": ("works", "", """
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias"); one, two = gs.AdamW(), gs.AdamW()
+for each in (one, two): each.exclude_from_weight_decay(var_names=["bias"])
+gs.MultiOptimizer([(one, [v]), (two, [b])]).build([v, b])
+"""),
+    "half-precision variables": ("warns", "master_weights=True", """
+v = gs.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+for _ in range(2): opt.minimize(lambda: (v * v).sum(), [v])
+"""),
+    "half-precision variables with master weights": ("works", "", """
+v, b = gs.Variable(jnp.ones(3, jnp.float16)), gs.Variable(1.0); loss = lambda: (v * v).sum() * b
+opt = gs.LossScaleOptimizer(gs.SGD(0.1, master_weights=True)); opt.minimize(loss, [v])
+pairs = [(gs.SGD(), [v]), (gs.SGD(), [b])]
+gs.LossScaleOptimizer(gs.MultiOptimizer(pairs, master_weights=True)).minimize(loss, [v, b])
 """),
     "accumulation that is set too late": ("refused", "before the optimizer is built", """
 v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2

@@ -339,7 +339,7 @@ def test_errors_name_the_remedy():
         gs.value_and_grad(lambda w: w**2, state)(jnp.ones(3))
     w, opt = gs.Variable([1.0]), gs.LossScaleOptimizer(adam)
     opt.build([w])
-    with pytest.raises(ValueError, match=r"of an optimizer: all of `optimizer.variables`"):
+    with pytest.raises(ValueError, match=r"add optimizer.variables to `state`"):
         gs.jit(lambda: opt.minimize(lambda: w.value().sum(), [w]), [w])()
 
 

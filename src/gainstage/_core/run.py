@@ -34,7 +34,17 @@ class Runner:
             None  # the kind of the last gradients, if they needed no change
         )
         self._decisions: list[Any] | None = None  # whether steps were applied, if requested
+        self._again = False  # whether the next gradients are checked, of whatever kind they are
         self._watch = Watch()
+
+    @property
+    def takes_true_loss(self) -> bool:
+        """Whether the gradients are those of `minimize`, which has the true loss."""
+        return self._decisions is not None
+
+    def check_again(self) -> None:
+        """Lets `checked` not skip the next check, though the gradients may be of the same kind."""
+        self._again = True
 
     def take(self, apply_gradients: Callable[[WithLoss], object], pairs: WithLoss) -> list[Any]:
         """Takes a step with what `differentiate` returned, and assigns what the loss assigned.
@@ -74,10 +84,11 @@ class Runner:
         signature = _signature(grads, variables)
         if signature is not None and signature == self._kind:
             return grads
+        self._again = False
         given, grads = grads, check(grads, variables)
         ordered = signature is not None and signature[0] in (None, order)
         as_given = ordered and all(map(operator.is_, given, grads))
-        self._kind = signature if as_given else None
+        self._kind = signature if as_given and not self._again else None
         return grads
 
     def __call__(

@@ -19,7 +19,9 @@ from gainstage._core.sharding import check_axes, replicate, sharding_of_state
 from gainstage._core.slots import Slots
 from gainstage._core.step import LearningRate, StepOptions, StepState
 from gainstage._core.types import Rate
+from gainstage._core.undecayed import Undecayed
 from gainstage._core.variable import Variable
+from gainstage._core.warn import warn
 from gainstage.rules.base import start
 
 
@@ -144,10 +146,12 @@ class Store:
         self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
         self._wrapper: weakref.ref[Wrapper] | None = None
+        self._copied: object = None  # what the last `note_copy` has returned
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of its owner sets the wrapper again.
-        return {**vars(self), "_wrapper": None, "mesh": self.mesh and Devices(self.mesh)}
+        own = {**vars(self), "_wrapper": None, "_copied": None}
+        return {**own, "mesh": self.mesh and Devices(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(with_devices(state))
@@ -170,6 +174,22 @@ class Store:
             self.version += 1
             if self.wrapper is not None:
                 self.wrapper.changed()
+
+    def note_copy(self) -> tuple[int, Any]:
+        """Notes that the optimizer is copied; returns what it is now, for `changed_since`."""
+        rate = self.rate.variable
+        copied = self.version, rate and weakref.ref(rate._value)
+        self._copied = copied
+        return copied
+
+    def changed_since(self, copied: tuple[int, Any]) -> bool:
+        """Whether it was changed since it was copied, and neither copied again nor used itself."""
+        version, rate = copied
+        if self._copied is not copied or self.index or self._wrapper is not None:
+            return False
+        now = self.rate.variable
+        same = rate is None if now is None else rate is not None and rate() is now._value
+        return self.version != version or not same
 
     def set_count(self, count: Any) -> None:
         """Starts to count at a number, or counts in a variable of the user."""
@@ -269,7 +289,13 @@ class Store:
         count = [] if self.window_count is None else [self.window_count]
         return [self.microbatches, *rate, *copies, *count, *self.slots.all]
 
-    def build(self, variables: Sequence[Variable], master_weights: bool, grouped: bool) -> None:
+    def build(
+        self,
+        variables: Sequence[Variable],
+        master_weights: bool,
+        grouped: bool,
+        undecayed: Undecayed,
+    ) -> None:
         """Creates all state for these variables."""
         for variable in [v for v in variables if getattr(v, "overwrite_with_gradient", False)]:
             raise ValueError(
@@ -280,6 +306,19 @@ class Store:
         options, slots = self.in_force, self.slots
         if self.has_own_count and options.gradient_accumulation_steps:
             raise ValueError(COUNT_OF_MICROBATCHES)
+        half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
+        if self.wrapper is None or not self.wrapper.trains_several:
+            if options.weight_decay:
+                undecayed.check(self.owner, variables)
+            if half and not master_weights and not half[0]._is_planned:
+                warn(
+                    f"Half-precision parameters lose small updates: {half[0].name!r} is "
+                    f"{half[0].dtype}, and keeps no update below 2**-"
+                    f"{jnp.finfo(half[0].dtype).nmant + 1} of a weight. Create {self.owner!r} with "
+                    f"master_weights=True, or keep variables in float32 and compute in half "
+                    f"precision. To silence this warning: "
+                    f'warnings.filterwarnings("ignore", message="Half-precision").'
+                )
         self.window_count = self._counter(self.window, options.on_bad_microbatch)
         mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
         alone = [] if mesh is None else [v for v in variables if v._sharding is None]
@@ -290,7 +329,6 @@ class Store:
         if options.gradient_accumulation_steps:
             self.accumulators = [slots.like(v, "gradient_accumulator") for v in variables]
         if master_weights:
-            half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
             self.masters = {v: slots.like(v, "master") for v in half}
             for variable, master in self.masters.items():
                 if not variable._is_planned:

@@ -198,6 +198,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         if not isinstance(grads, Iterable) or isinstance(grads, (*ARRAYS, Variable, Mapping, str)):
             raise TypeError(f"Expected a list of gradients for grads; got {brief(grads)}.")
         self._forgotten.discard("get_unscaled_gradients")
+        grads = list(grads)
+        if not self._is_one():
+            self._uses.check_divides(grads)
         return self._divided(grads)
 
     def minimize(  # type: ignore[override]  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -219,7 +222,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             tape: must be None: there are no tapes here.
         """
         _refuse(tape)
-        return super().minimize(live.summed(loss, grad_loss), var_list)
+        if grad_loss is not None:
+            loss = live.summed(self._uses.true_loss(loss), grad_loss)
+        return super().minimize(loss, var_list)
 
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None
@@ -227,7 +232,9 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         """Returns the unscaled (gradient, variable) pairs of a loss, a callable. A loss that is not
         a scalar is summed."""
         _refuse(tape)
-        return super().compute_gradients(loss, var_list)
+        pairs = super().compute_gradients(loss, var_list)
+        self._uses.divide([gradient for gradient, _ in pairs])
+        return pairs
 
     def get_gradients(self, loss: Callable[[], Any], params: VarList) -> list[jax.Array | None]:
         """Returns the unscaled gradients of a loss, a callable.
@@ -258,7 +265,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return pairs_in(grads_and_vars)
 
     def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
-        self._forgotten.clear()  # this method scales and unscales itself
+        if not how:  # else it is `minimize`, which says nothing of the next `apply_gradients`
+            self._forgotten.clear()  # this method scales and unscales itself
         return super()._loss_and_gradients(loss, var_list, **how)
 
     def apply_gradients(
@@ -283,7 +291,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         pairs = grads_and_vars if own else pairs_in(grads_and_vars)
         if not pairs:
             raise ValueError("Expected at least one (gradient, variable) pair; got none.")
-        if self._forgotten:
+        if self._forgotten and not own:
             warnings.warn(
                 f"Expected {' and '.join(sorted(self._forgotten))} to be called before "
                 f"apply_gradients: is the loss scaled, and are the gradients unscaled?",

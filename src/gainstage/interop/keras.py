@@ -15,26 +15,24 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gainstage._core import gradients
-from gainstage._core.checks import as_power
+from gainstage._core._jax import Tracer
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.options import DEFAULTS, OPTIONS
 from gainstage._core.scaling import Branch, Scaling, ScalingState
 from gainstage._core.store import Wrapper
 from gainstage._core.types import Given, PyTree
-from gainstage._core.variable import is_inside
+from gainstage._core.variable import is_inside, is_tracing
 from gainstage._core.warn import warn
 from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_fit import Fits
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
-from gainstage.rules.base import LossScale, Rule, as_rule, keras_rule, start
+from gainstage.rules.base import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
 
 __all__ = ["KerasOptimizer", "LogLossScale", "LossScaleOptimizer", "keep_if_applied"]
-
-
-FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 
 
 def keep_if_applied(model: Any) -> Any:
@@ -47,7 +45,7 @@ def keep_if_applied(model: Any) -> Any:
 
     Args:
         model: a Keras model, compiled or not. Its `train_step` is replaced. Call this function
-            again on a model that was saved and loaded.
+            again on a model that was loaded or cloned: both lose it.
 
     Returns:
         The same model.
@@ -119,9 +117,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     Source: `keras.optimizers.LossScaleOptimizer`.
     """
 
-    _applied, _warned = 0, False  # the steps that were applied up to the last fit
-    _scale = 0.0  # after it
     _has_scaled = False  # whether a loss was multiplied by the scale
+    _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
 
     def __init__(
         self,
@@ -158,7 +155,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             )
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
-        self.rule = rule
+        self.rule, self._fits = rule, Fits(rule, first)
         if isinstance(inner_optimizer, KerasOptimizer):
             self._wrapper = Wrapper(self.name)
             inner_optimizer._ours._store.set_wrapper(self._wrapper)
@@ -187,19 +184,42 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     def loss_scale(self) -> jax.Array:
         """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
         `model.jax_state_sync()` first in a callback."""
-        self._has_scaled |= is_inside()  # a trace reads it to compute with it
-        if not self.built:
-            return jnp.float32(self.initial_scale)
-        if (
-            self.dynamic_scale._value is None
-            and not keras.src.backend.common.stateless_scope.in_stateless_scope()
-        ):
+        # A trace reads it to compute with it; one that never changes may be read once.
+        self._has_scaled |= is_inside() or isinstance(self.rule, FixedLossScale)
+        self._was_read = not is_inside()
+        if not keras.src.backend.common.stateless_scope.in_stateless_scope():
+            self._check_that_it_changes()
+        elif self.built and self._has_no_value():
+            raise RuntimeError(
+                "Expected scale_loss and loss_scale where Keras knows the optimizer's variables. "
+                "Leave them out of compute_loss: after it, Keras multiplies by the scale itself. "
+                "In your own keras.StatelessScope, map `optimizer.variables` to their values."
+            )
+        return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
+
+    def _has_no_value(self) -> bool:
+        """Whether neither the scale's variable nor an active scope has a value for it."""
+        scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+        known = scope is not None and scope.get_current_value(self.dynamic_scale) is not None
+        return self.dynamic_scale._value is None and not known
+
+    def _check_that_it_changes(self) -> None:
+        """Raises an error if the scale is read where Keras has its value, or as a constant."""
+        if self.built and self._has_no_value():
             raise RuntimeError(
                 "Expected scale_loss and loss_scale to be called where Keras knows the optimizer's "
                 "variables: in keras.StatelessScope, as compute_loss_and_updates does, or after "
                 "model.jax_state_sync() in a callback."
             )
-        return self.dynamic_scale.value
+        traced = self.built and isinstance(self.dynamic_scale._value, Tracer)
+        if not traced and not isinstance(self.rule, FixedLossScale) and is_tracing():
+            raise ValueError(
+                f"Expected the loss scale of {self.name!r} to be an argument of the function that "
+                f"is compiled; got a number, which would be frozen into the program. Pass "
+                f"`optimizer.loss_scale` in, and multiply the loss by it. With stateless_apply: "
+                f"`with keras.StatelessScope(zip(optimizer.variables, state)): loss = "
+                f"optimizer.scale_loss(loss)`."
+            )
 
     def scale_loss(self, loss: ArrayLike) -> jax.Array:
         """Returns the loss times the scale, in float32."""
@@ -207,17 +227,29 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         self._has_scaled = True
         return gradients.scaled(loss, self.loss_scale)
 
-    def _step(
-        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        self._check_factor()
-        if not self._has_scaled and self.initial_scale != 1:
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Takes a step on gradients of `scale_loss(loss)`; gradients may be None, and variables
+        some of those it was built with."""
+        if self._compiled is not None:  # else `_step` is traced, and looks
+            self._check_scaled()
+        super().apply(grads, trainable_variables)
+        self._was_read = False
+
+    def _check_scaled(self) -> None:
+        """Warns of gradients of a loss that cannot have been multiplied by the scale."""
+        if not (self._has_scaled or self._was_read) and self.rule != FixedLossScale(1.0):
             self._has_scaled = True  # warn once
             warn(
                 f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
                 f"multiplied by it. Differentiate optimizer.scale_loss(loss), as "
                 f"compute_loss_and_updates does."
             )
+
+    def _step(
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        self._check_factor()
+        self._check_scaled()
         own = list(optimizer_variables[: len(self._variables)])
         inner = list(optimizer_variables[len(self._variables) :])
         place = {id(v): i for i, v in enumerate(self._variables)}
@@ -285,35 +317,23 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         """Sets the variables to the inner optimizer's moving averages, if it keeps them.
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
-        time, and the scale has fallen to its minimum, or by `2**16`."""
+        time, and the scale has fallen to its minimum, or by `2**16`, or is fixed."""
+        ran = self._has_scaled
+        if self._compiled is None:  # Keras's `fit` has scaled, which says nothing of `apply`
+            self._has_scaled = self._was_read = False
         count = self.inner_optimizer._iterations
         if self.built and count._value is None:
             return  # a fit has failed, and left no values
         if self.built:
-            self._look(int(count.value))
-            if not self._applied:
+            bad_steps = self._counts.get("bad_steps")
+            bad_steps = None if bad_steps is None else bad_steps.value
+            self._fits.look(int(count.value), self.dynamic_scale.value, bad_steps, ran)
+            if not self._fits.applied:
                 return  # there is no average before the first step
         super().finalize_variable_values(var_list)
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
-
-    def _look(self, applied: int) -> None:
-        """Warns of a fit that is dead, by the number of steps that were applied so far.
-
-        The flags that `Watch` reads are inside of Keras's program."""
-        before, self._applied = self._applied, applied
-        scale = float(self.loss_scale)
-        begun = self._scale or self.initial_scale
-        fallen = scale <= max(getattr(self.rule, "min_scale", 0.0), begun / FAR)
-        self._scale = scale
-        if self._applied == before and fallen and not self._warned:
-            self._warned = True
-            warn(
-                f"No step since the last fit was applied, and the loss scale has fallen to "
-                f"{as_power(scale)}. Look at the data, the learning rate and the loss; "
-                f"LogLossScale says in which epoch it began."
-            )
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""

@@ -30,6 +30,7 @@ from gainstage.interop.keras_mirrors import (
     planned_for,
     updates_counted,
 )
+from gainstage.interop.keras_original import Original
 from gainstage.interop.keras_settings import constants, own_settings
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
@@ -155,9 +156,9 @@ class KerasOptimizer(Options, Stateless):
             raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
         _check_rate(optimizer._store.rate)
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
-        for variable in self.variables:  # replaced by mirrors of our own variables
+        for variable in super().variables:  # replaced by mirrors of our own variables
             self._untrack_variable(variable)
-        self._ours = copy.deepcopy(optimizer)
+        self._ours, self._original = copy.deepcopy(optimizer), Original(optimizer)
         self._undecayed: Any = None  # Keras variables, and names, if they were given
         count, rate = self._ours._store.microbatches, self._ours._store.rate
         self._iterations = mirror_of(count, count.value())  # the assignment tracks it
@@ -165,6 +166,12 @@ class KerasOptimizer(Options, Stateless):
         self._untrack_variable(self._updates)
         number = rate.variable
         self._learning_rate = rate.source if number is None else mirror_of(number, number.value())
+
+    @property
+    def variables(self) -> list[Any]:
+        """All state: iterations, the learning rate if it is a number, then the slots."""
+        self._original.check()  # Keras reads this at the start of each epoch
+        return super().variables
 
     @keras.src.utils.tracking.no_automatic_dependency_tracking
     def build(self, variables: Sequence[Any]) -> None:

@@ -284,7 +284,7 @@ class Optimizer(Configurable, Arguments, Saved):
             )
         check_floating(variables)
         grouped = self.group_small and self._is_elementwise()
-        self._store.build(variables, self.master_weights, grouped)
+        self._store.build(variables, self.master_weights, grouped, self._undecayed)
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array

@@ -1,6 +1,5 @@
 """Loss scaling around any optimizer: scale the loss, skip overflowed steps, adapt the scale."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, Unpack
 
@@ -8,12 +7,9 @@ import jax
 
 from gainstage._core import checks, gradients, saving
 from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.options import (
-    OPTIONS,
-    Fixed,
-    WrapperOptions,
-    check_option,
-)
+from gainstage._core.gradients import WithLoss
+from gainstage._core.of_loss import VarList
+from gainstage._core.options import OPTIONS, Fixed, WrapperOptions, check_option
 from gainstage._core.readings import all_finite
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import applied_in, observed_in
@@ -23,11 +19,12 @@ from gainstage._core.slots import Slots
 from gainstage._core.stats import Observed, at_first, check_telemetry
 from gainstage._core.step import OptimizerState, StepInputs
 from gainstage._core.store import ScalingWrapper
-from gainstage._core.types import Given, PyTree, Rate, Scalar
-from gainstage._core.variable import Variable, is_inside
+from gainstage._core.types import Given, Grads, PyTree, Rate, Scalar, Values
+from gainstage._core.variable import Variable
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.parts import check_inner, check_one_scale
 from gainstage.optimizers.retries import Retrying
+from gainstage.optimizers.scale_uses import NOT_IN_STATE, ScaleUses
 from gainstage.rules.base import (
     DynamicLossScale,
     FixedLossScale,
@@ -121,7 +118,7 @@ class LossScaleOptimizer(Retrying):
         self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
         if self.mesh is not None:
             replicate(self.name, self.mesh, jax.tree.leaves(self._wrapper.state), [])
-        self._has_scaled = False  # whether a loss was multiplied by the scale
+        self._uses = ScaleUses(self.name, not self.dynamic)
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
             self._wrapper.build(store, list(store.index))
@@ -175,8 +172,9 @@ class LossScaleOptimizer(Retrying):
     @property
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
-        self._has_scaled |= is_inside()  # a trace reads it to compute with it
-        return self._wrapper.state.scale.scale
+        scale = self._wrapper.state.scale.scale
+        self._uses.read(scale._value)
+        return scale
 
     @property
     def step_counter(self) -> Variable | None:
@@ -189,12 +187,12 @@ class LossScaleOptimizer(Retrying):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor of the loss: the rule's scale times `loss_scale_factor`."""
-        self._has_scaled |= is_inside()
+        self._uses.read(self._wrapper.state.scale.scale._value)
         return self._loss_scale()
 
     def scale_loss(self, loss: Scalar) -> jax.Array:
-        self._has_scaled = True
-        return gradients.scaled(loss, self._loss_scale())
+        scaled = gradients.scaled(loss, self._loss_scale())
+        return self._uses.multiply(self._wrapper.state.scale.scale._value, scaled)
 
     @property
     def dynamic(self) -> bool:
@@ -214,17 +212,32 @@ class LossScaleOptimizer(Retrying):
 
     def _loss_scale(self) -> jax.Array:
         scaling, state = self._store.scaling(self._wrapper.scaling), self._wrapper.state.scale
-        return scaling.loss_scale(state._replace(scale=state.scale.value()))
+        try:
+            scale = state.scale.value()
+        except ValueError as error:
+            if state.scale._is_planned:
+                raise
+            raise ValueError(NOT_IN_STATE.format(name=self.name)) from error
+        return scaling.loss_scale(state._replace(scale=scale))
+
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
+        before, one = self._uses.has_scaled, self._is_one()
+        loss = loss if one else self._uses.true_loss(loss, how.get("has_aux", False))
+        pairs = super()._loss_and_gradients(loss, var_list, **how)
+        if how:  # of `minimize`, which takes the step itself
+            self._uses.restore(before)
+        return pairs
+
+    def _is_one(self) -> bool:
+        """Whether the loss scale is always 1."""
+        factor = self._store.in_force.loss_scale_factor
+        return self._rule == FixedLossScale(1.0) and factor is None
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
-        if not self._unscaled and not self._has_scaled and self._initial_scale != 1:
-            self._has_scaled = True  # warn once
-            warnings.warn(
-                f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
-                f"multiplied by it: use `minimize`, or differentiate "
-                f"`optimizer.scale_loss(loss)`.",
-                stacklevel=4,
-            )
+        if not (self._unscaled or self._uses.has_scaled or self._is_one()):
+            self._runner.check_again()
+            if not self._runner.takes_true_loss:
+                self._uses.check_scaled()
         return super()._checked(grads, trainable_variables)
 
     @property
@@ -291,6 +304,12 @@ class LossScaleOptimizer(Retrying):
     ) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
         self.inner_optimizer._update_one(gradient, variable, learning_rate)
+
+    def stateless_apply(
+        self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        self._uses.step_without(self._wrapper.state.scale.scale._value)
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def exclude_from_weight_decay(
         self,
@@ -375,4 +394,4 @@ def _(opt: Optimizer) -> Observed:
     if not opt.telemetry:
         raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
     observed = opt._wrapper.state.observed
-    return at_first(opt.loss_scale, 0, None) if observed is None else observed  # not built yet
+    return at_first(opt._loss_scale(), 0, None) if observed is None else observed  # not built yet

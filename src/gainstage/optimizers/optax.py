@@ -76,6 +76,13 @@ class Optax(Optimizer):
         self._key_kinds: list[Any] = []  # for each leaf: the implementation of its key, or None
 
     def build(self, var_list: Sequence[Variable]) -> None:
+        if self._undecayed and self._store.in_force.weight_decay is None:
+            mask = [variable not in self._undecayed for variable in var_list]
+            raise ValueError(
+                f"Expected a weight_decay of {self.name!r} for exclude_from_weight_decay, which "
+                f"does not reach the decay of its tx. Write the mask there, a list in the order of "
+                f"the variables: optax.adamw(..., weight_decay=..., mask={brief(mask)})."
+            )
         super().build(var_list)
         if self._state is not None:
             return
