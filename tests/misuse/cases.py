@@ -349,6 +349,40 @@ one, two = gs.train_step(plain, tx), gs.train_step(lambda w: 2 * plain(w), tx)
 for step in (one, two, one, two): w, state, _ = step(w, state)
 assert gs.step_was_applied(state)
 """),
+    # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
+    "alarms without telemetry": ("warns", "gainstage.telemetry", """
+from gainstage.diagnostics import Alarms
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+with Alarms() as alarms:
+    for n in range(20):
+        w, state, loss = step(w, state)
+        alarms.write(n, loss=loss, loss_scale=gs.loss_scale(state))
+"""),
+    "alarms that get other records too": ("works", "", """
+from gainstage.diagnostics import Alarms
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx)
+with Alarms() as alarms:
+    for n in range(40):
+        alarms.write(n, validation=1.0)
+        if n > 3: w, state, loss = step(w, state); alarms.write(n, gs.telemetry(state), loss=loss)
+"""),
+    "telemetry that was taken before the loop": ("warns", "anew in each step", """
+from gainstage.diagnostics import Alarms
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx)
+info = gs.telemetry(state)
+with Alarms() as alarms:
+    for n in range(20): w, state, loss = step(w, state); alarms.write(n, info, loss=loss)
+"""),
+    "telemetry of a scan and of an optimizer": ("works", "", """
+from gainstage.diagnostics import Alarms
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+with Alarms() as alarms:
+    for n in range(20): opt.minimize(lambda: v * v, [v]); alarms.write(n, gs.telemetry(opt))
+    tx = gs.loss_scaled(sgd, telemetry=True); step = gs.train_step(plain, tx)
+    def body(now, x): new = step(*now, x)[:2]; return new, gs.telemetry(new[1])
+    _, infos = jax.lax.scan(body, (w, tx.init(w)), jnp.ones(20))
+    for n in range(20): alarms.write(20 + n, jax.tree.map(lambda x: x[n], infos))
+"""),
     # ── optimizers ───────────────────────────────────────────────────────────────────────────
     "one optimizer in two wrappers": ("refused", "already wrapped", """
 inner = gs.SGD(); one = gs.LossScaleOptimizer(inner); gs.LossScaleOptimizer(inner)

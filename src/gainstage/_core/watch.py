@@ -84,32 +84,33 @@ def _message(skipped: int, loss: Any, scale: float) -> str:
     )
 
 
+SAME_STATE = (
+    "{n} calls of {name} in a row got the same opt_state, so neither the loss scale nor the state "
+    "of the optimizer changes. Pass on what each call returns: {name} returns the new opt_state."
+)
+
+
 class Repeats:
-    """Sees a loop whose steps all start from one state, because none is passed on.
+    """Sees a loop in which each step gets one array, because the new one is not passed on.
 
     Args:
-        name: what takes the steps.
+        message: what is said of {n} such steps in a row.
+        **names: what else the message names.
     """
 
-    def __init__(self, name: str):
-        self._name, self._steps = name, 0
-        self._last: weakref.ref[Any] | None = None  # the flag of the last step
+    def __init__(self, message: str, **names: str):
+        self._message, self._steps = message.format(n=REMADE, **names), 0
+        self._last: weakref.ref[Any] | None = None  # the array of the last step
+        self._warned = False
 
-    def note(self, applied: Any) -> None:
-        """Notes a step.
-
-        Args:
-            applied: the flag of the state that it started from, an array.
-        """
-        if self._last is None or self._last() is not applied:
-            self._last, self._steps = weakref.ref(applied), 0
+    def note(self, array: Any) -> None:
+        """Notes a step that got this array."""
+        if self._last is None or self._last() is not array:
+            self._last, self._steps = weakref.ref(array), 0
         self._steps += 1
-        if self._steps == REMADE:
-            warn(
-                f"{REMADE} calls of {self._name} in a row got the same opt_state, so neither the "
-                f"loss scale nor the state of the optimizer changes. Pass on what each call "
-                f"returns: {self._name} returns the new opt_state."
-            )
+        if self._steps == REMADE and not self._warned:
+            self._warned = True
+            warn(self._message)
 
 
 _CALLED_ONCE: Counter[tuple[Any, Any]] = Counter()  # steps, by the code of loss and transformation

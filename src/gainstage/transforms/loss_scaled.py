@@ -28,7 +28,7 @@ from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Tra
 from gainstage._core.unscaled import FROZEN, STALE, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
-from gainstage._core.watch import Repeats
+from gainstage._core.watch import SAME_STATE, Repeats
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms.refusals import (
     check_leaves,
@@ -156,7 +156,10 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
     warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
-    told, repeats = set[str](), Repeats("tx.update")  # the warnings that were given, and one more
+    told, repeats = (
+        set[str](),
+        Repeats(SAME_STATE, name="tx.update"),
+    )  # the warnings that were given, and one more
     is_fixed = isinstance(rule, FixedLossScale)
 
     def init(params: PyTree) -> LossScaledState:

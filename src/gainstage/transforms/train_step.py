@@ -54,7 +54,7 @@ from gainstage._core.types import (
 from gainstage._core.unscaled import mark
 from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
-from gainstage._core.watch import Calls, Repeats, Watch
+from gainstage._core.watch import SAME_STATE, Calls, Repeats, Watch
 from gainstage.rules.base import FixedLossScale
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
@@ -189,7 +189,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._watch, self._calls = Watch(), Calls(loss_fn, tx.update)
-        self._repeats = Repeats("gainstage.train_step")
+        self._repeats = Repeats(SAME_STATE, name="gainstage.train_step")
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
