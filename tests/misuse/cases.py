@@ -327,6 +327,43 @@ assert p.dtype == jnp.float16 and loss.dtype == jnp.float32
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 for _ in range(12): w, state, _ = gs.train_step(plain, tx)(w, state)
 """),
+    "a transformation and a step that are made in the loop": ("warns", "needs no new tx", """
+def train(w, state, rate): return gs.train_step(plain, gs.loss_scaled(optax.sgd(rate)))(w, state)
+state = gs.loss_scaled(sgd).init(w)
+for n in range(12): w, state, _ = train(w, state, 0.1 / (n + 1))
+"""),
+    "a sweep of transformations over one loss": ("works", "", """
+for n in range(12):
+    tx = gs.loss_scaled(optax.sgd(0.1 / (n + 1))); gs.train_step(plain, tx, donate=False)(w, tx.init(w))
+"""),
+    "many steps that are made before the loop": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+steps = [gs.train_step(lambda w, n=n: n * plain(w), tx) for n in range(12)]
+for step in [*steps, *steps]: w, state, _ = step(w, state)
+"""),
+    "gs.jit in the loop": ("warns", "Create it before the loop", """
+v = gs.Variable(1.0)
+for _ in range(12): gs.jit(lambda: v.assign_add(1.0), [v])()
+"""),
+    "gs.jit of one function for many states": ("works", "", """
+for _ in range(12): v = gs.Variable(1.0); gs.jit(lambda: v.assign_add(1.0), [v])()
+"""),
+    "many functions of gs.jit that are made before the loop": ("works", "", """
+v = gs.Variable(1.0); fns = [gs.jit(lambda n=n: v.assign_add(n), [v]) for n in range(12)]
+for fn in [*fns, *fns]: fn()
+"""),
+    "an option that changes in each step": ("works", "", """
+v = gs.Variable(1.0); opt = gs.SGD(0.1)
+for n in range(12): opt.weight_decay = 0.1 / (n + 1); opt.apply([1.0], [v])
+"""),
+    "parameters that train_step returns in vain": ("warns", "got the same params", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+for _ in range(12): _, state, loss = step(w, state)
+"""),
+    "neither parameters nor state are passed on": ("warns", "returns the new opt_state", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+for _ in range(12): step(w, state)
+"""),
     "self_scaled outside of jit": ("warns", "into jax.jit", """
 loss = gs.self_scaled(plain)
 for _ in range(20): w = w - 0.1 * jax.grad(loss)(w)
@@ -338,6 +375,27 @@ for _ in range(130): w, state, _ = step(w, state, NAN)
     "an optimizer without a step": ("warns", "in a row were skipped", """
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
 for _ in range(130): opt.minimize(lambda: v * NAN, [v])
+"""),
+    "a run without a step, made anew in each epoch": ("warns", "in a row were skipped", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+for _ in range(5):
+    step = gs.train_step(plain, tx)
+    for _ in range(40): w, state, _ = step(w, state, NAN)
+"""),
+    "short runs of one transformation": ("works", "", """
+tx = gs.loss_scaled(sgd)
+for _ in range(5):
+    (v, state), step = (w, tx.init(w)), gs.train_step(plain, tx, donate=False)
+    for _ in range(40): v, state, _ = step(v, state, NAN)
+"""),
+    "an optimizer without a step, with apply_if": ("warns", "in a row were skipped", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.scale_loss(1.0)
+for n in range(130): opt.apply([NAN], [v], apply_if=n >= 0)
+"""),
+    "bad gradients that apply_if leaves out": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.scale_loss(1.0)
+for n in range(130): opt.apply([NAN], [v], apply_if=[False, jnp.array(False)][n % 2])
+for n in range(130): opt.apply([NAN if n % 2 else 1.0], [v], apply_if=True)
 """),
     "a bad batch now and then": ("works", "", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)

@@ -9,7 +9,7 @@ from types import FrameType
 import jax
 
 # The folders of the library, and of JAX, which calls it while it traces.
-_INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *jax.__path__))
+INSIDE = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], *jax.__path__))
 
 
 def warn(message: str) -> None:
@@ -17,6 +17,6 @@ def warn(message: str) -> None:
     JAX."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)

@@ -54,7 +54,7 @@ from gainstage._core.types import (
 from gainstage._core.unscaled import mark
 from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
-from gainstage._core.watch import SAME_STATE, Calls, Repeats, Watch
+from gainstage._core.watch import Loop
 from gainstage.rules.base import FixedLossScale
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
@@ -188,8 +188,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        self._watch, self._calls = Watch(), Calls(loss_fn, tx.update)
-        self._repeats = Repeats(SAME_STATE, name="gainstage.train_step")
+        self._loop = Loop(loss_fn, tx.update)
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -203,27 +202,29 @@ class TrainStep(Generic[Params, P, *More]):
 
         def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
-            self._watch.look(lambda: loss_scaled_state(opt_state).loss_scale.scale)
-            arrays, model = self._checked(params)
+            self._loop.look(lambda: loss_scaled_state(opt_state).loss_scale.scale)
+            given, model = self._checked(params)
             inside = is_inside()
             donates = self._donates and not reruns() and not inside
             if inside and not knows_what_varies(jax.sharding.get_abstract_mesh()):
                 warn(DRIFTS)
             try:
-                arrays, state, shardings = on_one_mesh(arrays, opt_state, batch)
+                arrays, state, shardings = on_one_mesh(given, opt_state, batch)
                 rest, scalars = without_scalars(state)
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
+                if scalars and not inside:
+                    self._loop.before(scalars[0][1])
                 program = self._program_for(donates, shardings)
                 arrays, *results, changed = program(model, arrays, rest, scalars, *batch)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
             if not inside:
-                self._calls.note()
                 new = without_scalars(results[0])[1]
-                self._watch.see(new[0][1], results[1])
-                self._repeats.note(scalars[0][1])
+                pairs = () if donates else zip(given, arrays, strict=True)
+                first = next((old for old, x in pairs if x is not old), None)
+                self._loop.after(new[0][1], results[1], first)
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             nnx_objects.change(batch, changed)
