@@ -40,6 +40,11 @@ FINE = {
     "no rule": "gs.loss_scaled(sgd)",
     "telemetry": "gs.loss_scaled(sgd, telemetry=True, underflow_every=1)",
 }
+MESH = """
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
+whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))
+"""
 CASES = {
     f"{name}, in train_step": ("refused", "Write\\s*gainstage.loss_scaled",
                                STEP.format(tx=tx, batches="1.0,"))
@@ -406,6 +411,33 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 one, two = gs.train_step(plain, tx), gs.train_step(lambda w: 2 * plain(w), tx)
 for step in (one, two, one, two): w, state, _ = step(w, state)
 assert gs.step_was_applied(state)
+"""),
+    # ── a mesh ───────────────────────────────────────────────────────────────────────────────
+    "a batch of the host on a mesh": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
+tx = gs.loss_scaled(sgd); p, x = jax.device_put(W, whole), np.ones((256, 4), np.float32)
+state, step = tx.init(p), gs.train_step(half, tx)
+for _ in range(3): p, state, _ = step(p, state, x)
+"""),
+    "a batch of the host on a mesh, with gs.jit": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
+v = gs.Variable(jax.device_put(W, whole)); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+step = gs.jit(lambda x: opt.minimize(lambda: half(v.value(), x), [v]), ([v], opt.variables))
+for _ in range(3): step(np.ones((256, 4), np.float32))
+"""),
+    "batches that lie right on a mesh": ("works", "", MESH + """
+tx = gs.loss_scaled(sgd); x, key = np.ones((256, 4), np.float32), jax.random.key(0)
+sharded = lambda w, x: half(w, jax.lax.with_sharding_constraint(x, rows))
+mean = lambda w, x: jax.lax.pmean(half(w, x), 'data')
+mapped = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
+for loss, batch in [
+    (half, jax.device_put(x, rows)), (half, jax.device_put(x, whole)), (half, x[:9]), (half, x[:8]),
+    (sharded, x), (mapped, x), (lambda w, key: half(w, jax.random.uniform(key, (8, 4))), key),
+]:
+    p = jax.device_put(np.ones((4, 1), np.float32), whole); state, step = tx.init(p), gs.train_step(loss, tx)
+    for _ in range(3): p, state, _ = step(p, state, batch)
+p = jax.device_put(W, whole); state = tx.init(p)
+gs.train_step(lambda w, x, k: half(w, x), tx)(p, state, jax.device_put(x, rows), np.ones((2048,)))
+v = gs.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.SGD()
+for _ in range(3): opt.apply([np.ones((1024, 8), np.float32)], [v])
 """),
     # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
     "alarms without telemetry": ("warns", "gainstage.telemetry", """

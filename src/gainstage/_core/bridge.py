@@ -21,6 +21,7 @@ from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_sta
 from gainstage._core.arguments import variables_in
 from gainstage._core.arrays import Static, partition
 from gainstage._core.checks import brief
+from gainstage._core.sharding import tell_if_whole
 from gainstage._core.signals import deferred_signals
 from gainstage._core.types import P, PyTree, R, State, Structure
 from gainstage._core.variable import Variable, is_inside, recording
@@ -244,9 +245,12 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
             values, result = self._keeping(values, args, kwargs)
             write(self._state, values)
             return result
-        self._calls.note(self._state[:1])
+        first = self._calls.note(self._state[:1])
         if self._calls_back is None:
-            self._calls_back = jaxprs.calls_back(self._compiled.trace(values, args, kwargs).jaxpr)
+            traced = self._compiled.trace(values, args, kwargs).jaxpr
+            self._calls_back = jaxprs.calls_back(traced)
+            if first:
+                tell_if_whole(values, (args, kwargs), lambda: traced)
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)

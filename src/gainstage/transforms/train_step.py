@@ -38,7 +38,7 @@ from gainstage._core.scaled_state import (
     without_scalars,
 )
 from gainstage._core.scaling import NO_RETRY, may_help
-from gainstage._core.sharding import Shardings, knows_what_varies, on_one_mesh
+from gainstage._core.sharding import Shardings, knows_what_varies, on_one_mesh, tell_if_whole
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import (
     Aux,
@@ -189,6 +189,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._loop = Loop(loss_fn, tx.update)
+        self._placed = False  # whether it has looked where a batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -216,6 +217,9 @@ class TrainStep(Generic[Params, P, *More]):
                 if scalars and not inside:
                     self._loop.before(scalars[0][1])
                 program = self._program_for(donates, shardings)
+                if shardings is not None and not self._placed:  # in the first call
+                    self._placed, all_of_it = True, (model, arrays, rest, scalars, *batch)
+                    tell_if_whole(given, batch, lambda: program.trace(*all_of_it).jaxpr)
                 arrays, *results, changed = program(model, arrays, rest, scalars, *batch)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
