@@ -117,6 +117,23 @@ def knows_what_varies(mesh: AbstractMesh) -> bool:
     return all(varying_axes(lax.axis_index(axis)) for axis in axes)
 
 
+def warned_of_sums(loss: ArrayLike, params: PyTree) -> bool:
+    """Inside `jax.shard_map`: warns of a loss that varies along axes along which not all parameters
+    do, as JAX sums their gradients over these; returns whether it has."""
+    axes = varying_axes(loss)
+    shared = [axes - varying_axes(x) for x in jax.tree.leaves(params)] if axes else []
+    found = sorted(axis for axis in frozenset().union(*shared) if lax.axis_size(axis) > 1)
+    if found:
+        name = repr(found[0] if len(found) == 1 else tuple(found))
+        warn(
+            f"The loss of gainstage.train_step varies over {name} inside of jax.shard_map, so JAX "
+            f"sums the gradients over these devices. If it is a mean over a device's part of the "
+            f"batch, they are too large: return jax.lax.pmean(loss, {name}) from loss_fn. If it is "
+            f"a part of a sum, return jax.lax.psum(loss, {name}), with the same gradients as now."
+        )
+    return bool(found)
+
+
 def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:
     """A pytree of arrays, cast to a type that varies wherever one of `arrays` does. Initial values
     of loops and branches that read `arrays` need it."""
@@ -259,7 +276,7 @@ def tell_if_whole(arrays: PyTree, batch: PyTree, program: Callable[[], AnyJaxpr]
     if any(sharding and not sharding.is_fully_replicated for sharding in map(on_mesh, leaves)):
         return
     of_host = [x for x in jax.tree.leaves(batch) if isinstance(x, ARRAYS) and not on_mesh(x)]
-    large = any(x.size >= UNDIVIDED and len(x) % mesh.size == 0 for x in of_host)
+    large = any(x.size >= UNDIVIDED and jnp.shape(x)[0] % mesh.size == 0 for x in of_host)
     if large and not any(map(_divides, equations(program()))):
         axes = ", ".join(f'"{axis}"' for axis in mesh.axis_names)
         spec = f"PartitionSpec(({axes}))" if len(mesh.axis_names) > 1 else f"PartitionSpec({axes})"

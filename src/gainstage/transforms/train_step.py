@@ -38,7 +38,13 @@ from gainstage._core.scaled_state import (
     without_scalars,
 )
 from gainstage._core.scaling import NO_RETRY, may_help
-from gainstage._core.sharding import Shardings, knows_what_varies, on_one_mesh, tell_if_whole
+from gainstage._core.sharding import (
+    Shardings,
+    knows_what_varies,
+    on_one_mesh,
+    tell_if_whole,
+    warned_of_sums,
+)
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import (
     Aux,
@@ -189,6 +195,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._loop = Loop(loss_fn, tx.update)
+        self._told = False  # whether it has warned of a loss that varies
         self._placed = False  # whether it has looked where a batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
@@ -334,6 +341,7 @@ class TrainStep(Generic[Params, P, *More]):
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
         trainable = models.chosen(params, grads)
+        self._told = self._told or warned_of_sums(loss, trainable)
         if shardings and divides:
             each = dict(zip(map(id, arrays), shardings, strict=True))
             found = [each.get(id(x)) for x in leaves_and_none(trainable)]
