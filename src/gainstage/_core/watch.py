@@ -199,6 +199,10 @@ class Loop:
         """Looks at earlier steps, if it is time; `scale` returns the current loss scale."""
         self._watch.look(scale)
 
+    def goes_on(self, applied: Any) -> bool:
+        """Whether this is the flag of the state that the last step returned."""
+        return self._watch.ended_with(applied)
+
     def before(self, applied: Any) -> None:
         """Notes a step that starts from the state with this flag."""
         self._is_first = self._same_state = False

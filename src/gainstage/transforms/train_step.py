@@ -28,6 +28,7 @@ from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
 from gainstage._core.nnx_objects import Graph, partition_model
 from gainstage._core.scaled_state import (
+    OVER_OF,
     RULE_OF,
     LossScaledState,
     loss_scaled_state,
@@ -62,6 +63,7 @@ from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
 from gainstage._core.watch import Loop
 from gainstage.rules.base import FixedLossScale
+from gainstage.transforms.loss_scaled import divided_state
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -194,6 +196,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
+        self._over = OVER_OF.get(tx.update, ())
         self._loop = Loop(loss_fn, tx.update)
         self._told = False  # whether it has warned of a loss that varies
         self._placed = False  # whether it has looked where a batch lies
@@ -217,6 +220,10 @@ class TrainStep(Generic[Params, P, *More]):
             if inside and not knows_what_varies(jax.sharding.get_abstract_mesh()):
                 warn(DRIFTS)
             try:
+                if self._over and not (
+                    inside or self._loop.goes_on(getattr(opt_state, "applied", None))
+                ):
+                    opt_state = divided_state(params, opt_state, batch, self._over)
                 arrays, state, shardings = on_one_mesh(given, opt_state, batch)
                 rest, scalars = without_scalars(state)
                 if donates:
