@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import pickle
 import re
 
 import jax
@@ -277,6 +278,30 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
         specs = [tuple(slot.sharding.spec) for slot in (slots["a"], *slots["b"])]
         assert specs == [("data", "model"), ("data", None), (None, "data"), ()]
     assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
+
+
+@KINDS
+@pytest.mark.parametrize("place", ["host", "replicated"])
+def test_divided_state_is_divided_again_when_it_is_loaded_whole(place, kind):
+    """The state of `shard_state_over` that comes from a file takes an eighth of the memory again,
+    in the same step or in a new one, and the run goes on bit for bit."""
+    replicated, sharded = on_mesh(kind)
+    tx = gs.loss_scaled(optax.adam(0.1), shard_state_over="data")
+    step, params = gs.train_step(loss_on(replicated), tx, has_aux=True), params_on(replicated)
+    now = params, tx.init(params)
+    for _ in range(2):
+        now = step(*now, batch_on(sharded))[:2]
+    size, file = bytes_on_one(now[1]), pickle.dumps(jax.device_get(now))
+    for _ in range(2):
+        now = step(*now, batch_on(sharded))[:2]
+    for again in (step, gs.train_step(loss_on(replicated), tx, has_aux=True)):
+        back = pickle.loads(file)
+        back = back if place == "host" else jax.device_put(back, replicated)
+        for _ in range(2):
+            back = again(*back, batch_on(sharded))[:2]
+            assert bytes_on_one(back[1]) == size
+        for one, other in zip(*map(jax.tree.leaves, (now, back)), strict=True):
+            assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
 @pytest.mark.as_users

@@ -40,6 +40,11 @@ FINE = {
     "no rule": "gs.loss_scaled(sgd)",
     "telemetry": "gs.loss_scaled(sgd, telemetry=True, underflow_every=1)",
 }
+MESH = """
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
+whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P('data'))
+"""
 CASES = {
     f"{name}, in train_step": ("refused", "Write\\s*gainstage.loss_scaled",
                                STEP.format(tx=tx, batches="1.0,"))
@@ -489,6 +494,43 @@ assert p.dtype == jnp.float16 and loss.dtype == jnp.float32
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 for _ in range(12): w, state, _ = gs.train_step(plain, tx)(w, state)
 """),
+    "a transformation and a step that are made in the loop": ("warns", "needs no new tx", """
+def train(w, state, rate): return gs.train_step(plain, gs.loss_scaled(optax.sgd(rate)))(w, state)
+state = gs.loss_scaled(sgd).init(w)
+for n in range(12): w, state, _ = train(w, state, 0.1 / (n + 1))
+"""),
+    "a sweep of transformations over one loss": ("works", "", """
+for n in range(12):
+    tx = gs.loss_scaled(optax.sgd(0.1 / (n + 1))); gs.train_step(plain, tx, donate=False)(w, tx.init(w))
+"""),
+    "many steps that are made before the loop": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+steps = [gs.train_step(lambda w, n=n: n * plain(w), tx) for n in range(12)]
+for step in [*steps, *steps]: w, state, _ = step(w, state)
+"""),
+    "gs.jit in the loop": ("warns", "Create it before the loop", """
+v = gs.Variable(1.0)
+for _ in range(12): gs.jit(lambda: v.assign_add(1.0), [v])()
+"""),
+    "gs.jit of one function for many states": ("works", "", """
+for _ in range(12): v = gs.Variable(1.0); gs.jit(lambda: v.assign_add(1.0), [v])()
+"""),
+    "many functions of gs.jit that are made before the loop": ("works", "", """
+v = gs.Variable(1.0); fns = [gs.jit(lambda n=n: v.assign_add(n), [v]) for n in range(12)]
+for fn in [*fns, *fns]: fn()
+"""),
+    "an option that changes in each step": ("works", "", """
+v = gs.Variable(1.0); opt = gs.SGD(0.1)
+for n in range(12): opt.weight_decay = 0.1 / (n + 1); opt.apply([1.0], [v])
+"""),
+    "parameters that train_step returns in vain": ("warns", "got the same params", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+for _ in range(12): _, state, loss = step(w, state)
+"""),
+    "neither parameters nor state are passed on": ("warns", "returns the new opt_state", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+for _ in range(12): step(w, state)
+"""),
     "self_scaled outside of jit": ("warns", "into jax.jit", """
 loss = gs.self_scaled(plain)
 for _ in range(20): w = w - 0.1 * jax.grad(loss)(w)
@@ -501,6 +543,27 @@ for _ in range(130): w, state, _ = step(w, state, NAN)
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
 for _ in range(130): opt.minimize(lambda: v * NAN, [v])
 """),
+    "a run without a step, made anew in each epoch": ("warns", "in a row were skipped", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+for _ in range(5):
+    step = gs.train_step(plain, tx)
+    for _ in range(40): w, state, _ = step(w, state, NAN)
+"""),
+    "short runs of one transformation": ("works", "", """
+tx = gs.loss_scaled(sgd)
+for _ in range(5):
+    (v, state), step = (w, tx.init(w)), gs.train_step(plain, tx, donate=False)
+    for _ in range(40): v, state, _ = step(v, state, NAN)
+"""),
+    "an optimizer without a step, with apply_if": ("warns", "in a row were skipped", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.scale_loss(1.0)
+for n in range(130): opt.apply([NAN], [v], apply_if=n >= 0)
+"""),
+    "bad gradients that apply_if leaves out": ("works", "", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.scale_loss(1.0)
+for n in range(130): opt.apply([NAN], [v], apply_if=[False, jnp.array(False)][n % 2])
+for n in range(130): opt.apply([NAN if n % 2 else 1.0], [v], apply_if=True)
+"""),
     "a bad batch now and then": ("works", "", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
 for i in range(130): w, state, _ = step(w, state, NAN if i % 2 else 1.0)
@@ -510,6 +573,100 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 one, two = gs.train_step(plain, tx), gs.train_step(lambda w: 2 * plain(w), tx)
 for step in (one, two, one, two): w, state, _ = step(w, state)
 assert gs.step_was_applied(state)
+"""),
+    # ── a mesh ───────────────────────────────────────────────────────────────────────────────
+    "a batch of the host on a mesh": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
+tx = gs.loss_scaled(sgd); p, x = jax.device_put(W, whole), np.ones((256, 4), np.float32)
+state, step = tx.init(p), gs.train_step(half, tx)
+for _ in range(3): p, state, _ = step(p, state, x)
+"""),
+    "a batch of the host on a mesh, with gs.jit": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
+v = gs.Variable(jax.device_put(W, whole)); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+step = gs.jit(lambda x: opt.minimize(lambda: half(v.value(), x), [v]), ([v], opt.variables))
+for _ in range(3): step(np.ones((256, 4), np.float32))
+"""),
+    "batches that lie right on a mesh": ("works", "", MESH + """
+tx = gs.loss_scaled(sgd); x, key = np.ones((256, 4), np.float32), jax.random.key(0)
+sharded = lambda w, x: half(w, jax.lax.with_sharding_constraint(x, rows))
+mean = lambda w, x: jax.lax.pmean(half(w, x), 'data')
+mapped = jax.shard_map(mean, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
+for loss, batch in [
+    (half, jax.device_put(x, rows)), (half, jax.device_put(x, whole)), (half, x[:9]), (half, x[:8]),
+    (sharded, x), (mapped, x), (lambda w, key: half(w, jax.random.uniform(key, (8, 4))), key),
+]:
+    p = jax.device_put(np.ones((4, 1), np.float32), whole); state, step = tx.init(p), gs.train_step(loss, tx)
+    for _ in range(3): p, state, _ = step(p, state, batch)
+p = jax.device_put(W, whole); state = tx.init(p)
+gs.train_step(lambda w, x, k: half(w, x), tx)(p, state, jax.device_put(x, rows), np.ones((2048,)))
+v = gs.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.SGD()
+for _ in range(3): opt.apply([np.ones((1024, 8), np.float32)], [v])
+"""),
+    "the loss of each device's part": ("warns", "jax.lax.pmean\\(loss, 'data'\\)", MESH + """
+tx = gs.loss_scaled(sgd); step = gs.train_step(half, tx)
+f = jax.shard_map(lambda *args: step(*args)[0], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
+f(W, tx.init(W), X)
+"""),
+    "the loss of all parts": ("works", "", MESH + """
+tx, X = gs.loss_scaled(sgd), jnp.arange(32.0).reshape(8, 4)
+parts = {'pmean': lambda w, x: jax.lax.pmean(half(w, x), 'data'),
+         'psum': lambda w, x: jax.lax.psum(half(w, x) / 8, 'data')}
+one = gs.train_step(half, tx, donate=False)(W, tx.init(W), X)[::2]
+for loss in parts.values():
+    step = gs.train_step(loss, tx)
+    f = jax.shard_map(lambda *args: step(*args)[::2], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
+    np.testing.assert_allclose(f(W, tx.init(W), X)[0], one[0], rtol=1e-3)
+step = gs.train_step(half, tx); alone = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
+jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P(), P('data')), out_specs=P())(
+    W, tx.init(W), X)
+each = jax.device_put(jnp.ones((32, 1)), rows)
+def own(w, x): return gs.train_step(half, tx)(w, tx.init(w), x)[0]
+jax.shard_map(own, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data'))(each, X)
+"""),
+    "gradients that JAX has summed": ("warns", "to='varying'", MESH + """
+def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
+jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())(W, X)
+"""),
+    "gradients of each device": ("works", "", MESH + """
+def grad(w, x):
+    w = jax.lax.pcast(w, 'data', to='varying'); return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
+f = jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
+np.testing.assert_allclose(f(W, X), jax.grad(half)(W, X), rtol=1e-3)
+def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
+jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(), check_vma=False)(W, X)
+"""),
+    # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
+    "alarms without telemetry": ("warns", "gainstage.telemetry", """
+from gainstage.diagnostics import Alarms
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+with Alarms() as alarms:
+    for n in range(20):
+        w, state, loss = step(w, state)
+        alarms.write(n, loss=loss, loss_scale=gs.loss_scale(state))
+"""),
+    "alarms that get other records too": ("works", "", """
+from gainstage.diagnostics import Alarms
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx)
+with Alarms() as alarms:
+    for n in range(40):
+        alarms.write(n, validation=1.0)
+        if n > 3: w, state, loss = step(w, state); alarms.write(n, gs.telemetry(state), loss=loss)
+"""),
+    "telemetry that was taken before the loop": ("warns", "anew in each step", """
+from gainstage.diagnostics import Alarms
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx)
+info = gs.telemetry(state)
+with Alarms() as alarms:
+    for n in range(20): w, state, loss = step(w, state); alarms.write(n, info, loss=loss)
+"""),
+    "telemetry of a scan and of an optimizer": ("works", "", """
+from gainstage.diagnostics import Alarms
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+with Alarms() as alarms:
+    for n in range(20): opt.minimize(lambda: v * v, [v]); alarms.write(n, gs.telemetry(opt))
+    tx = gs.loss_scaled(sgd, telemetry=True); step = gs.train_step(plain, tx)
+    def body(now, x): new = step(*now, x)[:2]; return new, gs.telemetry(new[1])
+    _, infos = jax.lax.scan(body, (w, tx.init(w)), jnp.ones(20))
+    for n in range(20): alarms.write(20 + n, jax.tree.map(lambda x: x[n], infos))
 """),
     # ── optimizers ───────────────────────────────────────────────────────────────────────────
     "one optimizer in two wrappers": ("refused", "already wrapped", """

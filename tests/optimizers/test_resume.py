@@ -148,6 +148,29 @@ def test_orbax(stops, tmp_path):
     checkpoints.close()
 
 
+def test_orbax_names_what_a_checkpoint_leaves_out(tmp_path):
+    """A trained variable or a rate that is not listed is named, once, before anything is saved."""
+    orbax = pytest.importorskip("gainstage.interop.orbax", reason="orbax is not installed")
+    w, b, rate = (gs.Variable(1.0, name=name) for name in ("w", "b", "rate"))
+    opt = gs.LossScaleOptimizer(gs.SGD(rate))
+    opt.build([w, b])
+    checkpoints = orbax.Checkpoints(tmp_path)
+    with pytest.raises(UserWarning, match=r"no value of \['b', 'rate'\].*\[\*variables, ...\]"):
+        checkpoints.save(1, [w], opt)
+    assert checkpoints.latest is None
+    checkpoints.save(1, [w], opt)
+    assert checkpoints.restore([w], opt) == 1
+    again = orbax.Checkpoints(tmp_path)
+    with pytest.raises(UserWarning, match=r"no value of \['b', 'rate'\]"):
+        again.restore([w], opt)
+    everything = orbax.Checkpoints(tmp_path)
+    everything.save(2, [w, b, rate], opt)
+    for v in (w, b, rate):
+        v.assign(0.0)
+    assert everything.restore([w, b, rate], opt) == 2
+    assert [float(v) for v in (w, b, rate)] == [1.0, 1.0, 1.0]
+
+
 def test_orbax_of_an_optax_state(tmp_path):
     """`Checkpoints` refuses an optax state, and Orbax itself saves it, as the error says."""
     orbax = pytest.importorskip("gainstage.interop.orbax", reason="orbax is not installed")

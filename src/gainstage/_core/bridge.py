@@ -21,9 +21,11 @@ from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_sta
 from gainstage._core.arguments import variables_in
 from gainstage._core.arrays import Static, partition
 from gainstage._core.checks import brief
+from gainstage._core.sharding import tell_if_whole
 from gainstage._core.signals import deferred_signals
 from gainstage._core.types import P, PyTree, R, State, Structure
 from gainstage._core.variable import Variable, is_inside, recording
+from gainstage._core.watch import Calls
 
 
 def read(state: State) -> PyTree:
@@ -155,6 +157,12 @@ def functional(
     return pure  # type: ignore[return-value] # mypy: `values` has a name here
 
 
+_MADE_IN_LOOP = (
+    "{n} functions of gainstage.jit with the same code and state were made and called once each, "
+    "and each was compiled. Create it before the loop: step = gainstage.jit(fn, state)."
+)
+
+
 class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     """Compiles `fn`, including its assignments to the variables of `state`, with XLA.
 
@@ -193,6 +201,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         self._constants = [reference for reference in found if reference is not None]
         self._pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
         self._compile()
+        self._calls = Calls(fn, _MADE_IN_LOOP)
         functools.update_wrapper(self, fn, updated=())
 
     def _versions(self) -> list[int]:
@@ -236,8 +245,12 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
             values, result = self._keeping(values, args, kwargs)
             write(self._state, values)
             return result
+        first = self._calls.note(self._state[:1])
         if self._calls_back is None:
-            self._calls_back = jaxprs.calls_back(self._compiled.trace(values, args, kwargs).jaxpr)
+            traced = self._compiled.trace(values, args, kwargs).jaxpr
+            self._calls_back = jaxprs.calls_back(traced)
+            if first:
+                tell_if_whole(values, (args, kwargs), lambda: traced)
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)

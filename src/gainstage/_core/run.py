@@ -126,8 +126,9 @@ class Runner:
                 self.program = jit(_weakly(apply), (variables, weights), donate=True)
                 self._version = (version, len(variables))
             applied = self.program(inputs)
-        if not inside and applied is not None and inputs.apply_if is None:
-            self._watch.see(applied, loss)
+        if not inside and applied is not None:
+            wanted = inputs.apply_if
+            self._watch.see(applied, loss, True if wanted is None else wanted)
         if self._decisions is not None:
             self._decisions.append(applied)
 

@@ -16,6 +16,9 @@ from gainstage.rules.base import LossScale
 
 # The rule of each transformation of `loss_scaled`, by its `update`.
 RULE_OF: weakref.WeakKeyDictionary[Callable[..., Any], LossScale] = weakref.WeakKeyDictionary()
+# The mesh axes of its `shard_state_over`, likewise.
+OVER_OF: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, ...]]
+OVER_OF = weakref.WeakKeyDictionary()
 
 
 class LossScaledState(NamedTuple):

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +11,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import ArrayLike
 
-from gainstage._core._jax import Tracer
+from gainstage._core._jax import JaxprEqn, Tracer
 from gainstage._core.arrays import ARRAYS
+from gainstage._core.jaxprs import AnyJaxpr, equations
 from gainstage._core.types import OptState, PyTree, Structure, Tree
 from gainstage._core.variable import Variable, is_inside
+from gainstage._core.warn import warn
 
 UNDIVIDED = 1024  # elements: smaller state is not sharded further
 
@@ -113,6 +115,23 @@ def knows_what_varies(mesh: AbstractMesh) -> bool:
     unless there is only one device."""
     axes = [axis for axis in mesh.manual_axes if lax.axis_size(axis) > 1]
     return all(varying_axes(lax.axis_index(axis)) for axis in axes)
+
+
+def warned_of_sums(loss: ArrayLike, params: PyTree) -> bool:
+    """Inside `jax.shard_map`: warns of a loss that varies along axes along which not all parameters
+    do, as JAX sums their gradients over these; returns whether it has."""
+    axes = varying_axes(loss)
+    shared = [axes - varying_axes(x) for x in jax.tree.leaves(params)] if axes else []
+    found = sorted(axis for axis in frozenset().union(*shared) if lax.axis_size(axis) > 1)
+    if found:
+        name = repr(found[0] if len(found) == 1 else tuple(found))
+        warn(
+            f"The loss of gainstage.train_step varies over {name} inside of jax.shard_map, so JAX "
+            f"sums the gradients over these devices. If it is a mean over a device's part of the "
+            f"batch, they are too large: return jax.lax.pmean(loss, {name}) from loss_fn. If it is "
+            f"a part of a sum, return jax.lax.psum(loss, {name}), with the same gradients as now."
+        )
+    return bool(found)
 
 
 def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:
@@ -240,6 +259,41 @@ def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
             raise ValueError(
                 f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
             )
+
+
+def tell_if_whole(arrays: PyTree, batch: PyTree, program: Callable[[], AnyJaxpr]) -> None:
+    """Warns if each device of a mesh would compute a whole batch of the host or of one device. One
+    that is replicated over the mesh is meant so.
+
+    Args:
+        arrays, batch: the parameters, and what the step is given beside them.
+        program: returns the step's program, which may itself divide the work.
+    """
+    mesh = getattr(replicated_like((arrays, batch)), "mesh", None)
+    if mesh is None or mesh.size == 1:
+        return
+    leaves = jax.tree.leaves((arrays, batch))
+    if any(sharding and not sharding.is_fully_replicated for sharding in map(on_mesh, leaves)):
+        return
+    of_host = [x for x in jax.tree.leaves(batch) if isinstance(x, ARRAYS) and not on_mesh(x)]
+    large = any(x.size >= UNDIVIDED and jnp.shape(x)[0] % mesh.size == 0 for x in of_host)
+    if large and not any(map(_divides, equations(program()))):
+        axes = ", ".join(f'"{axis}"' for axis in mesh.axis_names)
+        spec = f"PartitionSpec(({axes}))" if len(mesh.axis_names) > 1 else f"PartitionSpec({axes})"
+        warn(
+            f"Each of the {mesh.size} devices computes the whole batch, because nothing is sharded "
+            f"over the mesh. Write batch = jax.device_put(batch, NamedSharding(mesh, {spec})). If "
+            f"each device needs all of it, say so: NamedSharding(mesh, PartitionSpec())."
+        )
+
+
+def _divides(eqn: JaxprEqn) -> bool:
+    """Whether an operation divides an array over a mesh."""
+    found = [getattr(v.aval, "sharding", None) for v in eqn.outvars]
+    found += [eqn.params.get("sharding"), *eqn.params.get("in_shardings", ())]
+    named = [sharding for sharding in found if isinstance(sharding, NamedSharding)]
+    specs = eqn.params.get("in_specs", ()) if eqn.primitive.name == "shard_map" else ()
+    return any(map(axes_of, specs)) or not all(s.is_fully_replicated for s in named)
 
 
 class Shardings(NamedTuple):

@@ -10,9 +10,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from gainstage._core.gradients import upcast
-from gainstage._core.sharding import typed_sharding
+from gainstage._core.sharding import knows_what_varies, typed_sharding, varying_axes
 from gainstage._core.stats import measure
 from gainstage._core.types import PyTree, Tree
+from gainstage._core.warn import warn
 
 
 def sum_in_float32(params: Tree, axis_name: str | Sequence[str]) -> Tree:
@@ -87,6 +88,18 @@ def mean_gradients(grads: Tree, axis_name: str | Sequence[str]) -> Tree:
 
     Source: `jax.lax.pmean`; jax-ml/jax issue 27496.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    ours = {axis for axis in axes.intersection(mesh.manual_axes) if lax.axis_size(axis) > 1}
+    found = frozenset().union(*map(varying_axes, jax.tree.leaves(grads)))
+    if ours and not ours & found and knows_what_varies(mesh):
+        name = repr(axis_name)
+        warn(
+            f"mean_gradients has no effect here: the gradients do not vary over {name}, as JAX has "
+            f"already summed them. If each device has its own loss, they are too large. "
+            f"Differentiate at params = jax.lax.pcast(params, {name}, to='varying'). If the loss "
+            f"is a jax.lax.pmean, leave mean_gradients out."
+        )
     return jax.tree.map(lambda g: lax.pmean(g, axis_name), upcast(grads))
 
 

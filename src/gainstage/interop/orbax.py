@@ -15,10 +15,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gainstage._core.bridge import read, write
+from gainstage._core.checks import brief
 from gainstage._core.configurable import readable
 from gainstage._core.saving import check_names, unique_names
 from gainstage._core.types import PyTree
 from gainstage._core.variable import Variable
+from gainstage._core.warn import warn
 from gainstage.distributed.agreement import hashes
 from gainstage.optimizers.base import Optimizer
 
@@ -68,6 +70,7 @@ class Checkpoints:
             max_to_keep=keep, enable_async_checkpointing=False, create=True
         )
         self._manager = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+        self._told = False  # whether it has warned of variables that were left out
 
     @property
     def latest(self) -> int | None:
@@ -79,7 +82,8 @@ class Checkpoints:
 
         Args:
             step: an integer that grows from one checkpoint to the next.
-            variables: all variables of the model, trainable ones and others.
+            variables: all variables of the model, trainable ones and others, and the learning
+                rate if it is a variable of yours. A missing one is not saved; a warning names it.
             optimizer: the optimizer, built.
 
         Raises:
@@ -89,6 +93,7 @@ class Checkpoints:
         named = _named(variables, optimizer)
         for variable in [v for part in named.values() for v in part.values() if v._is_planned]:
             variable.value()  # raises: a planned variable has no value
+        self._tell_if_left_out(variables, optimizer)
         # `read` and `write` share no arrays; after `value()` or `assign` the next step would copy
         # them.
         values = read(named)
@@ -121,7 +126,8 @@ class Checkpoints:
             optimizer: an optimizer of the same class, built.
             step: the step, by default the latest.
             same_config: whether the optimizer's configuration must be the saved one, except for
-                the learning rate, whose value is part of the state.
+                the learning rate, whose number is part of the state. The value of a variable
+                of yours is restored only if it is among `variables`.
 
         Returns:
             The step; None if there is no checkpoint.
@@ -150,8 +156,22 @@ class Checkpoints:
             raise ValueError(
                 f"Expected step {step} as it was saved; got {damaged[0]!r} damaged; try another."
             )
+        self._tell_if_left_out(variables, optimizer)
         write(jax.tree.leaves(named), jax.tree.leaves(values))
         return step
+
+    def _tell_if_left_out(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
+        """Warns once if a checkpoint lacks what the optimizer trains, or reads as its rate."""
+        rate, stored = optimizer._store.rate.source, {*variables, *optimizer.variables}
+        needed = [*optimizer.trainable_variables, *([rate] if isinstance(rate, Variable) else [])]
+        left = [v.name for v in needed if v not in stored]
+        if left and not self._told:
+            self._told = True
+            warn(
+                f"The checkpoint has no value of {brief(left)}, which {optimizer.name!r} trains or "
+                f"reads as its learning rate, so a restored run has other values there. Add them "
+                f"to the list: save(step, [*variables, ...], optimizer), and so for restore."
+            )
 
     def close(self) -> None:
         """Closes the folder."""

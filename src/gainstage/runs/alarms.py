@@ -10,6 +10,8 @@ import numpy as np
 
 from gainstage._core.boundary import largest_scale
 from gainstage._core.checks import LARGEST_FLOAT16, as_power
+from gainstage._core.stats import StepInfo
+from gainstage._core.warn import warn
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import FixedLossScale, LossScale
 from gainstage.runs.causes import SkipCause, Streak, cause_of, streaks
@@ -24,6 +26,11 @@ _BOUNDARY = (
     "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
     'predicted.astype("float32"), or keep the scale below with {setting}={below}.'
+)
+_BLIND = (
+    "The first {n} records of Alarms have no telemetry, so no skipped step is seen and no alarm "
+    "rings. Create the transformation or the optimizer with telemetry=True, and write "
+    "alarms.write(n, gainstage.telemetry(opt_state), loss=loss); an optimizer is passed itself."
 )
 IN_A_ROW = 16  # steps in a row that were retried
 LOW = 16  # bits between the largest gradient and the limit
@@ -96,6 +103,15 @@ class Alarms(Writer):
         super().__init__(every)
         self._rule, self._watch = rule, _Watch(rule, largest_number)
         self._tell = on_alarm or (lambda alarm: warnings.warn(alarm, stacklevel=5))
+        self._blind: int | None = 0  # records without telemetry, None after the first with it
+
+    def write(self, step: int, info: StepInfo | None = None, **numbers: Any) -> None:
+        if self._blind is not None:
+            knows = info is not None or "finite" in numbers
+            self._blind = None if knows else self._blind + 1
+            if self._blind == LONG_STREAK:
+                warn(_BLIND.format(n=LONG_STREAK))
+        super().write(step, info, **numbers)
 
     def look_at(self, fun: Callable[..., Any], *args: Any) -> None:
         """Checks, before the run, how the loss is computed.

@@ -18,12 +18,17 @@ from gainstage._core.checks import as_power
 from gainstage._core.signals import deferred_signals
 from gainstage._core.stats import StepInfo
 from gainstage._core.variable import Variable
+from gainstage._core.watch import Repeats
 from gainstage.rules.base import Rule, as_rule
 from gainstage.runs.header import header
 from gainstage.runs.telemetry import Report
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written
+_SAME_INFO = (
+    "{n} calls of write in a row got the same telemetry, that of one step. Take it anew in each "
+    "step: write(n, gainstage.telemetry(opt_state), loss=loss), with the newest opt_state."
+)
 
 
 class Writer(abc.ABC):
@@ -47,6 +52,7 @@ class Writer(abc.ABC):
         self._waiting: list[Record] = []
         self._unwritten: list[Record] = []  # read, but not written yet
         self._failed = False  # whether the last write failed
+        self._repeats = Repeats(_SAME_INFO)
         atexit.register(self.close)  # for a program that ends without it
 
     @abc.abstractmethod
@@ -76,6 +82,8 @@ class Writer(abc.ABC):
             )
         record = {name: _scalar(name, number) for name, number in numbers.items()}
         self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
+        if info is not None and isinstance(info.finite, jax.Array):
+            self._repeats.note(info.finite)
         if len(self._waiting) >= self.every:
             self.flush()
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from gainstage._core import checks, gradients, models
 from gainstage._core._jax import Tracer
-from gainstage._core.scaled_state import RULE_OF, LossScaledState, states_in
+from gainstage._core.scaled_state import OVER_OF, RULE_OF, LossScaledState, states_in
 from gainstage._core.scaling import Scaling, ScalingState
 from gainstage._core.sharding import (
     axis_names,
@@ -28,7 +28,7 @@ from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Tra
 from gainstage._core.unscaled import FROZEN, STALE, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
-from gainstage._core.watch import Repeats
+from gainstage._core.watch import SAME_STATE, Repeats
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms.refusals import (
     check_leaves,
@@ -81,7 +81,8 @@ def loss_scaled(
             sharding of its parameter (ZeRO, stage 1). The weights stay whole, and steps are the
             same up to the rounding of sums over devices. State stays whole if it has not the shape
             of a parameter, has fewer than 1024 elements, or cannot be divided evenly. Do not
-            compile `init`: traced parameters name no sharding.
+            compile `init`: traced parameters name no sharding. `train_step` divides a state again
+            that was loaded whole, but not one inside of `optax.chain`: place that by `device_put`.
 
     Returns:
         A transformation to use instead of `tx`, also inside `optax.chain`. `init` and `update` take
@@ -156,7 +157,10 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
     warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
-    told, repeats = set[str](), Repeats("tx.update")  # the warnings that were given, and one more
+    told, repeats = (
+        set[str](),
+        Repeats(SAME_STATE, name="tx.update"),
+    )  # the warnings that were given, and one more
     is_fixed = isinstance(rule, FixedLossScale)
 
     def init(params: PyTree) -> LossScaledState:
@@ -266,7 +270,7 @@ def loss_scaled_within(
             updates = scale.joined(updates, after.scale.scale)
         return updates, type(state)(after.scale, inner, applied, after.observed)
 
-    RULE_OF[update] = rule
+    RULE_OF[update], OVER_OF[update] = rule, over
     return optax.GradientTransformationExtraArgs(init, update)
 
 
@@ -305,23 +309,51 @@ def _sharded_init(
     def create(params: PyTree) -> OptState:
         return init(gradients.upcast(params))
 
-    known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
-    if any(isinstance(x, Tracer) for x in known.values()):
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(x, Tracer) for x in leaves):
         return create(params)
-    shardings = {path: on_mesh(x) for path, x in known.items()}
-    check_axes(over, list(shardings.values()))
-    everywhere = replicated_like(params)
+    check_axes(over, list(map(on_mesh, leaves)))
+    places = _places(jax.eval_shape(create, params), params, over, replicated_like(params))
+    return jax.jit(create, out_shardings=places)(params)
 
-    def sharding_of(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding | None:
+
+def _places(
+    state: OptState,
+    params: PyTree,
+    over: tuple[str, ...],
+    everywhere: NamedSharding | None,
+    otherwise: NamedSharding | None = None,
+) -> PyTree:
+    """The sharding of each array of a state: that of the parameter with its path and shape, over
+    more axes; else `everywhere`. A parameter on no mesh counts as on `otherwise`."""
+    known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+
+    def sharding_of(path: KeyPath, leaf: Any) -> NamedSharding | None:
         for i in range(len(path) + 1):  # `path` ends with the path of its parameter
-            sharding = shardings.get(path[i:])
-            if sharding is not None and known[path[i:]].shape == leaf.shape:
-                return divided_over(sharding, leaf.shape, over)
+            sharding = on_mesh(known.get(path[i:])) or otherwise
+            if sharding is not None and jnp.shape(leaf) == getattr(known.get(path[i:]), "shape", 0):
+                return divided_over(sharding, jnp.shape(leaf), over)
         return everywhere
 
-    state = jax.eval_shape(create, params)
-    places = jax.tree_util.tree_map_with_path(sharding_of, state)
-    return jax.jit(create, out_shardings=places)(params)
+    return jax.tree_util.tree_map_with_path(sharding_of, state)
+
+
+def divided_state(
+    params: PyTree, opt_state: OptState, batch: PyTree, over: tuple[str, ...]
+) -> OptState:
+    """A state of `shard_state_over`, divided as by `init` where its arrays are whole, such as those
+    that were loaded from a file."""
+    everywhere = replicated_like((params, opt_state, batch))
+    if everywhere is None or not isinstance(opt_state, LossScaledState):
+        return opt_state
+    inner = opt_state.inner
+    places = _places(inner, models.trainable(params), over, everywhere, everywhere)
+
+    def divided(x: Any, place: NamedSharding) -> Any:
+        is_whole = (on_mesh(x) or everywhere).is_fully_replicated
+        return jax.device_put(x, place) if is_whole and not place.is_fully_replicated else x
+
+    return opt_state._replace(inner=jax.tree.map(divided, inner, places))
 
 
 def _sharded(

@@ -27,6 +27,7 @@ from gainstage._core.buffers import unshared
 from gainstage._core.checks import brief
 from gainstage._core.nnx_objects import Graph, partition_model
 from gainstage._core.scaled_state import (
+    OVER_OF,
     RULE_OF,
     LossScaledState,
     loss_scaled_state,
@@ -37,7 +38,13 @@ from gainstage._core.scaled_state import (
     without_scalars,
 )
 from gainstage._core.scaling import NO_RETRY, may_help
-from gainstage._core.sharding import Shardings, knows_what_varies, on_one_mesh
+from gainstage._core.sharding import (
+    Shardings,
+    knows_what_varies,
+    on_one_mesh,
+    tell_if_whole,
+    warned_of_sums,
+)
 from gainstage._core.stats import leaves_and_none
 from gainstage._core.types import (
     Aux,
@@ -53,8 +60,9 @@ from gainstage._core.types import (
 from gainstage._core.unscaled import FROZEN, is_constant_of_a_loop, mark
 from gainstage._core.variable import is_inside
 from gainstage._core.warn import warn
-from gainstage._core.watch import Calls, Repeats, Watch
+from gainstage._core.watch import Loop
 from gainstage.rules.base import FixedLossScale
+from gainstage.transforms.loss_scaled import divided_state
 from gainstage.transforms.updates import apply_updates, keep_if_applied
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
@@ -187,8 +195,10 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        self._watch, self._calls = Watch(), Calls(loss_fn, tx.update)
-        self._repeats = Repeats("gainstage.train_step")
+        self._over = OVER_OF.get(tx.update, ())
+        self._loop = Loop(loss_fn, tx.update)
+        self._told = False  # whether it has warned of a loss that varies
+        self._placed = False  # whether it has looked where a batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -202,8 +212,8 @@ class TrainStep(Generic[Params, P, *More]):
 
         def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
-            self._watch.look(lambda: _scale_in(opt_state))
-            arrays, model = self._checked(params)
+            self._loop.look(lambda: _scale_in(opt_state))
+            given, model = self._checked(params)
             inside = is_inside()
             donates = self._donates and not reruns() and not inside
             if inside and not knows_what_varies(jax.sharding.get_abstract_mesh()):
@@ -212,20 +222,29 @@ class TrainStep(Generic[Params, P, *More]):
             if inside and not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
                 warn(FROZEN)
             try:
-                arrays, state, shardings = on_one_mesh(arrays, opt_state, batch)
+                if self._over and not (
+                    inside or self._loop.goes_on(getattr(opt_state, "applied", None))
+                ):
+                    opt_state = divided_state(params, opt_state, batch, self._over)
+                arrays, state, shardings = on_one_mesh(given, opt_state, batch)
                 rest, scalars = without_scalars(state)
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
+                if scalars and not inside:
+                    self._loop.before(scalars[0][1])
                 program = self._program_for(donates, shardings)
+                if shardings is not None and not self._placed:  # in the first call
+                    self._placed, all_of_it = True, (model, arrays, rest, scalars, *batch)
+                    tell_if_whole(given, batch, lambda: program.trace(*all_of_it).jaxpr)
                 arrays, *results, changed = program(model, arrays, rest, scalars, *batch)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
             if not inside:
-                self._calls.note()
                 new = without_scalars(results[0])[1]
-                self._watch.see(new[0][1], results[1])
-                self._repeats.note(scalars[0][1])
+                pairs = () if donates else zip(given, arrays, strict=True)
+                first = next((old for old, x in pairs if x is not old), None)
+                self._loop.after(new[0][1], results[1], first)
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             nnx_objects.change(batch, changed)
@@ -325,6 +344,7 @@ class TrainStep(Generic[Params, P, *More]):
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
         trainable = models.chosen(params, grads)
+        self._told = self._told or warned_of_sums(loss, trainable)
         if shardings and divides:
             each = dict(zip(map(id, arrays), shardings, strict=True))
             found = [each.get(id(x)) for x in leaves_and_none(trainable)]
