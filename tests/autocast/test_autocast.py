@@ -303,8 +303,8 @@ def test_a_scan_is_computed_in_half(reverse):
             h = jnp.tanh(row @ params["a"] + h @ params["u"])
             return (h, n + 1, kept.astype(jnp.bfloat16)), (h @ params["c"], n)
 
-        start = jnp.zeros(16), jnp.int32(0), jnp.ones(3, jnp.bfloat16)
-        (h, n, _), (ys, ns) = lax.scan(turn, start, x, reverse=reverse, unroll=2)
+        start = jnp.zeros((1, 16)), jnp.int32(0), jnp.ones(3, jnp.bfloat16)
+        (h, n, _), (ys, ns) = lax.scan(turn, start, x[:, None], reverse=reverse, unroll=2)
         return jnp.mean(ys**2) + jnp.mean(h) + (n + ns.sum()) * 0.0
 
     params = {**PARAMS, "u": draw(5, 16, 16) / 8}

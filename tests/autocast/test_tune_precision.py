@@ -169,6 +169,55 @@ def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
         PrecisionPlan.load(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "float8"), ("dtype", 3), ("predicted", "small"), ("measured", None), ("shapes", 1)],
+)
+def test_a_damaged_plan_is_refused_where_it_is_read(plan, field, value, tmp_path):
+    """Each field of the file is checked, before anything uses the plan."""
+    path = tmp_path / "damaged.json"
+    plan.save(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, field: value}))
+    with pytest.raises(ValueError, match=r"plan of version 1.*damaged\.json"):
+        PrecisionPlan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "banana"), ("share", None), ("path", ["a"]), ("largest", "big"), ("reason", 1)],
+)
+def test_a_damaged_row_of_a_plan_is_refused(plan, field, value, tmp_path):
+    """A row that would count as float32, or fail later, is an error of the file."""
+    path = tmp_path / "damaged.json"
+    plan.save(path)
+    content = json.loads(path.read_text())
+    content["operations"][1][field] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"plan of version 1.*damaged\.json"):
+        PrecisionPlan.load(path)
+
+
+def test_a_plan_for_parameters_of_other_shapes_says_so(tmp_path):
+    """It was measured with sums of other lengths: there is one warning, for each plan."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    plan = tune_precision(loss, jnp.ones((8, 4)) / 8, jnp.ones((2, 8)))
+    planned = gs.autocast(loss, plan)
+    planned(jnp.ones((8, 4)) / 8, jnp.ones((5, 8)))
+    with pytest.warns(UserWarning, match=r"other shapes: \(8, 4\), and now \(16, 4\)"):
+        planned(jnp.ones((16, 4)) / 8, jnp.ones((2, 16)))
+    planned(jnp.ones((16, 4)) / 8, jnp.ones((2, 16)))
+
+
+def test_has_aux_without_aux_is_an_error():
+    """A function that returns a scalar has no aux; the error says what was expected."""
+    with pytest.raises(TypeError, match=r"Expected \(loss, aux\) from fun with has_aux=True"):
+        tune_precision(lambda w: (w * w).sum(), jnp.ones(3), has_aux=True)
+
+
 def test_the_plan_of_another_function_is_refused(plan):
     """The error says which operation differs, and how to measure again."""
 

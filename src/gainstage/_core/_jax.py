@@ -11,8 +11,10 @@ from typing import Any, NoReturn
 
 # No public API has these. `core`: the trace to which new operations belong. `core`, `dtypes`: the
 # classes that functions of JAX take as arguments. `source_info_util`: the user's source line of an
-# equation, and a context that hands it on.
+# equation, and a context that hands it on. `ad`, `batching`: whether a value is differentiated.
 from jax._src import core, dtypes, source_info_util
+from jax._src.interpreters.ad import JVPTracer, LinearizeTracer
+from jax._src.interpreters.batching import BatchTracer
 
 # `ShapedArray`: the type of an array in a program. `Tracer`: whether a value belongs to one.
 from jax.core import AbstractValue, ShapedArray, Tracer
@@ -52,6 +54,8 @@ __all__ = [
     "get_opaque_trace_state",
     "holds_arrays",
     "is_around_a_loop",
+    "is_batched",
+    "is_differentiated",
     "jaxpr_as_fun",
     "multihost_utils",
     "refuse_as_argument",
@@ -96,6 +100,20 @@ def is_around_a_loop(trace: object) -> bool:
             return file.endswith("loops.py")
         frame = frame.f_back
     return False
+
+
+def is_differentiated(tracer: Any) -> bool:
+    """Whether derivatives with respect to a tracer are computed, inside of `jax.vmap` too."""
+    while isinstance(tracer, BatchTracer):
+        tracer = tracer.val
+    return isinstance(tracer, (JVPTracer, LinearizeTracer))
+
+
+def is_batched(x: Any) -> bool:
+    """Whether `jax.vmap` around a function gives a value another axis."""
+    while isinstance(x, (JVPTracer, LinearizeTracer)):
+        x = x.primal
+    return isinstance(x, BatchTracer)
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], NoReturn]) -> None:

@@ -1,7 +1,6 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,20 +10,32 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._core import jaxprs
-from gainstage._core._jax import JaxprEqn, Tracer
-from gainstage._core.jaxprs import Path
+from gainstage._core._jax import JaxprEqn, Tracer, is_batched, is_differentiated
+from gainstage._core.jaxprs import AnyJaxpr, Path
 from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
+from gainstage._core.warn import warn
 from gainstage.transforms.policy import Policy
 from gainstage.transforms.precision_plan import PrecisionPlan, moves
 from gainstage.transforms.replay import (
     KEEP_SCOPE,
+    KEEPS,
     SINGLE,
     Kind,
     Operand,
     as_written,
     function_of,
     replayed,
+)
+from gainstage.transforms.sensitive import sensitive
+from gainstage.transforms.wide_results import (
+    BOUNDED,
+    bounded,
+    is_square,
+    may_be_large,
+    power,
+    power_of,
+    wide_product,
 )
 
 __all__ = ["autocast", "keep_float32"]
@@ -55,8 +66,9 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
     and results in half precision, and operations that are cheap follow their operands. Sums,
-    means, exponentials, logarithms, quotients and roots stay in float32, and so do squares, which
-    overflow above 255 in float16, and normalisations up to their factor and bias. It is a
+    means, exponentials, logarithms, quotients and roots stay in float32, and so do normalisations
+    up to their factor and bias. So do powers, norms and counts, which may overflow, and cheap
+    operations on the way to a logarithm, a root or a denominator. It is a
     transformation like `jax.grad`: use it under or over `jax.jit`, `jax.grad`, `jax.vmap`,
     `jax.lax.scan`, `jax.checkpoint` and `jax.shard_map`.
 
@@ -112,7 +124,7 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
         cast = replayed(fun, caster.compute, caster.constant, plan.check)
     elif isinstance(plan, str) and plan in DTYPES:
         caster = _Caster(DTYPES[plan])
-        cast = replayed(fun, caster.compute, caster.constant)
+        cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell)
     else:
         hint = (
             " Read a plan from its file: PrecisionPlan.load(path)." if ".json" in str(plan) else ""
@@ -166,11 +178,31 @@ class _Caster:
 
     def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
         self._dtype, self._plan = dtype, plan
+        self._sensitive = frozenset[Path]()
+        self._products, self._told = 0, False  # products in half precision; the warning
+
+    def look(self, program: AnyJaxpr) -> None:
+        """Looks at a program before it is computed."""
+        self._sensitive, self._products = sensitive(program), 0
+
+    def tell(self, program: AnyJaxpr) -> None:
+        """Warns once if no product of a program was computed in half precision."""
+        each = [eqn for eqn in jaxprs.equations(program) if eqn.primitive.name in PRODUCTS]
+        dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
+        known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
+        known |= any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in each)
+        if each and not (self._products or known or self._told):
+            self._told = True
+            warn(
+                f"autocast has computed no product in {self._dtype}: {len(each)} are in functions "
+                f"with derivatives of their own, where it casts nothing, or have been cast by the "
+                f"function. Use autocast inside of such a function, or leave its casts out."
+            )
 
     def constant(self, x: ArrayLike) -> Operand:
         """Says whether a constant may be rounded."""
-        # What a function closes over and is traced is a parameter, such as a bound variable.
-        is_free = isinstance(x, Tracer) or self._holds(x)
+        # What a function closes over and is differentiated is a parameter, as a bound variable is.
+        is_free = is_differentiated(x) if isinstance(x, Tracer) else self._holds(x)
         return Operand(x, Kind.FREE if is_free else Kind.OTHER)
 
     def _holds(self, x: ArrayLike) -> bool:
@@ -187,6 +219,7 @@ class _Caster:
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
         held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
         is_half = bool(held) and all(held)
+        self._products += bool(floats) and eqn.primitive.name in PRODUCTS
         if self._computes(eqn, floats, held, path):
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
                 return [Operand(self._product(eqn, *values))]
@@ -195,9 +228,13 @@ class _Caster:
                 for value, is_wide in zip(values, wide, strict=True)
             ]
             return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
-        if is_half and _squares(eqn):
-            return [Operand(_square(eqn, floats[0]))]
-        if is_half and _is_activation(eqn):
+        if self._plan is None:
+            known = self._known(eqn, floats, held, path)
+            if known is not None:
+                return [known]
+        elif is_half and power_of(eqn):
+            return [Operand(power(eqn, floats[0]))]
+        if is_half and _is_activation(eqn) and path not in self._sensitive:
             return [Operand(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
         results = [value.x for value in as_written(eqn, values)]
         if is_half and eqn.primitive.name.startswith("custom_"):
@@ -207,8 +244,27 @@ class _Caster:
                 x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
-        kind = _kind(eqn, [value.kind for value in floats])
+        kinds = [Kind.FREE if h else v.kind for v, h in zip(floats, held, strict=True)]
+        kind = (
+            Kind.POWER if _is_cheap_of_power(eqn, kinds) else _kind(eqn, [v.kind for v in floats])
+        )
         return [Operand(x, kind) for x in results]
+
+    def _known(
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+    ) -> Operand | None:
+        """The result of an operation that the default rules know; None if they do not."""
+        name, is_half = eqn.primitive.name, bool(held) and all(held)
+        if is_half and power_of(eqn):
+            return Operand(power(eqn, floats[0]), Kind.POWER)
+        if name == "dot_general" and may_be_large(eqn) and not _is_batched(floats):
+            if not is_half and is_square(eqn):
+                return None  # a norm: its operands may be large too
+            return Operand(wide_product(eqn, [jnp.asarray(v.x, self._dtype) for v in floats]))
+        of_power = any(value.kind is Kind.POWER for value in floats)
+        if of_power and name in BOUNDED and path not in self._sensitive:
+            return Operand(bounded(eqn, floats[0].x, self._dtype))
+        return None
 
     def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
         """An operand of an operation in half precision."""
@@ -219,18 +275,19 @@ class _Caster:
         return jnp.asarray(x, self._dtype)
 
     def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
-        """A product with a broadcast operand, whose derivative is summed in float32."""
+        """A product with a broadcast operand, such as a small factor of a layer, which stays in
+        float32; so does the sum of its derivative."""
         shape = jaxprs.array(eqn.outvars[0]).shape
 
         @jax.custom_jvp
         def product(*xs: jax.Array) -> jax.Array:
-            return jaxprs.bind(eqn, [x.astype(self._dtype) for x in xs])[0]
+            return jaxprs.bind(eqn, [x.astype(SINGLE) for x in xs])[0].astype(self._dtype)
 
         @product.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
-            x, y = (x.astype(self._dtype) for x in primals)
-            dx, dy = (jnp.broadcast_to(d, shape).astype(self._dtype) for d in tangents)
-            return product(*primals), dx * y + x * dy
+            x, y = (x.astype(SINGLE) for x in primals)
+            dx, dy = (jnp.broadcast_to(d, shape).astype(SINGLE) for d in tangents)
+            return product(*primals), (dx * y + x * dy).astype(self._dtype)
 
         return product(*(v.float32 if _broadcast(eqn, [v]) else v.x for v in values))
 
@@ -248,8 +305,10 @@ class _Caster:
         if self._plan is not None and not moves(eqn):
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
-            return bool(floats)
-        if not (moves(eqn) or eqn.primitive.name in FOLLOWERS) or _squares(eqn):
+            return bool(floats) and (_is_batched(floats) or not may_be_large(eqn))
+        if path in self._sensitive or power_of(eqn):
+            return False
+        if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
             return False
         free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
         # The factors and biases after a normalisation are parameters that are broadcast.
@@ -305,26 +364,12 @@ def _activated(eqn: JaxprEqn, dtype: np.dtype, xs: Sequence[jax.Array]) -> list[
     return activation(*xs)
 
 
-def _squares(eqn: JaxprEqn) -> bool:
-    """Whether an equation squares its operand, as a variance does."""
-    name = eqn.primitive.name
-    twice = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    return twice or name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+def _is_cheap_of_power(eqn: JaxprEqn, kinds: Sequence[Kind]) -> bool:
+    """Whether an operation adds or multiplies powers and what may be rounded."""
+    is_cheap = eqn.primitive.name in ("add", "sub", "mul", "neg")
+    return is_cheap and Kind.POWER in kinds and set(kinds) <= {Kind.POWER, Kind.FREE}
 
 
-def _square(eqn: JaxprEqn, value: Operand) -> jax.Array:
-    """The square in float32 of a half-precision array, which the backward pass keeps instead."""
-
-    @jax.custom_jvp
-    def square(wide: jax.Array, kept: jax.Array) -> jax.Array:
-        return jaxprs.bind(eqn, [wide] * len(eqn.invars))[0]
-
-    @square.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def product(kept: jax.Array, tangent: jax.Array) -> jax.Array:
-            return 2 * kept.astype(SINGLE) * tangent
-
-        return square(*primals), product(primals[1], tangents[0])
-
-    return square(value.float32, value.x)
+def _is_batched(values: Sequence[Operand]) -> bool:
+    """Whether `jax.vmap` around the function gives some operands another axis."""
+    return any(is_batched(value.x) for value in values)

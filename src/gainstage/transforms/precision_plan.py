@@ -10,6 +10,7 @@ from gainstage._core import checks, jaxprs
 from gainstage._core._jax import JaxprEqn
 from gainstage._core.jaxprs import AnyJaxpr
 from gainstage._core.precision import is_float32
+from gainstage._core.warn import warn
 
 __all__ = ["Operation", "PrecisionPlan"]
 
@@ -21,6 +22,7 @@ MOVES = frozenset(
      "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
 )  # fmt: skip
 VERSION = 1  # of the file
+HALVES = ("float16", "bfloat16")
 
 
 def moves(eqn: JaxprEqn) -> bool:
@@ -53,22 +55,33 @@ class PrecisionPlan:
         operations: a tuple of `Operation`, in the order of the program.
         predicted: the relative error of the gradient that the shares predict.
         measured: the relative error of the gradient of the function under `autocast`.
+        shapes: those of the arrays of the first argument, the parameters.
     """
 
     def __init__(
-        self, dtype: str, operations: Sequence[Operation], predicted: float, measured: float
+        self,
+        dtype: str,
+        operations: Sequence[Operation],
+        predicted: float,
+        measured: float,
+        shapes: Sequence[Sequence[int]] = (),
     ):
+        self.shapes: tuple[tuple[int, ...], ...] = tuple(map(tuple, shapes))
         self.dtype: str = dtype
         self.operations: tuple[Operation, ...] = tuple(operations)
         self.predicted: float = predicted
         self.measured: float = measured
+        self._warned = False
         self._halves = {o.path for o in self.operations if o.dtype == dtype}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrecisionPlan) and vars(self) == vars(other)
+        return isinstance(other, PrecisionPlan) and self._facts() == other._facts()
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.operations))
+
+    def _facts(self) -> tuple[Any, ...]:
+        return self.dtype, self.operations, self.predicted, self.measured, self.shapes
 
     def is_half(self, path: tuple[int, ...]) -> bool:
         """Whether the operation with this path is in half precision."""
@@ -79,6 +92,7 @@ class PrecisionPlan:
         found = [(path, eqn.primitive.name) for path, eqn in operations_of(program)]
         known = [(operation.path, operation.name) for operation in self.operations]
         if found == known:
+            self._look_at_shapes(program)
             return
         both = zip(known, found, strict=False)
         at = next((i for i, (a, b) in enumerate(both) if a != b), min(len(known), len(found)))
@@ -95,6 +109,18 @@ class PrecisionPlan:
             f"gainstage.diagnostics.tune_precision(fun, *args)."
         )
 
+    def _look_at_shapes(self, program: AnyJaxpr) -> None:
+        """Warns once of parameters of other shapes: their sums are of other lengths."""
+        arguments = [jaxprs.array(v).shape for v in jaxprs.open_jaxpr(program).invars]
+        other = [pair for pair in zip(self.shapes, arguments, strict=False) if pair[0] != pair[1]]
+        if other and not self._warned:
+            self._warned = True
+            warn(
+                f"This plan was measured with parameters of other shapes: {other[0][0]}, and now "
+                f"{other[0][1]}. Sums are longer or shorter, and so are their errors. Measure "
+                f"again: gainstage.diagnostics.tune_precision(fun, *args)."
+            )
+
     def save(self, path: str | Path) -> None:
         """Writes the plan to a JSON file.
 
@@ -104,7 +130,7 @@ class PrecisionPlan:
         rows = [operation._asdict() for operation in self.operations]
         content = {
             "gainstage plan": VERSION, "dtype": self.dtype, "predicted": self.predicted,
-            "measured": self.measured, "operations": rows,
+            "measured": self.measured, "shapes": self.shapes, "operations": rows,
         }  # fmt: skip
         temporary = Path(f"{path}.part")
         temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
@@ -125,10 +151,11 @@ class PrecisionPlan:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["gainstage plan"] != VERSION:
                 raise ValueError(f"version {content['gainstage plan']}")
-            rows = [
-                Operation(**{**row, "path": tuple(row["path"])}) for row in content["operations"]
-            ]
-            return cls(content["dtype"], rows, content["predicted"], content["measured"])
+            dtype, errors = content["dtype"], (content["predicted"], content["measured"])
+            if dtype not in HALVES or not all(map(_is_number, errors)):
+                raise ValueError(f"dtype {dtype!r}, errors {errors}")
+            rows = [_operation(row, dtype) for row in content["operations"]]
+            return cls(dtype, rows, errors[0], errors[1], content["shapes"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"Expected a plan of version {VERSION} that PrecisionPlan.save wrote in {path}; "
@@ -160,6 +187,21 @@ class PrecisionPlan:
             f"PrecisionPlan({self.dtype!r}, {len(self.operations)} operations, "
             f"measured={self.measured:.2g})"
         )
+
+
+def _operation(row: dict[str, Any], dtype: str) -> Operation:
+    """A row of a file."""
+    operation = Operation(**{**row, "path": tuple(row["path"])})
+    numbers = (*operation.path, operation.share, operation.largest)
+    texts = (operation.name, operation.line, operation.layer, operation.reason)
+    are_right = all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
+    if not are_right or operation.dtype not in ("float32", dtype):
+        raise ValueError(f"the row {checks.brief(row)}")
+    return operation
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def operations_of(program: AnyJaxpr) -> list[tuple[tuple[int, ...], JaxprEqn]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from gainstage._core.variable import is_tracing
 
 SINGLE = np.dtype(np.float32)
 KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
+# A whole name in a path of scopes, also inside of the names of transformations: "a/jvp(b)/c".
+KEEPS = re.compile(rf"(^|[/(]){KEEP_SCOPE}([/)]|$)")
 
 
 class Kind(enum.Enum):
@@ -31,6 +34,7 @@ class Kind(enum.Enum):
     ROOT = enum.auto()
     INVERSE = enum.auto()  # of a root, perhaps times what is free
     NORMALISED = enum.auto()  # another value divided by a root, so its size is about one
+    POWER = enum.auto()  # of half-precision values, perhaps times and plus what may be rounded
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +60,7 @@ def replayed(
     compute: Compute,
     constant: Callable[[Any], Operand] = Operand,
     check: Callable[[AnyJaxpr], None] = lambda program: None,
+    done: Callable[[AnyJaxpr], None] = lambda program: None,
 ) -> Callable[P, R]:
     """Returns `fun` with its operations computed by `compute`.
 
@@ -67,6 +72,7 @@ def replayed(
         compute: computes an operation, unless it contains a program, or the user keeps it.
         constant: makes a value of a constant of the program.
         check: called with the program before it is run again.
+        done: called with the program after that.
     """
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
@@ -74,7 +80,9 @@ def replayed(
         pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
         evaluate = function_of(compute, constant, program, types)
-        return [value.x for value in evaluate(*(Operand(x, kind) for x, kind in pairs))]
+        found = evaluate(*(Operand(x, kind) for x, kind in pairs))
+        done(program)
+        return [value.x for value in found]
 
     return traced(fun, run)
 
@@ -144,7 +152,7 @@ def function_of(
     """
 
     def equation(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
-        kept = keeps or KEEP_SCOPE in jaxprs.scopes(eqn)
+        kept = keeps or bool(KEEPS.search(jaxprs.scopes(eqn)))
 
         def inner(
             program: AnyJaxpr, types: Sequence[AbstractValue], number: int | None

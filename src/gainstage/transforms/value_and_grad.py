@@ -122,10 +122,16 @@ def scaled_value_and_grad(
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         args = tuple(x.params if isinstance(x, models.Carrier) else x for x in args)
         try:
-            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), None)
+            result: Any = fun(*args, **kwargs)
         except Exception as error:
             nnx_objects.explain(error)
             raise
+        if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
+            raise TypeError(
+                f"Expected (loss, aux) from fun with has_aux=True; got {brief(_shape(result))}."
+            )
+        loss: Any = result[0] if has_aux else result
+        aux: Any = result[1] if has_aux else None
         if not jax.tree_util.all_leaves([loss]) or jnp.shape(loss):
             raise TypeError(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "

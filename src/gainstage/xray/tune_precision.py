@@ -161,6 +161,7 @@ class _Tuner:
     ):
         self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
         self._arrays, self._static = partition(tuple(args))
+        self._shapes = [np.shape(x) for x in partition(args[0])[0]] if args else []
         programs: list[Any] = []
         visited = set()
 
@@ -327,7 +328,7 @@ class _Tuner:
             rows.append(
                 Operation(path, eqn.primitive.name, own, *place, float(share), largest, reason)
             )
-        return PrecisionPlan(dtype, rows, predicted, measured)
+        return PrecisionPlan(dtype, rows, predicted, measured, self._shapes)
 
 
 def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:
