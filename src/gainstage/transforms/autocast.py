@@ -1,6 +1,7 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -285,11 +286,17 @@ class _Caster:
 
         @product.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
-            x, y = (x.astype(SINGLE) for x in primals)
-            dx, dy = (jnp.broadcast_to(d, shape).astype(SINGLE) for d in tangents)
-            return product(*primals), (dx * y + x * dy).astype(self._dtype)
+            @functools.partial(jax.checkpoint, prevent_cse=False)
+            def pushed(xs: Any, tangents: Any) -> jax.Array:
+                x, y = (x.astype(SINGLE) for x in xs)
+                dx, dy = (jnp.broadcast_to(d, shape).astype(SINGLE) for d in tangents)
+                return (dx * y + x * dy).astype(self._dtype)
 
-        return product(*(v.float32 if _broadcast(eqn, [v]) else v.x for v in values))
+            return product(*primals), pushed(primals, tangents)
+
+        wide = (bool(_broadcast(eqn, [v])) for v in values)
+        pairs = zip(values, wide, strict=True)
+        return product(*(v.float32 if w else jnp.asarray(v.x, self._dtype) for v, w in pairs))
 
     def _computes(
         self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
