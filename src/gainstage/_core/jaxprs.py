@@ -136,6 +136,11 @@ def operations(program: AnyJaxpr, path: Path = ()) -> Iterator[tuple[Path, Jaxpr
             yield (*path, n), eqn
 
 
+def backwards(program: AnyJaxpr) -> Iterator[tuple[int, JaxprEqn]]:
+    """The numbers and equations of a program, the last one first."""
+    return reversed(list(enumerate(open_jaxpr(program).eqns)))
+
+
 def rebuilt(
     eqn: JaxprEqn, values: Sequence[V], function_of: FunctionOf[V], typed: Cast[V]
 ) -> list[V] | None:

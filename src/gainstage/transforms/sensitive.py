@@ -37,7 +37,7 @@ def _visit(program: AnyJaxpr, wanted: Sequence[bool], path: Path, paths: set[Pat
     arguments whether it is wanted."""
     jaxpr = jaxprs.open_jaxpr(program)
     known = {v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
-    for n, eqn in reversed(list(enumerate(jaxpr.eqns))):
+    for n, eqn in jaxprs.backwards(jaxpr):
         results = [v in known for v in eqn.outvars]
         parts = jaxprs.changeable(eqn)
         if not parts:
