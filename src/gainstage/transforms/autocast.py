@@ -276,20 +276,22 @@ class _Caster:
         return jnp.asarray(x, self._dtype)
 
     def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
-        """A product with a broadcast operand, such as a small factor of a layer, which stays in
-        float32; so does the sum of its derivative."""
+        """A product with a broadcast operand, whose derivative is summed in float32. A factor of a
+        layer, which may be small, stays in float32; that of a normalisation is about 1."""
         shape = jaxprs.array(eqn.outvars[0]).shape
+        is_normalised = any(value.kind is Kind.NORMALISED for value in values)
+        within = self._dtype if is_normalised else SINGLE
 
         @jax.custom_jvp
         def product(*xs: jax.Array) -> jax.Array:
-            return jaxprs.bind(eqn, [x.astype(SINGLE) for x in xs])[0].astype(self._dtype)
+            return jaxprs.bind(eqn, [x.astype(within) for x in xs])[0].astype(self._dtype)
 
         @product.defjvp
         def derivative(primals: Any, tangents: Any) -> Any:
             @functools.partial(jax.checkpoint, prevent_cse=False)
             def pushed(xs: Any, tangents: Any) -> jax.Array:
-                x, y = (x.astype(SINGLE) for x in xs)
-                dx, dy = (jnp.broadcast_to(d, shape).astype(SINGLE) for d in tangents)
+                x, y = (x.astype(within) for x in xs)
+                dx, dy = (jnp.broadcast_to(d, shape).astype(within) for d in tangents)
                 return (dx * y + x * dy).astype(self._dtype)
 
             return product(*primals), pushed(primals, tangents)
