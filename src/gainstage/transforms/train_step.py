@@ -213,14 +213,14 @@ class TrainStep(Generic[Params, P, *More]):
         def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
             """Takes a step."""
             self._loop.look(lambda: _scale_in(opt_state))
-            given, model = self._checked(params)
-            inside = is_inside()
+            inside, (given, model) = is_inside(), self._checked(params)
             donates = self._donates and not reruns() and not inside
-            if inside and not knows_what_varies(jax.sharding.get_abstract_mesh()):
-                warn(DRIFTS)
-            is_fixed = isinstance(RULE_OF.get(self._tx.update), FixedLossScale)
-            if inside and not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
-                warn(FROZEN)
+            if inside:
+                if not knows_what_varies(jax.sharding.get_abstract_mesh()):
+                    warn(DRIFTS)
+                is_fixed = isinstance(RULE_OF.get(self._tx.update), FixedLossScale)
+                if not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
+                    warn(FROZEN)
             try:
                 if self._over and not (
                     inside or self._loop.goes_on(getattr(opt_state, "applied", None))
