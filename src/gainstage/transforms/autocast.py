@@ -17,7 +17,7 @@ from gainstage._core.precision import in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage._core.warn import warn
 from gainstage.transforms.policy import Policy
-from gainstage.transforms.precision_plan import PrecisionPlan, moves
+from gainstage.transforms.precision_plan import DTYPES, PrecisionPlan, moves
 from gainstage.transforms.replay import (
     KEEP_SCOPE,
     KEEPS,
@@ -41,7 +41,6 @@ from gainstage.transforms.wide_results import (
 
 __all__ = ["autocast", "keep_float32"]
 
-DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}
 # Operations that compute in half precision.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 # Operations in half precision if their operands are, or may be rounded, as those that move.

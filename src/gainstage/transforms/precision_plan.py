@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from gainstage._core import checks, jaxprs
 from gainstage._core._jax import JaxprEqn
 from gainstage._core.jaxprs import AnyJaxpr
@@ -22,7 +25,7 @@ MOVES = frozenset(
      "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
 )  # fmt: skip
 VERSION = 1  # of the file
-HALVES = ("float16", "bfloat16")
+DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
 
 
 def moves(eqn: JaxprEqn) -> bool:
@@ -152,7 +155,7 @@ class PrecisionPlan:
             if content["gainstage plan"] != VERSION:
                 raise ValueError(f"version {content['gainstage plan']}")
             dtype, errors = content["dtype"], (content["predicted"], content["measured"])
-            if dtype not in HALVES or not all(map(_is_number, errors)):
+            if dtype not in list(DTYPES) or not all(map(_is_number, errors)):
                 raise ValueError(f"dtype {dtype!r}, errors {errors}")
             rows = [_operation(row, dtype) for row in content["operations"]]
             return cls(dtype, rows, errors[0], errors[1], content["shapes"])
