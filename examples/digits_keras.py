@@ -11,7 +11,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 import keras
 import numpy as np
 
-from gainstage.interop.keras import LossScaleOptimizer
+from gainstage.interop.keras import autocast
 
 import digits
 
@@ -29,17 +29,16 @@ class Losses(keras.callbacks.Callback):
 
 
 def train(dtype, seed):
-    policy = "mixed_float16" if dtype == "float16" else dtype
     model = keras.Sequential([
         keras.layers.Input((64,)),
-        keras.layers.Dense(digits.HIDDEN, activation="relu", dtype=policy),
-        keras.layers.Dense(digits.CLASSES, dtype=policy),
-        keras.layers.Activation("linear", dtype="float32"),
+        keras.layers.Dense(digits.HIDDEN, activation="relu"),
+        keras.layers.Dense(digits.CLASSES),
     ])  # fmt: skip
+    if dtype != "float32":
+        model = autocast(model, dtype)  # ours
     weights = digits.first_weights(seed).values()
     model.set_weights([array for layer in weights for array in (layer["w"], layer["b"])])
     optimizer = keras.optimizers.Adam(digits.RATE, epsilon=digits.EPSILON)
-    optimizer = LossScaleOptimizer(optimizer)  # ours
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = map(np.concatenate, zip(*digits.batches(seed), strict=True))
     seen = Losses()

@@ -133,7 +133,8 @@ def test_one_place_reads_decides_and_advances():
     # A recorded run is replayed with other rules: there is no step to be skipped.
     assert calls["advance"] == ["_core/scaling.py", "runs/replay.py"]
     # Each face makes its loss scale in one place: rule, telemetry and policy are one value.
-    faces = ["compat/live.py", "interop/keras.py", "optimizers/base.py", "optimizers/loss_scale.py"]
+    faces = ["compat/live.py", "interop/keras_loss_scale.py"]
+    faces += ["optimizers/base.py", "optimizers/loss_scale.py"]
     assert calls["Scaling"] == [*faces, "transforms/loss_scaled.py"]
 
 

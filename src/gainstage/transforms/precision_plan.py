@@ -124,19 +124,45 @@ class PrecisionPlan:
                 f"again: gainstage.diagnostics.tune_precision(fun, *args)."
             )
 
+    def to_json(self) -> str:
+        """Returns the plan as text, for `from_json`."""
+        rows = [operation._asdict() for operation in self.operations]
+        content = {
+            "gainstage plan": VERSION, "dtype": self.dtype, "predicted": self.predicted,
+            "measured": self.measured, "shapes": self.shapes, "operations": rows,
+        }  # fmt: skip
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "PrecisionPlan":
+        """Reads a plan from the text that `to_json` returned.
+
+        Raises:
+            ValueError: it is no plan.
+        """
+        try:
+            content = json.loads(text)
+            if content["gainstage plan"] != VERSION:
+                raise ValueError(f"version {content['gainstage plan']}")
+            dtype, errors = content["dtype"], (content["predicted"], content["measured"])
+            if dtype not in list(DTYPES) or not all(map(_is_number, errors)):
+                raise ValueError(f"dtype {dtype!r}, errors {errors}")
+            rows = [_operation(row, dtype) for row in content["operations"]]
+            return cls(dtype, rows, errors[0], errors[1], content["shapes"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"Expected a plan of version {VERSION} that PrecisionPlan.to_json returned; "
+                f"got {checks.brief(error)}."
+            ) from error
+
     def save(self, path: str | Path) -> None:
         """Writes the plan to a JSON file.
 
         Args:
             path: the file, which is replaced.
         """
-        rows = [operation._asdict() for operation in self.operations]
-        content = {
-            "gainstage plan": VERSION, "dtype": self.dtype, "predicted": self.predicted,
-            "measured": self.measured, "shapes": self.shapes, "operations": rows,
-        }  # fmt: skip
         temporary = Path(f"{path}.part")
-        temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        temporary.write_text(self.to_json(), encoding="utf-8")
         os.replace(temporary, path)
 
     @classmethod
@@ -151,18 +177,11 @@ class PrecisionPlan:
             ValueError: it is no plan.
         """
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            if content["gainstage plan"] != VERSION:
-                raise ValueError(f"version {content['gainstage plan']}")
-            dtype, errors = content["dtype"], (content["predicted"], content["measured"])
-            if dtype not in list(DTYPES) or not all(map(_is_number, errors)):
-                raise ValueError(f"dtype {dtype!r}, errors {errors}")
-            rows = [_operation(row, dtype) for row in content["operations"]]
-            return cls(dtype, rows, errors[0], errors[1], content["shapes"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ValueError(
                 f"Expected a plan of version {VERSION} that PrecisionPlan.save wrote in {path}; "
-                f"got {checks.brief(error)}."
+                f"got {checks.brief(error.__cause__ or error)}."
             ) from error
 
     def __str__(self) -> str:

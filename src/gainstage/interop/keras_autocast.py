@@ -1,0 +1,276 @@
+"""Float32 models of Keras that compute in half precision, in `fit` and all that it is made of."""
+
+# Keras is not typed.
+# pyright: reportCallIssue=false
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gainstage._core.types import PyTree
+from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_loss_scale import LossScaleOptimizer
+from gainstage.interop.keras_optimizer import PACKAGE
+from gainstage.transforms.autocast import autocast as autocast_function
+from gainstage.transforms.autocast import keep_float32
+from gainstage.transforms.precision_plan import PrecisionPlan, operations_of
+from gainstage.xray.tune_precision import tune_precision as tune_function
+
+
+def autocast(model: Any, plan: str | PrecisionPlan = "float16") -> Any:
+    """Makes a float32 model of Keras compute in half precision; its weights stay float32.
+
+    It is `gainstage.autocast` for `fit`, `evaluate`, `predict`, `train_on_batch` and all else that
+    uses `model.stateless_call`, such as your own `train_step`. The loss and the metrics are
+    computed in float32. `model(x)` itself is computed in float32 too.
+
+    In float16 the gradients need loss scaling: `compile` wraps an optimizer that has none in
+    `LossScaleOptimizer`, as Keras does under its policy `mixed_float16`. `auto_scale_loss=False`
+    leaves it out.
+
+    Args:
+        model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
+            own. What is saved, loaded, pickled or cloned stays under autocast, but for a clone of
+            a `keras.Sequential`: call this function on it.
+        plan: "float16", "bfloat16", or what `tune_precision` has measured, which is for training:
+            with `training=False`, as in `evaluate` and `predict`, the model is then computed in
+            float32.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+        ValueError: another plan, or a layer has a policy such as `mixed_float16` already.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import autocast
+        >>> model = keras.Sequential([keras.layers.Dense(8, "gelu"), keras.layers.Dense(1)])
+        >>> model = autocast(model)
+        >>> model.compile("sgd", "mse")
+        >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+        >>> print(type(model.optimizer).__name__, model.layers[0].kernel.dtype)
+        LossScaleOptimizer float32
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a Keras model; got {model!r}.")
+    autocast_function(model.stateless_call, plan)  # refuses another plan
+    for layer in model._flatten_layers():
+        if layer.dtype_policy.name in ("mixed_float16", "mixed_bfloat16"):
+            raise ValueError(
+                f"Expected a float32 model, of which autocast chooses what is computed in half "
+                f"precision; got the policy {layer.dtype_policy.name!r} in layer {layer.name!r}. "
+                f"Build the model under keras.config.set_dtype_policy('float32')."
+            )
+    plain = model._plain if isinstance(model, Autocast) else type(model)
+    own = type(f"Autocast{plain.__name__}", (Autocast, plain), {"_plain": plain, "_plan": plan})
+    keras.saving.register_keras_serializable(PACKAGE, "Autocast")(own)
+    model.__class__ = own
+    model._begin()
+    # An earlier `fit`, `evaluate` or `predict` has compiled them.
+    model.train_function = model.test_function = model.predict_function = None
+    return model
+
+
+def tune_precision(
+    model: Any,
+    x: PyTree,
+    y: PyTree = None,
+    sample_weight: PyTree = None,
+    *,
+    dtype: str = "float16",
+    max_error: float = 0.005,
+    progress: bool = True,
+) -> PrecisionPlan:
+    """Measures which operations of a Keras model may be in half precision, in training.
+
+    It is `gainstage.diagnostics.tune_precision` of the loss with which the model was compiled.
+
+    Args:
+        model: a Keras model that is built and compiled, with trained weights or those of the start.
+        x, y, sample_weight: one batch, as for `model.train_on_batch`.
+        dtype, max_error, progress: as for `gainstage.diagnostics.tune_precision`.
+
+    Returns:
+        A `PrecisionPlan` for `autocast`; `print` it.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+        ValueError: `model` is not built and compiled, or as from
+            `gainstage.diagnostics.tune_precision`.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import autocast, tune_precision
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> plan = tune_precision(model, np.ones((8, 2)), np.ones((8, 1)))
+        >>> print([operation.name for operation in plan.operations])
+        ['dot_general', 'add']
+        >>> model = autocast(model, plan)
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"Expected a Keras model; got {model!r}.")
+    if not (model.built and model.compiled):
+        raise ValueError(
+            f"Expected a model that is built and compiled, so that it has weights and a loss; got "
+            f"{model.name!r}. Call model.compile(...), and model.build(input_shape) or model(x)."
+        )
+    x, y, sample_weight = jax.tree.map(jnp.asarray, (x, y, sample_weight))
+    values = [[v.value for v in each] for each in (
+        model.trainable_variables, model.non_trainable_variables, model.metrics_variables,
+    )]  # fmt: skip
+    training = {"training": True} if model._call_has_training_arg else {}
+
+    def loss_fn(weights: PyTree, others: PyTree, metrics: PyTree, *batch: PyTree) -> jax.Array:
+        return model.compute_loss_and_updates(weights, others, metrics, *batch, **training)[0]
+
+    def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
+        return model.stateless_call(weights, others, x, return_losses=True, **training)
+
+    with _seen_as(model, _Measured):
+        measured = tune_function(
+            loss_fn, *values, x, y, sample_weight,
+            dtype=dtype, max_error=max_error, progress=progress,
+        )  # fmt: skip
+        program = jax.make_jaxpr(forward)(*values[:2], x)
+    own = measured.operations[: len(operations_of(program))]
+    plan = PrecisionPlan(dtype, own, measured.predicted, measured.measured, measured.shapes)
+    plan.check(program)
+    return plan
+
+
+@keras.saving.register_keras_serializable(PACKAGE, "Autocast")
+class Autocast:
+    """A base of models under `autocast`, which stands before the model's own class."""
+
+    _plain: type[Any]  # the model's own class
+    _plan: str | PrecisionPlan
+
+    def stateless_call(
+        self,
+        trainable_variables: PyTree,
+        non_trainable_variables: PyTree,
+        *args: Any,
+        return_losses: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls the model without side effects, in half precision."""
+        weights = list(trainable_variables), list(non_trainable_variables)
+        if kwargs.get("training") is False and isinstance(self._plan, PrecisionPlan):
+            plain: Any = super()
+            others = {**kwargs, "return_losses": return_losses}
+            return plain.stateless_call(*weights, *args, **others)
+        inputs = args, kwargs
+        found, masks = self._half(weights, inputs, _masks(inputs))
+        _set_masks(found[0], masks)
+        return found if return_losses else found[:2]
+
+    @functools.cached_property
+    def _half(self) -> Any:
+        """`stateless_call` in half precision. A mask of Keras's belongs to an array, and is traced
+        beside it; the losses belong to the program that a plan knows."""
+
+        def call(weights: PyTree, inputs: PyTree, masks: Sequence[Any]) -> tuple[PyTree, PyTree]:
+            _set_masks(inputs, masks)
+            args, kwargs = inputs
+            plain: Any = super(Autocast, self)
+            found = plain.stateless_call(*weights, *args, return_losses=True, **kwargs)
+            return found, _masks(found[0])
+
+        return autocast_function(call, self._plan)
+
+    def compile(self, *args: Any, auto_scale_loss: bool = True, **kwargs: Any) -> None:
+        """Configures the model for training, as its own class does."""
+        own: Any = super()
+        own.compile(*args, auto_scale_loss=auto_scale_loss, **kwargs)
+        if auto_scale_loss:
+            self._scale_losses()
+
+    def _begin(self) -> None:
+        """Takes the place of the model as it was, perhaps under another plan."""
+        vars(self).pop("_half", None)
+        self._scale_losses()
+
+    def _scale_losses(self) -> None:
+        """Wraps an optimizer that scales no losses, for float16."""
+        dtype = self._plan.dtype if isinstance(self._plan, PrecisionPlan) else self._plan
+        optimizer: Any = getattr(self, "optimizer", None)
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if optimizer is None or scales or dtype != "float16":
+            return
+        if optimizer.loss_scale_factor is None:
+            self.optimizer = LossScaleOptimizer(optimizer)
+
+    def compile_from_config(self: Any, config: dict[str, Any]) -> None:
+        """Compiles the model as a saved one was."""
+        with _seen_as(self):
+            self.compile_from_config(config)
+        self._scale_losses()
+        if self.built and getattr(self, "optimizer", None) is not None:
+            self.optimizer.build(self.trainable_variables)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns what `from_config` takes: the model, as its own class saves it, and the plan."""
+        with _seen_as(self):
+            model = keras.saving.serialize_keras_object(self)
+        model.pop("compile_config", None)  # stands beside it
+        plan = self._plan
+        return {"model": model, "plan": plan if isinstance(plan, str) else plan.to_json()}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Returns the model that `get_config` describes, under autocast."""
+        plan = config["plan"]
+        plan = PrecisionPlan.from_json(plan) if plan.startswith("{") else plan
+        model = keras.saving.deserialize_keras_object(config["model"], custom_objects)
+        return autocast(model, plan)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._plain._unpickle_model, super().__reduce__()[1]
+
+
+class _Measured:
+    """A base of models whose `stateless_call` is measured: no loss is scaled, and what comes after
+    the call stays in float32."""
+
+    @property
+    def optimizer(self) -> None:
+        """None, so that nothing multiplies the loss."""
+        return
+
+    def stateless_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = super()
+        with keep_float32():
+            return own.stateless_compute_loss(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _seen_as(model: Any, base: type | None = None) -> Iterator[None]:
+    """A model has its own class inside, after a base, and computes in float32."""
+    known = type(model)
+    plain = model._plain if isinstance(model, Autocast) else known
+    model.__class__ = plain if base is None else type(base.__name__, (base, plain), {})
+    try:
+        yield
+    finally:
+        model.__class__ = known
+
+
+def _masks(tree: PyTree) -> list[Any]:
+    """The masks that Keras has attached to arrays."""
+    return [keras.src.backend.get_keras_mask(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def _set_masks(tree: PyTree, masks: Sequence[Any]) -> None:
+    """Attaches masks to the arrays of a tree, as Keras does."""
+    for leaf, mask in zip(jax.tree.leaves(tree), masks, strict=True):
+        if mask is not None:
+            keras.src.backend.set_keras_mask(leaf, mask)

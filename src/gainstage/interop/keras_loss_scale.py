@@ -1,0 +1,317 @@
+"""The `LossScaleOptimizer` of Keras, with any rule."""
+
+# Keras is not typed.
+# pyright: reportCallIssue=false
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from gainstage._core import gradients
+from gainstage._core._jax import Tracer
+from gainstage._core.configurable import deserialize, serialize
+from gainstage._core.options import DEFAULTS, OPTIONS
+from gainstage._core.scaling import Branch, Scaling, ScalingState
+from gainstage._core.store import Wrapper
+from gainstage._core.types import Given, PyTree
+from gainstage._core.variable import is_inside, is_tracing
+from gainstage._core.warn import warn
+from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_fit import Fits
+from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
+from gainstage.interop.keras_settings import constants
+from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
+from gainstage.rules.base import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
+
+
+@keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
+class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
+    """Keras's `LossScaleOptimizer` with any rule, a bounded scale, and an `apply` that works.
+
+    It replaces Keras's own: `compile` with the policy `mixed_float16` does not wrap it again. Its
+    decisions are those of Keras, where Keras works. Gradients are unscaled in float32.
+
+    Args:
+        inner_optimizer: an optimizer of Keras or of gainstage.
+        initial_scale: the first scale, > 0.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
+        name: the optimizer's name.
+        rule: a `LossScale` instead of the two arguments before.
+        **kwargs: further arguments of Keras's class, which its configurations contain.
+
+    Raises:
+        TypeError: `inner_optimizer` is not an optimizer or scales losses itself, or `rule` is not a
+            rule.
+        ValueError: an argument is out of range, or `rule` is combined with the two before it.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> from gainstage.interop.keras import LossScaleOptimizer
+        >>> model = keras.Sequential([keras.layers.Dense(1, dtype="mixed_float16")])
+        >>> opt = LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**10)
+        >>> model.compile(opt, "mse")
+        >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+        >>> print(float(opt.dynamic_scale.value))
+        1024.0
+
+    Source: `keras.optimizers.LossScaleOptimizer`.
+    """
+
+    _has_scaled = False  # whether a loss was multiplied by the scale
+    _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
+
+    def __init__(
+        self,
+        inner_optimizer: Any,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str | None = None,
+        rule: Rule | None = None,
+        **kwargs: Any,
+    ):
+        if not isinstance(inner_optimizer, (Optimizer, keras.optimizers.Optimizer)):
+            raise TypeError(
+                f"Expected an optimizer of Keras or gainstage for inner_optimizer; got "
+                f"{inner_optimizer!r}. Use keras.optimizers.get to create one by name."
+            )
+        if isinstance(inner_optimizer, (Scaled, keras.optimizers.LossScaleOptimizer)):
+            raise TypeError(
+                f"Expected an inner_optimizer that does not scale losses; got "
+                f"{type(inner_optimizer).__name__} {inner_optimizer.name!r}. Pass its "
+                f"`inner_optimizer`."
+            )
+        rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
+        if isinstance(inner_optimizer, Optimizer):
+            if inner_optimizer._store.in_force.loss_scale_factor is not None:
+                raise ValueError(
+                    "Expected an inner_optimizer without loss_scale_factor; set initial_scale."
+                )
+            inner_optimizer = KerasOptimizer(inner_optimizer)
+        policy = getattr(inner_optimizer, "on_bad_microbatch", "extend")
+        if policy != "extend":
+            raise ValueError(
+                f"Expected on_bad_microbatch='extend' in Keras, where a non-finite step does not "
+                f"count; got {policy!r}."
+            )
+        first = float(start(rule).scale)
+        super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
+        self.rule, self._fits = rule, Fits(rule, first)
+        if isinstance(inner_optimizer, KerasOptimizer):
+            self._wrapper = Wrapper(self.name)
+            inner_optimizer._ours._store.set_wrapper(self._wrapper)
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Creates the state of the rule, then that of the inner optimizer."""
+        if self.built:
+            return
+        self.step_counter = self.add_variable((), "zeros", "int", "none", name="step_counter")
+        first = keras.initializers.Constant(self.initial_scale)
+        self.dynamic_scale = self.add_variable((), first, "float32", "none", name="dynamic_scale")
+        # Keras's wrapper builds it with tracking off. A variable that the inner `build` assigns as
+        # a plain attribute, as Nadam's does, would then not be one of the optimizer's.
+        self.inner_optimizer.build(variables)
+        keras.optimizers.Optimizer.build(self, variables)
+        state = start(self.rule)._asdict()
+        counts = {"good_steps": self.step_counter, "scale": self.dynamic_scale}
+        for field, value in state.items():
+            if value is not None and field not in counts:
+                constant = keras.initializers.Constant(value)
+                counts[field] = self.add_variable((), constant, str(value.dtype), name=field)
+        self._counts = counts
+
+    def _frozen(self) -> Hashable:
+        return self.rule, constants(self.inner_optimizer)
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The current scale, a float32 scalar. During `fit` Keras keeps the state elsewhere; call
+        `model.jax_state_sync()` first in a callback."""
+        # A trace reads it to compute with it; one that never changes may be read once.
+        self._has_scaled |= is_inside() or isinstance(self.rule, FixedLossScale)
+        self._was_read = not is_inside()
+        if not keras.src.backend.common.stateless_scope.in_stateless_scope():
+            self._check_that_it_changes()
+        elif self.built and self._has_no_value():
+            raise RuntimeError(
+                "Expected scale_loss and loss_scale where Keras knows the optimizer's variables. "
+                "Leave them out of compute_loss: after it, Keras multiplies by the scale itself. "
+                "In your own keras.StatelessScope, map `optimizer.variables` to their values."
+            )
+        return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
+
+    def _has_no_value(self) -> bool:
+        """Whether neither the scale's variable nor an active scope has a value for it."""
+        scope = keras.src.backend.common.stateless_scope.get_stateless_scope()
+        known = scope is not None and scope.get_current_value(self.dynamic_scale) is not None
+        return self.dynamic_scale._value is None and not known
+
+    def _check_that_it_changes(self) -> None:
+        """Raises an error if the scale is read where Keras has its value, or as a constant."""
+        if self.built and self._has_no_value():
+            raise RuntimeError(
+                "Expected scale_loss and loss_scale to be called where Keras knows the optimizer's "
+                "variables: in keras.StatelessScope, as compute_loss_and_updates does, or after "
+                "model.jax_state_sync() in a callback."
+            )
+        traced = self.built and isinstance(self.dynamic_scale._value, Tracer)
+        if not traced and not isinstance(self.rule, FixedLossScale) and is_tracing():
+            raise ValueError(
+                f"Expected the loss scale of {self.name!r} to be an argument of the function that "
+                f"is compiled; got a number, which would be frozen into the program. Pass "
+                f"`optimizer.loss_scale` in, and multiply the loss by it. With stateless_apply: "
+                f"`with keras.StatelessScope(zip(optimizer.variables, state)): loss = "
+                f"optimizer.scale_loss(loss)`."
+            )
+
+    def scale_loss(self, loss: ArrayLike) -> jax.Array:
+        """Returns the loss times the scale, in float32."""
+        self._check_factor()
+        self._has_scaled = True
+        return gradients.scaled(loss, self.loss_scale)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Takes a step on gradients of `scale_loss(loss)`; gradients may be None, and variables
+        some of those it was built with."""
+        if self._compiled is not None:  # else `_step` is traced, and looks
+            self._check_scaled()
+        super().apply(grads, trainable_variables)
+        self._was_read = False
+
+    def _check_scaled(self) -> None:
+        """Warns of gradients of a loss that cannot have been multiplied by the scale."""
+        if not (self._has_scaled or self._was_read) and self.rule != FixedLossScale(1.0):
+            self._has_scaled = True  # warn once
+            warn(
+                f"`apply` of {self.name!r} divides gradients by the loss scale, but no loss was "
+                f"multiplied by it. Differentiate optimizer.scale_loss(loss), as "
+                f"compute_loss_and_updates does."
+            )
+
+    def _step(
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        self._check_factor()
+        self._check_scaled()
+        own = list(optimizer_variables[: len(self._variables)])
+        inner = list(optimizer_variables[len(self._variables) :])
+        place = {id(v): i for i, v in enumerate(self._variables)}
+        places = {field: place[id(v)] for field, v in self._counts.items()}
+        empty = start(self.rule)
+        state = empty._replace(
+            **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
+        )
+        arrays = [g if g is None else jnp.asarray(g) for g in grads]
+        inner_optimizer = self.inner_optimizer
+        ours = isinstance(inner_optimizer, KerasOptimizer)
+        clip = inner_optimizer._ours._store.in_force.clip if ours else None
+        kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
+        step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
+
+        def update(norms: Any, old: PyTree, mask: Given = None) -> tuple[None, PyTree]:
+            # Quantized layers pass a measurement instead of a gradient; it is not unscaled.
+            true = [
+                g if g is None or keep else gradients.unscale(g, state.scale)
+                for g, keep in zip(grads, kept, strict=True)
+            ]
+            new = tuple(map(list, step(old[1], true, old[0])))
+            return None, jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
+
+        old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
+        measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
+        known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
+        sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
+        scaling = Scaling(self.rule, clip=clip, policy=Branch())
+        now = ScalingState(state)
+        done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
+        weights, inner = done.inner
+        for field, value in done.state.scale._asdict().items():
+            if value is not None:
+                own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
+        return weights, own + inner
+
+    def _check_factor(self) -> None:
+        if self.inner_optimizer.loss_scale_factor is not None:
+            raise ValueError(
+                f"Expected an inner_optimizer without loss_scale_factor, which would divide "
+                f"gradients once more; got {self.inner_optimizer.loss_scale_factor!r}. Set "
+                f"initial_scale."
+            )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in OPTIONS and value != DEFAULTS[name] and "inner_optimizer" in vars(self):
+            raise AttributeError(
+                f"Expected {name} to be set on the inner optimizer: it has no effect on the "
+                f"wrapper. Write optimizer.inner_optimizer.{name} = {value!r}."
+            )
+        super().__setattr__(name, value)
+
+    def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
+        """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
+        self.inner_optimizer.update_step(gradient, variable, learning_rate)
+
+    def exclude_from_weight_decay(
+        self, var_list: Sequence[Any] | None = None, var_names: Sequence[str] | None = None
+    ) -> None:
+        """Excludes variables from the inner optimizer's weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
+        """Sets the variables to the inner optimizer's moving averages, if it keeps them.
+
+        Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
+        time, and the scale has fallen to its minimum, or by `2**16`, or is fixed."""
+        ran = self._has_scaled
+        if self._compiled is None:  # Keras's `fit` has scaled, which says nothing of `apply`
+            self._has_scaled = self._was_read = False
+        count = self.inner_optimizer._iterations
+        if self.built and count._value is None:
+            return  # a fit has failed, and left no values
+        if self.built:
+            bad_steps = self._counts.get("bad_steps")
+            bad_steps = None if bad_steps is None else bad_steps.value
+            self._fits.look(int(count.value), self.dynamic_scale.value, bad_steps, ran)
+            if not self._fits.applied:
+                return  # there is no average before the first step
+        super().finalize_variable_values(var_list)
+        if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
+            for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
+                variable.assign(jnp.copy(variable.value))
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""
+        config = super().get_config()
+        if self.rule == keras_rule(self.initial_scale, self.dynamic_growth_steps):
+            return config
+        return {**config, "rule": serialize(self.rule)}
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Any:
+        """Returns the optimizer that `get_config` describes."""
+        config = dict(config)
+        if isinstance(config.get("rule"), Mapping):
+            config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
+        return super().from_config(config, custom_objects)
+
+
+def _accumulators(optimizer: Any) -> list[Any]:
+    """The variables to which an optimizer adds gradients before it uses their mean, if any."""
+    if not optimizer.gradient_accumulation_steps:
+        return []
+    if isinstance(optimizer, KerasOptimizer):
+        return [optimizer._mirror(total) for total in optimizer._ours._store.accumulators]
+    return optimizer._accumulated_gradients
+
+
+def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:
+    if rule is None:
+        return keras_rule(initial_scale, growth_steps)
+    first = float(start(as_rule("rule", rule)).scale)  # a configuration has it too
+    given = {"initial_scale"} if initial_scale not in (2.0**15, first) else set()
+    given |= {"dynamic_growth_steps"} if growth_steps != 2000 else set()
+    return as_rule("rule", rule, given)
