@@ -245,7 +245,7 @@ def model_config():
 
 def test_masks_reach_the_loss():
     """The mask of an embedding leaves padding out of the loss, as in float32."""
-    ids = np.array([[1, 2, 0, 0], [3, 1, 2, 0]])
+    ids = np.array([[1, 2, 0, 0], [3, 1, 2, 0]], np.int32)
     target = np.ones((2, 4, 1), np.float32)
     losses = []
     for plan in (None, "float16"):
