@@ -7,6 +7,7 @@ functions run a program again to change it, and JAX compiles or differentiates t
 A program is what `jax.make_jaxpr` returns, or an inner program of an equation.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
@@ -20,9 +21,11 @@ from gainstage._core._jax import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    Primitive,
     ShapedArray,
     Var,
     dce_jaxpr,
+    is_differentiated,
     source_info_util,
 )
 
@@ -98,6 +101,37 @@ def bind(
     with inside(eqn), eqn.ctx.manager:
         found = eqn.primitive.bind(*values, **chosen)
     return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def bind_shared(
+    eqn: JaxprEqn, values: Sequence[ArrayLike], params: Mapping[str, Any] | None = None
+) -> list[jax.Array]:
+    """As `bind`; but an operation that is used often is differentiated once."""
+    chosen = eqn.primitive.get_bind_params(dict(eqn.params if params is None else params))
+    differs = any(map(is_differentiated, values))
+    if not differs or any(map(_holds_programs, chosen.values())):
+        return bind(eqn, values, params)
+    with inside(eqn), eqn.ctx.manager:
+        return _function_of(eqn.primitive, tuple(chosen.items()))(*values)
+
+
+@functools.lru_cache(4096)
+def _function_of(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...]
+) -> Callable[..., list[jax.Array]]:
+    """An operation as a function of its own, of which JAX keeps the derivative."""
+
+    def operation(*values: ArrayLike) -> list[jax.Array]:
+        found = primitive.bind(*values, **dict(params))
+        return list(found) if primitive.multiple_results else [found]
+
+    return jax.jit(operation, inline=True)
+
+
+def _holds_programs(param: object) -> bool:
+    """Whether a parameter of an equation contains a program, which belongs to one trace."""
+    parts = param if isinstance(param, (tuple, list)) else (param,)
+    return any(callable(part) or hasattr(part, "eqns") for part in parts)
 
 
 def inside(eqn: JaxprEqn) -> AbstractContextManager[None]:

@@ -1,5 +1,6 @@
 """An equation of a program, computed in another dtype."""
 
+import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from gainstage._core._jax import JaxprEqn, Literal, Var
-from gainstage._core.jaxprs import OPAQUE, bind, open_jaxpr
+from gainstage._core._jax import JaxprEqn, Literal, Var, is_differentiated
+from gainstage._core.jaxprs import OPAQUE, bind_shared, open_jaxpr
 
 HALF = frozenset(
     map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
@@ -35,6 +37,20 @@ def is_half(x: object) -> bool:
 def is_float32(variable: Atom) -> bool:
     """Whether an operand or a result is float32 in the program."""
     return getattr(variable.aval, "dtype", None) == np.float32
+
+
+def converted(x: Any, dtype: np.dtype) -> jax.Array:
+    """An array in a dtype. JAX differentiates the conversion once, however often it is used."""
+    if not isinstance(x, jax.Array):
+        return jnp.asarray(x, dtype)
+    if x.dtype == dtype:
+        return x
+    return _conversion(dtype)(x) if is_differentiated(x) else lax.convert_element_type(x, dtype)
+
+
+@functools.cache
+def _conversion(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: lax.convert_element_type(x, dtype), inline=True)
 
 
 def up(x: ArrayLike, var: Atom | None, dtype: DTypeLike = np.float32) -> ArrayLike:
@@ -79,11 +95,11 @@ def in_dtype(
             params[key] = np.dtype(dtype)
     try:
         if eqn.primitive.name not in OPAQUE:
-            return bind(eqn, values, params)
+            return bind_shared(eqn, values, params)
     except (TypeError, ValueError, NotImplementedError):
         pass  # the operation does not support this dtype
     lowered = [down(x, var) for x, var in zip(values, eqn.invars, strict=True)]
-    return [up(x, None, dtype) for x in bind(eqn, lowered)]
+    return [up(x, None, dtype) for x in bind_shared(eqn, lowered)]
 
 
 def _is_algorithm(precision: object) -> bool:

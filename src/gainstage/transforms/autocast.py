@@ -1,7 +1,6 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax.typing import ArrayLike
 from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, Tracer, is_batched, is_differentiated
 from gainstage._core.jaxprs import AnyJaxpr, Path
-from gainstage._core.precision import in_dtype, is_float32
+from gainstage._core.precision import converted, in_dtype, is_float32
 from gainstage._core.types import P, R
 from gainstage._core.warn import warn
 from gainstage.transforms.policy import Policy
@@ -32,6 +31,7 @@ from gainstage.transforms.sensitive import sensitive
 from gainstage.transforms.wide_results import (
     BOUNDED,
     bounded,
+    broadcast_product,
     is_square,
     may_be_large,
     power,
@@ -260,7 +260,7 @@ class _Caster:
         if name == "dot_general" and may_be_large(eqn) and not _is_batched(floats):
             if not is_half and is_square(eqn):
                 return None  # a norm: its operands may be large too
-            return Operand(wide_product(eqn, [jnp.asarray(v.x, self._dtype) for v in floats]))
+            return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
         of_power = any(value.kind is Kind.POWER for value in floats)
         if of_power and name in BOUNDED and path not in self._sensitive:
             return Operand(bounded(eqn, floats[0].x, self._dtype))
@@ -272,32 +272,16 @@ class _Caster:
         if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
             # The derivative of a bias is a sum over an axis, which stays in float32.
             x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
-        return jnp.asarray(x, self._dtype)
+        return converted(x, self._dtype)
 
     def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
-        """A product with a broadcast operand, whose derivative is summed in float32. A factor of a
-        layer, which may be small, stays in float32; that of a normalisation is about 1."""
-        shape = jaxprs.array(eqn.outvars[0]).shape
+        """A product with a broadcast operand. A factor of a layer, which may be small, stays in
+        float32; that of a normalisation is about 1."""
         is_normalised = any(value.kind is Kind.NORMALISED for value in values)
-        within = self._dtype if is_normalised else SINGLE
-
-        @jax.custom_jvp
-        def product(*xs: jax.Array) -> jax.Array:
-            return jaxprs.bind(eqn, [x.astype(within) for x in xs])[0].astype(self._dtype)
-
-        @product.defjvp
-        def derivative(primals: Any, tangents: Any) -> Any:
-            @functools.partial(jax.checkpoint, prevent_cse=False)
-            def pushed(xs: Any, tangents: Any) -> jax.Array:
-                x, y = (x.astype(within) for x in xs)
-                dx, dy = (jnp.broadcast_to(d, shape).astype(within) for d in tangents)
-                return (dx * y + x * dy).astype(self._dtype)
-
-            return product(*primals), pushed(primals, tangents)
-
         wide = (bool(_broadcast(eqn, [v])) for v in values)
         pairs = zip(values, wide, strict=True)
-        return product(*(v.float32 if w else jnp.asarray(v.x, self._dtype) for v, w in pairs))
+        xs = [v.float32 if w else converted(v.x, self._dtype) for v, w in pairs]
+        return broadcast_product(eqn, xs, self._dtype if is_normalised else SINGLE, self._dtype)
 
     def _computes(
         self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path

@@ -16,6 +16,7 @@ from gainstage._core._jax import AbstractValue, ClosedJaxpr, JaxprEqn
 from gainstage._core.arrays import partition
 from gainstage._core.bridge import assign, read, recorded
 from gainstage._core.jaxprs import AnyJaxpr, Path
+from gainstage._core.precision import converted
 from gainstage._core.types import P, PyTree, R
 from gainstage._core.variable import is_tracing
 
@@ -48,7 +49,7 @@ class Operand:
     @functools.cached_property
     def float32(self) -> jax.Array:
         """The value in float32. One cast serves all uses, so cotangents are added in float32."""
-        return self.x.astype(SINGLE)
+        return converted(self.x, SINGLE)
 
 
 # `(equation, operands, path) -> results` of an operation.
@@ -177,7 +178,7 @@ def function_of(
 def as_written(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
     """The results of an operation in the dtypes that it has in the program."""
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
-    return [Operand(x) for x in jaxprs.bind(eqn, list(settled_values))]
+    return [Operand(x) for x in jaxprs.bind_shared(eqn, list(settled_values))]
 
 
 def settled(value: Operand, aval: AbstractValue) -> Operand:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from gainstage._core import checks, gradients
-from gainstage._core._jax import ClosedJaxpr, jaxpr_as_fun
+from gainstage._core import checks, gradients, jaxprs
+from gainstage._core._jax import ClosedJaxpr
 from gainstage._core.checks import SMALLEST, brief
 from gainstage._core.readings import all_finite
 from gainstage._core.sharding import everywhere, varying_like
@@ -140,7 +140,9 @@ def _with_own_scale(
 
     def results_of(*values: Any) -> list[Any]:
         bound = ClosedJaxpr(program.jaxpr, list(values[:closed_over]))
-        return list(jaxpr_as_fun(bound)(*values[closed_over:]))
+        return jaxprs.run(
+            bound, values[closed_over:], lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs)
+        )
 
     own = jax.custom_vjp(results_of)
 
@@ -161,7 +163,8 @@ def _with_own_scale(
                 f"{len(updated)}. One loss has one scale: with_loss_scale((first, second))."
             )
 
-        def at(scale: jax.Array) -> tuple[jax.Array, list[Any], list[Any]]:
+        @functools.partial(jax.jit, inline=True)  # traced once for the retries too
+        def at(scale: jax.Array, values: list[Any]) -> tuple[jax.Array, list[Any], list[Any]]:
             def scaled(variables: list[Any]) -> tuple[jax.Array, list[Any]]:
                 whole = list(values)
                 for i, x in zip(chosen, variables, strict=True):
@@ -179,12 +182,12 @@ def _with_own_scale(
 
         def retried(state: tuple[Any, ...]) -> tuple[Any, ...]:
             lower = jnp.maximum(state[0] / BACKOFF, SMALLEST)
-            return lower, state[1] + 1, *at(lower)
+            return lower, state[1] + 1, *at(lower, values)
 
         first = jnp.asarray(scale, jnp.float32)
         if carried:
             first = usable(values[(updated or carried)[0]], first)
-        state = (first, jnp.int32(0), *at(first))
+        state = (first, jnp.int32(0), *at(first, values))
         if retries:
             state = lax.while_loop(lambda s: ~s[2] & (s[1] < retries), retried, state)
         _, count, _, results, grads = state
