@@ -1,5 +1,7 @@
 """Losses that nobody wrote for half precision: their gradients are those of float32."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -182,3 +184,83 @@ def test_autocast_that_casts_nothing_says_so_once(loss):
 )
 def test_autocast_that_casts_something_or_need_not_is_silent(loss):
     gs.autocast(loss)(draw(1, 16, 4))
+
+
+def test_what_is_called_inside_of_keep_float32_is_float32():
+    """A compiled function under autocast is float32 in the scope, and half precision outside."""
+    w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+    fun = lambda w, x: (x @ w).sum(0)  # noqa: E731
+    half = jax.jit(gs.autocast(fun))
+    outside = half(w, x)
+    for kept in (half, gs.autocast(fun), jax.jit(lambda w, x: half(w, x))):
+        with gs.keep_float32():
+            np.testing.assert_allclose(kept(w, x), fun(w, x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(half(w, x), outside)
+    assert not np.allclose(outside, fun(w, x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_training_step_inside_of_keep_float32_is_float32():
+    """A loss under autocast that is differentiated in the scope is float32 too, on both ways."""
+    w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    fun = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)  # noqa: E731
+    with gs.keep_float32():
+        program = jax.make_jaxpr(jax.grad(gs.autocast(fun)))(w, x)
+    assert "f16" not in str(program)
+
+
+def test_keep_float32_around_everything_is_no_reason_to_warn():
+    """A function that the user keeps whole, in a loop or a compiled call, warns of nothing."""
+    w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+
+    @gs.autocast
+    def fun(w, x):
+        with gs.keep_float32():
+            x = jax.jit(lambda x: x @ w)(x)
+            return jax.lax.scan(lambda x, _: (x @ w, None), x, None, 2)[0].sum()
+
+    assert "f16" not in str(jax.make_jaxpr(fun)(w, x))
+
+
+@pytest.mark.parametrize("how", ["argument", "context"])
+def test_a_product_of_the_highest_precision_is_float32(how):
+    """`precision="highest"` asks for float32, of one product or of all; others are half."""
+    w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+    precision = {"argument": "highest", "context": None}[how]
+
+    @gs.autocast
+    def fun(w, x):
+        precise = jnp.dot(x, w, precision=precision)
+        return precise, precise @ jnp.ones((64, 2))
+
+    with jax.default_matmul_precision("highest" if how == "context" else "default"):
+        found = fun(w, x)[0]
+        program = str(jax.make_jaxpr(fun)(w, x))
+    exact = np.asarray(x, np.float64) @ np.asarray(w)
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+    assert ("f16" in program) == (how == "argument")
+
+
+def test_calls_outside_of_a_compiled_function_are_told_once():
+    """A function that is traced at each call says so, once, and which one it is."""
+
+    def similarity(w, x):
+        return x @ w
+
+    half = gs.autocast(similarity)
+    with warnings.catch_warnings(record=True, action="always") as told:
+        for _ in range(40):
+            half(jnp.ones((2, 2)), jnp.ones((2, 2)))
+    (message,) = (str(each.message) for each in told)
+    assert "similarity" in message
+    assert "16 times outside of jax.jit" in message
+
+
+def test_float16_parameters_of_self_scaled_are_told_once():
+    """Their gradients are float16, and lose what the scale has kept. Those that are not
+    differentiated lose nothing."""
+    loss_fn = gs.self_scaled(lambda w, frozen: jnp.mean((w @ frozen) ** 2).astype(jnp.float32))
+    w, half = jnp.ones((2, 2)), jnp.ones((2, 2), jnp.float16)
+    jax.jit(jax.grad(loss_fn))(w, half)
+    with pytest.warns(UserWarning, match=r"float16 parameter, here of shape \(2, 2\)"):
+        jax.jit(jax.grad(loss_fn))(half, w)
+    jax.make_jaxpr(jax.grad(loss_fn))(half, half)

@@ -108,6 +108,7 @@ def test_under_transformations():
         jax.jvp(lambda w: wrapped(w, X, Y), (W,), (W,))
 
 
+@pytest.mark.filterwarnings("ignore:The gradient of a float16 parameter")
 def test_half_precision_parameters_keep_their_dtype():
     """The gradient of a float16 parameter is float16."""
     grads = jax.grad(gs.self_scaled(loss_fn))(W.astype(jnp.float16), X, Y)

@@ -142,6 +142,7 @@ def test_an_unusable_scale_is_ignored():
             assert optax.apply_updates(other, updates).loss_scale == gs.loss_scale(after)
 
 
+@pytest.mark.filterwarnings("ignore:The gradient of a float16 parameter")
 def test_in_float16_the_scale_stays_finite():
     """Parameters in float16 carry at most 2**15, though the rule's scale is larger."""
     params = jax.tree.map(lambda x: x.astype(jnp.float16), fresh())

@@ -18,6 +18,7 @@ from gainstage._core.warn import warn
 from gainstage.transforms.policy import Policy
 from gainstage.transforms.precision_plan import DTYPES, PrecisionPlan, moves
 from gainstage.transforms.replay import (
+    IS_KEPT,
     KEEP_SCOPE,
     KEEPS,
     SINGLE,
@@ -163,11 +164,12 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
     """
 
     def __enter__(self) -> None:
-        self._scope = jax.named_scope(KEEP_SCOPE)
-        self._scope.__enter__()
+        self._scopes = contextlib.ExitStack()
+        self._scopes.enter_context(jax.named_scope(KEEP_SCOPE))  # of operations
+        self._scopes.enter_context(IS_KEPT(True))  # of calls
 
     def __exit__(self, *error: Any) -> None:
-        self._scope.__exit__(*error)
+        self._scopes.close()
 
     def _recreate_cm(self) -> "keep_float32":
         return type(self)()  # a decorated function may call itself
@@ -187,10 +189,11 @@ class _Caster:
 
     def tell(self, program: AnyJaxpr) -> None:
         """Warns once if no product of a program was computed in half precision."""
-        each = [eqn for eqn in jaxprs.equations(program) if eqn.primitive.name in PRODUCTS]
+        every = list(jaxprs.equations(program))
+        each = [eqn for eqn in every if eqn.primitive.name in PRODUCTS]
         dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
         known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
-        known |= any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in each)
+        known |= any(_is_precise(eqn) or KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
         if each and not (self._products or known or self._told):
             self._told = True
             warn(
@@ -257,7 +260,7 @@ class _Caster:
         name, is_half = eqn.primitive.name, bool(held) and all(held)
         if is_half and power_of(eqn):
             return Operand(power(eqn, floats[0]), Kind.POWER)
-        if name == "dot_general" and may_be_large(eqn) and not _is_batched(floats):
+        if may_be_large(eqn) and not (_is_precise(eqn) or _is_batched(floats)):
             if not is_half and is_square(eqn):
                 return None  # a norm: its operands may be large too
             return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
@@ -297,7 +300,8 @@ class _Caster:
         if self._plan is not None and not moves(eqn):
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
-            return bool(floats) and (_is_batched(floats) or not may_be_large(eqn))
+            is_wide = _is_precise(eqn) or (may_be_large(eqn) and not _is_batched(floats))
+            return bool(floats) and not is_wide
         if path in self._sensitive or power_of(eqn):
             return False
         if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
@@ -306,6 +310,13 @@ class _Caster:
         # The factors and biases after a normalisation are parameters that are broadcast.
         is_normalised = free == {Kind.FREE, Kind.NORMALISED} and bool(_broadcast(eqn, floats))
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
+
+
+def _is_precise(eqn: JaxprEqn) -> bool:
+    """Whether the user asks for a product as exact as float32, as by `precision="highest"`."""
+    precision = eqn.params.get("precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return jax.lax.Precision.HIGHEST in each
 
 
 def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from gainstage._core import jaxprs, models, nnx_objects
+from gainstage._core import checks, jaxprs, models, nnx_objects
 from gainstage._core._jax import AbstractValue, ClosedJaxpr, JaxprEqn
 from gainstage._core.arrays import partition
 from gainstage._core.bridge import assign, read, recorded
@@ -19,11 +19,15 @@ from gainstage._core.jaxprs import AnyJaxpr, Path
 from gainstage._core.precision import converted
 from gainstage._core.types import P, PyTree, R
 from gainstage._core.variable import is_tracing
+from gainstage._core.warn import warn
 
 SINGLE = np.dtype(np.float32)
 KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
 # A whole name in a path of scopes, also inside of the names of transformations: "a/jvp(b)/c".
 KEEPS = re.compile(rf"(^|[/(]){KEEP_SCOPE}([/)]|$)")
+# Whether a call is made inside of `keep_float32`. Compiled functions are traced for each of both.
+IS_KEPT: Any = jax.make_user_context(False)
+EAGER_CALLS = 16  # calls outside of a compiled function before a warning
 
 
 class Kind(enum.Enum):
@@ -77,6 +81,8 @@ def replayed(
     """
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
+        if IS_KEPT.value:
+            return jaxprs.run(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
         check(program)
         pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
@@ -103,13 +109,23 @@ def traced(
         prepare: called with each array of the arguments, before the program is traced.
     """
     untyped: Callable[..., R] = fun
+    eager = 0  # calls outside of a compiled function
 
     @functools.wraps(fun)
     def again(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal eager
         original = args, kwargs
         arrays, static = partition(original)
         variables: list[Any] = []
         runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
+        eager += runs_now
+        if eager == EAGER_CALLS:
+            eager += 1
+            warn(
+                f"{checks.brief(fun)} under autocast or self_scaled was called {EAGER_CALLS} "
+                f"times outside of jax.jit, and traced each time. Put the step that calls it into "
+                f"jax.jit."
+            )
 
         def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
             args, kwargs = nnx_objects.sharing_as(original, static.combine(arrays))
