@@ -34,17 +34,16 @@ from gainstage.diagnostics import tune_precision
 
 from . import DOCS, RESULTS
 from . import any_function_page as page
-from .any_function_page import COUNTED, MOVED, NO_FLOAT32, NO_GRADIENT, TOO_LARGE, Row
+from .any_function_page import COUNTED, MOVED, NO_FLOAT32, NO_GRADIENT, RIGHT, TOO_LARGE, Row
 from .autocast_keeps_the_gradient import PRODUCTS, at_the_largest_scale, error, scaled
 from .functions import Function, corpus
 from .functions.spaces import JAX, of_torch
 
 FACTORS = (1.0, 100.0, 0.01)
 PLANNED = (1.0, 100.0)  # the factors at which a plan is measured
-RIGHT = 0.02  # the largest error of a gradient that is right
 AGREES = 1e-3  # the largest difference of a twin in float32
 LARGEST = 65504.0
-SCALES = tuple(2.0**exponent for exponent in range(15, -16, -3))
+SCALES = tuple(2.0**exponent for exponent in range(15, -61, -3))
 # Programs are small, so it is the compiler that takes the time.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" + (
     " --xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
@@ -55,14 +54,15 @@ KEEP_ROUNDINGS = {"xla_allow_excess_precision": False}
 
 
 def largest(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A program of the largest parameter, input or product of a loss."""
+    """A program of a loss, and of the largest of its parameters, inputs and products."""
 
     def found(params: Any, data: Any) -> Any:
         closed = jax.make_jaxpr(loss)(params, data)
         args = jax.tree.leaves((params, data))
         floats = [arg for arg in args if jnp.issubdtype(arg.dtype, jnp.floating)]
         start = jnp.max(jnp.stack([jnp.abs(arg).max() for arg in floats]))
-        return walked(closed.jaxpr, closed.consts, args, start)[1]
+        outs, top = walked(closed.jaxpr, closed.consts, args, start)
+        return outs[0], top
 
     return jax.jit(found)
 
@@ -130,6 +130,12 @@ def gradient(program: Any, params: Any, data: Any) -> list[np.ndarray] | None:
     return at_the_largest_scale(program, params, data, SCALES)
 
 
+def fits(program: Any, params: Any, data: Any) -> bool:
+    """Whether the gradients are finite at a loss scale of 1 or more."""
+    usual = [scale for scale in SCALES if scale >= 1]
+    return at_the_largest_scale(program, params, data, usual) is not None
+
+
 def of_torch_in(
     function: Function, space: Any, params: Any, data: Any, dtype: str | None
 ) -> list[np.ndarray] | None:
@@ -182,7 +188,9 @@ def attempt(compute: Callable[[], Any], exact: list[np.ndarray]) -> Row:
     return row | ({"says": ours[0][:300]} if ours else {})
 
 
-def examined(function: Function, space: Any = None) -> Row:
+def examined(
+    function: Function, space: Any = None, arms: Sequence[str] = ("autocast", "bfloat16")
+) -> Row:
     """What the study says about a function without a plan; torch needs its namespace."""
     loss = function.loss(JAX)
     programs = {
@@ -197,7 +205,7 @@ def examined(function: Function, space: Any = None) -> Row:
     for factor in FACTORS:
         params, data = function.arguments(factor)
         exact = gradient(programs["float32"], params, data)
-        value = loss_of(programs, loss, params, data)
+        value, most = top(params, data)
         case: Row = {"status": COUNTED}
         cases[f"{factor:g}"] = case
         if exact is None or not np.isfinite(value):
@@ -206,7 +214,7 @@ def examined(function: Function, space: Any = None) -> Row:
         if not any(g.any() for g in exact):
             case["status"] = NO_GRADIENT
             continue
-        case["largest"] = float(f"{float(top(params, data)):.3g}")
+        case["largest"] = float(f"{float(most):.3g}")
         if not case["largest"] < LARGEST:
             case["status"] = TOO_LARGE
             continue
@@ -214,8 +222,11 @@ def examined(function: Function, space: Any = None) -> Row:
         case["moved"] = float(f"{once:.2g}")
         if not once <= RIGHT:
             case["status"] = MOVED
-        for arm in ("autocast", "bfloat16"):
+        for arm in arms:
             case[arm] = attempt(functools.partial(gradient, programs[arm], params, data), exact)
+        is_traced = case["autocast"]["is"] in ("right", "off", "not finite")
+        if is_traced and not fits(programs["autocast"], params, data):
+            case["needs a scale below 1"] = True
         if space is not None and function.has_twin:
             case |= of_twin(function, space, params, data, exact)
     return {"family": function.family, "scales": function.scales, "cases": cases}
@@ -234,12 +245,6 @@ def with_plans(function: Function, row: Row) -> Row:
     return row | {"planned": True}
 
 
-def loss_of(programs: Row, loss: Callable[..., Any], params: Any, data: Any) -> float:
-    """The loss in float32."""
-    program = programs.setdefault("loss", jax.jit(loss))
-    return float(program(params, data))
-
-
 def planned(loss: Callable[..., Any], params: Any, data: Any) -> list[np.ndarray] | None:
     """The gradients with a plan of these numbers."""
     plan = tune_precision(loss, params, data, progress=False)
@@ -252,7 +257,7 @@ def of_twin(function: Function, space: Any, params: Any, data: Any, exact: Any) 
     twin = of_torch_in(function, space, params, data, None)
     off = error(twin, exact)
     if not off <= AGREES:
-        return {"twin": float(f"{off:.2g}")}
+        return {"twin differs by": float(f"{off:.2g}")}
     return {
         f"torch {dtype}": attempt(
             lambda dtype=dtype: of_torch_in(function, space, params, data, dtype), exact
@@ -277,8 +282,8 @@ def write(found: Row, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     rows = ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in found["functions"].items())
-    head = json.dumps(found["environment"])
-    part.write_text(f'{{"environment": {head},\n"functions": {{\n{rows}\n}}}}\n')
+    head = json.dumps({name: part for name, part in found.items() if name != "functions"})
+    part.write_text(f'{head[:-1]},\n"functions": {{\n{rows}\n}}}}\n')
     os.replace(part, path)
     jax.clear_caches()
 
@@ -299,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = options.only or list(every)[:: 10 if options.quick else 1]
     found: Row = json.loads(options.output.read_text()) if options.output.exists() else {}
     functions = found.setdefault("functions", {})
+    if space is not None:
+        found["torch"] = space.__version__
 
     def add(name: str, row: Row) -> None:
         functions[name], found["environment"] = row, environment()
