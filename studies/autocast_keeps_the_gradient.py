@@ -58,10 +58,22 @@ def bound(bfloat16: float) -> float:
     return max(BOUND, OF_BFLOAT16 * bfloat16)
 
 
+def scaled(loss: Loss) -> Callable[..., Any]:
+    """A program of the gradients of the loss times a scale."""
+    program = jax.grad(lambda params, batch, scale: loss(params, batch) * scale)
+    return jax.jit(program)
+
+
 def gradients(loss: Loss, params: Any, batch: Any) -> list[np.ndarray] | None:
     """The gradients at the largest loss scale at which they are finite; None if no scale fits."""
-    program = jax.jit(jax.grad(lambda params, batch, scale: loss(params, batch) * scale))
-    for scale in SCALES:
+    return at_the_largest_scale(scaled(loss), params, batch)
+
+
+def at_the_largest_scale(
+    program: Callable[..., Any], params: Any, batch: Any, scales: Iterable[float] = SCALES
+) -> list[np.ndarray] | None:
+    """What a program of `scaled` returns at the largest scale at which it is finite."""
+    for scale in scales:
         found = program(params, batch, np.float32(scale))
         leaves = [np.asarray(leaf, np.float64) / scale for leaf in jax.tree.leaves(found)]
         if all(np.isfinite(leaf).all() for leaf in leaves):
