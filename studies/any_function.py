@@ -6,7 +6,8 @@ and bfloat16, with a plan of `tune_precision`, and under `torch.autocast` on a C
 installed. XLA keeps all roundings to half precision.
 
 A gradient is right within 2 % of the norm. Left out, and counted, are cases in which float32 has no
-gradient, or in which inputs, parameters or products do not fit float16. Counted apart are those in
+gradient, or in which inputs, parameters, products or their operands do not
+fit float16. Counted apart are those in
 which inputs and parameters that are rounded to float16 once move the gradient in float32 by more.
 Results are written after each function; one that is there is not repeated.
 """
@@ -54,7 +55,8 @@ KEEP_ROUNDINGS = {"xla_allow_excess_precision": False}
 
 
 def largest(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """A program of a loss, and of the largest of its parameters, inputs and products."""
+    """A program of a loss, and of the largest of its parameters, inputs, and products and their
+    operands."""
 
     def found(params: Any, data: Any) -> Any:
         closed = jax.make_jaxpr(loss)(params, data)
@@ -68,7 +70,7 @@ def largest(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def walked(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], top: Any) -> tuple[Any, Any]:
-    """What a program returns, and the largest of `top` and its products."""
+    """What a program returns, and the largest of `top`, its products and their operands."""
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
     def read(variable: Any) -> Any:
@@ -109,7 +111,8 @@ def computed(eqn: Any, args: list[Any], top: Any) -> tuple[Any, Any]:
     outs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(params))
     outs = outs if eqn.primitive.multiple_results else [outs]
     if name in PRODUCTS:
-        top = jnp.maximum(top, jnp.abs(outs[0]).max().astype(top.dtype))
+        for x in (*args, outs[0]):
+            top = jnp.maximum(top, jnp.abs(x).max(initial=0).astype(top.dtype))
     return outs, top
 
 

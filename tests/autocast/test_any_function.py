@@ -69,6 +69,22 @@ LOSSES = {
     "a denominator": (lambda w: jnp.mean(1 / (1e-5 + jax.nn.sigmoid(X @ w))), 4 * draw(3, 16, 4)),
     "gelu of a large number": (lambda w: jnp.mean(jax.nn.gelu(X @ w)), 50 * draw(4, 16, 4)),
     "a cube": (lambda w: jnp.mean((X @ w) ** 3) / 1e4, 15 * draw(4, 16, 4)),
+    "a product over an axis": (
+        lambda w: -jnp.mean(jnp.log(jnp.prod(jax.nn.sigmoid(X @ w), -1) + 1e-10)),
+        8 * draw(3, 16, 4),
+    ),
+    "a denominator that is a product, and a large factor": (
+        lambda w: jnp.mean((X @ w) * 1e4 / (1 + jnp.abs(X @ w) @ jnp.full((4, 4), 9e3))),
+        draw(3, 16, 4),
+    ),
+    "a constant that is added and subtracted": (
+        lambda w: jnp.mean(jnp.tanh((X @ w + 1000.0) - 1000.0) ** 2), draw(4, 16, 4)
+    ),
+    "near numbers of all pairs": (
+        lambda w: jnp.mean(
+            jnp.exp(-((100 + X[:, :4] @ w)[:, None] - (100 + w)[None]) ** 2).sum(-1)
+        ), draw(4, 4, 4) / 4
+    ),
     "a negative power": (lambda w: jnp.mean((0.003 + (X @ w) / 1e4) ** -2) / 1e6, draw(4, 16, 4)),
 }  # fmt: skip
 

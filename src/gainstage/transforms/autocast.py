@@ -43,6 +43,9 @@ from gainstage.transforms.wide_results import (
 __all__ = ["autocast", "keep_float32"]
 
 # Operations that compute in half precision.
+# A constant between these is too large to be added in half precision, and no mask.
+OFFSETS = 16.0, 4096.0
+LARGE = 1024.0  # a number that is too large to multiply half-precision numbers of any size
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 # Operations in half precision if their operands are, or may be rounded, as those that move.
 FOLLOWERS = frozenset(
@@ -205,16 +208,17 @@ class _Caster:
     def constant(self, x: ArrayLike) -> Operand:
         """Says whether a constant may be rounded."""
         # What a function closes over and is differentiated is a parameter, as a bound variable is.
-        is_free = is_differentiated(x) if isinstance(x, Tracer) else self._holds(x)
-        return Operand(x, Kind.FREE if is_free else Kind.OTHER)
-
-    def _holds(self, x: ArrayLike) -> bool:
-        """Whether half precision holds the sizes of all numbers of a constant."""
+        if isinstance(x, Tracer):
+            return Operand(x, Kind.FREE if is_differentiated(x) else Kind.OTHER)
         if getattr(x, "dtype", SINGLE) != SINGLE:
-            return False
+            return Operand(x)
+        # Half precision must hold the sizes of all numbers.
         sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(self._dtype)
         held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
-        return bool((held | ~np.isfinite(sizes)).all())
+        if not (held | ~np.isfinite(sizes)).all():
+            return Operand(x)
+        is_large = ((sizes > OFFSETS[0]) & (sizes < OFFSETS[1])).any()
+        return Operand(x, Kind.OFFSET if is_large else Kind.FREE)
 
     def compute(self, eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
         """Computes an operation, in half precision where that is right."""
@@ -260,7 +264,9 @@ class _Caster:
         name, is_half = eqn.primitive.name, bool(held) and all(held)
         if is_half and power_of(eqn):
             return Operand(power(eqn, floats[0]), Kind.POWER)
-        if may_be_large(eqn) and not (_is_precise(eqn) or _is_batched(floats)):
+        is_sensitive = name == "dot_general" and path in self._sensitive
+        is_wide = is_sensitive or (may_be_large(eqn) and not _is_batched(floats))
+        if is_wide and not _is_precise(eqn):
             if not is_half and is_square(eqn):
                 return None  # a norm: its operands may be large too
             return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
@@ -300,16 +306,25 @@ class _Caster:
         if self._plan is not None and not moves(eqn):
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
-            is_wide = _is_precise(eqn) or (may_be_large(eqn) and not _is_batched(floats))
+            is_wide = may_be_large(eqn) and not _is_batched(floats)
+            is_wide = is_wide or _is_precise(eqn) or path in self._sensitive
             return bool(floats) and not is_wide
-        if path in self._sensitive or power_of(eqn):
+        if path in self._sensitive or power_of(eqn) or _is_by_a_large_number(eqn, floats):
             return False
         if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
             return False
         free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
+        if Kind.OFFSET in free and eqn.primitive.name not in ("add", "sub"):
+            free = free - {Kind.OFFSET} | {Kind.FREE}
         # The factors and biases after a normalisation are parameters that are broadcast.
         is_normalised = free == {Kind.FREE, Kind.NORMALISED} and bool(_broadcast(eqn, floats))
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
+
+
+def _is_by_a_large_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
+    """Whether a product of elements has a number of the program that may make it overflow."""
+    numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
+    return eqn.primitive.name == "mul" and any(abs(float(x)) >= LARGE for x in numbers)
 
 
 def _is_precise(eqn: JaxprEqn) -> bool:

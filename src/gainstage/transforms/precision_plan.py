@@ -24,6 +24,12 @@ MOVES = frozenset(
      "sharding_constraint", "optimization_barrier", "stop_gradient", "name", "reduce_max",
      "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
 )  # fmt: skip
+# Operations of a library of linear algebra, which has none in half precision.
+LINEAR_ALGEBRA = frozenset(
+    ("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "householder_product", "eig",
+     "eigh", "svd", "ormqr", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve",
+     "triangular_solve", "symmetric_product")
+)  # fmt: skip
 VERSION = 1  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
 
@@ -233,7 +239,7 @@ def operations_of(program: AnyJaxpr) -> list[tuple[tuple[int, ...], JaxprEqn]]:
         (path, eqn)
         for path, eqn in jaxprs.operations(program)
         if not moves(eqn)
-        and eqn.primitive.name not in jaxprs.OPAQUE
+        and eqn.primitive.name not in (jaxprs.OPAQUE | LINEAR_ALGEBRA)
         and not eqn.primitive.name.startswith("custom_")
         and "callback" not in eqn.primitive.name
         and any(is_float32(v) for v in eqn.invars)
