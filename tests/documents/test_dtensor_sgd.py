@@ -1172,3 +1172,13 @@ def test_the_other_classes_have_their_own_arguments():
     inner = dtensor.Adam(clipnorm=1.0)
     failing(ValueError, "clipnorm", gs.LossScaleOptimizer, inner, clipnorm=2.0)
     assert gs.LossScaleOptimizer(inner, weight_decay=0.1).inner_optimizer is inner
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+def test_the_constraint_of_a_variable_without_a_gradient_waits():
+    """A variable that a step does not train is not projected, as there."""
+    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    opt = dtensor.SGD(0.5)
+    opt.minimize(lambda: b * 1.0, [a, b])
+    opt.minimize(lambda: b * 1.0, [b])
+    assert (float(a), float(b)) == (3.0, 0.0)

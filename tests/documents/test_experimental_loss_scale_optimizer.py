@@ -1087,3 +1087,14 @@ def test_the_weights_of_one_optimizer_can_be_set_in_another():
     m1, m2 = 2.0, 0.5 * 2.0 + 1.0
     assert float(w) == float(other_w) == 3.0 - 0.5 * (m1 + m2 + 0.5 * m2 + 2.0)
     assert (float(other.loss_scale), int(other.dynamic_counter), int(other.iterations)) == (4, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+@each_class
+def test_the_constraint_of_a_variable_without_a_gradient_waits(cls):
+    """A variable that a step does not train is not projected, as there."""
+    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    opt = cls(gs.SGD(0.5))
+    opt.minimize(lambda: b * 1.0, [a, b])
+    opt.minimize(lambda: b * 1.0, [b])
+    assert (float(a), float(b)) == (3.0, 0.0)

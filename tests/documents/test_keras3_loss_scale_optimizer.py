@@ -1543,3 +1543,40 @@ def test_an_inner_class_that_takes_its_own_step_is_refused():
             super().apply([g * 0.5 for g in grads], trainable_variables)
 
     failing(TypeError, "Half overrides apply", gs.LossScaleOptimizer, Half(0.1))
+
+
+AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+ONE_OF_TWO = {
+    "alone": lambda a, b, **options: gs.SGD(0.5, **options),
+    "Adam": lambda a, b, **options: gs.Adam(0.5, **options),
+    "grouped": lambda a, b, **options: gs.SGD(0.5, group_small=True, **options),
+    "wrapped": lambda a, b, **options: wrapped(**options),
+    "several": lambda a, b, **options: wrapped(
+        gs.MultiOptimizer([(gs.SGD(0.5), [a]), (gs.Adam(0.5), [b])]), **options
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+@pytest.mark.parametrize("options", [{}, AVERAGED, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("make", ONE_OF_TWO.values(), ids=ONE_OF_TWO)
+def test_the_constraint_of_a_variable_without_a_gradient_waits(make, options):
+    """Only variables with a gradient are projected, in every way to take a step; the others, which
+    may not fulfill their constraint yet, do not change."""
+    a = gs.Variable([3.0, 4.0], constraint=lambda x: x / jnp.linalg.norm(x))
+    b = gs.Variable(4.0, constraint=lambda x: jnp.minimum(x, 2.0))
+    opt = make(a, b, **options)
+    opt.build([a, b])
+    opt.minimize(lambda: b * 1.0, [a, b])
+    assert float(b) == 2.0
+    opt.apply([opt.scale_loss(1.0)], [b])
+    opt.apply([None, opt.scale_loss(1.0)])
+    assert a.tolist() == [3.0, 4.0]
+    state = [v.value() for v in opt.variables]
+    new, _ = opt.stateless_apply(state, [None, opt.scale_loss(1.0)], [a.value(), b.value()])
+    assert new[0].tolist() == [3.0, 4.0]
+    step = gs.jit(lambda: opt.minimize(lambda: b * 1.0, [a, b]), state=([a, b], opt.variables))
+    step()
+    assert a.tolist() == [3.0, 4.0]
+    opt.minimize(lambda: a.sum() * 0.0, [a, b])
+    assert a.tolist() == pytest.approx([0.6, 0.8])

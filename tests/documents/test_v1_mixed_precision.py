@@ -948,3 +948,13 @@ def test_the_constraint_of_a_variable_holds_after_a_step():
     w = gs.Variable(1.0, constraint=lambda x: jnp.clip(x, 0.75, 2.0))
     wrapped().minimize(lambda: w * 1.0, var_list=[w])
     assert float(w) == 0.75
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+def test_the_constraint_of_a_variable_without_a_gradient_waits():
+    """A variable that a step does not train is not projected, as there."""
+    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    for opt in (v1.GradientDescentOptimizer(0.5), wrapped()):
+        opt.minimize(lambda: b * 1.0, var_list=[a, b])
+        opt.apply_gradients([(1.0, b)])
+    assert (float(a), float(b)) == (3.0, -1.0)

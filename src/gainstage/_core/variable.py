@@ -37,7 +37,8 @@ class Variable(Operators):
         trainable: whether the variable is to be trained; for code that collects variables.
         dtype: the dtype, by default that of `initial_value`.
         name: any string; names need not be unique, because variables are compared by identity.
-        constraint: a function of the value, applied by the optimizer after each step.
+        constraint: a function of the value, applied by the optimizer after each step that has a
+            gradient for the variable.
 
     Raises:
         TypeError: `trainable` is not a bool, or `name` not a string.
