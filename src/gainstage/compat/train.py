@@ -135,7 +135,7 @@ class Optimizer:
         Args:
             loss: a callable of no argument; a result that is not a scalar is summed.
             var_list: the variables, or a callable that returns them, called after the loss. By
-                default all trainable variables that the loss reads, in that order.
+                default all trainable variables that the loss reads, in the order of creation.
             gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`; no effect, since XLA decides.
             aggregation_method, colocate_gradients_with_ops: no effect.
             grad_loss: weights of the loss's elements; None for 1.
