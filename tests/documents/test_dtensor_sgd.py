@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transfers import through_a_store, through_arrays
 
 import gainstage as gs
-from gainstage.compat import dtensor
+from gainstage.compat import dtensor, tf2
 
 from rows import row
 
@@ -407,7 +407,7 @@ def test_learning_rate_can_be_read_and_set():
     assert float(opt.learning_rate) == 2.0
     assert run(opt, [1.0]) == [1.0]
     scheduled = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
-    run(scheduled, [1.0])
+    run(scheduled, [1.0, 1.0])
     assert float(scheduled.learning_rate) == 0.25
 
 
@@ -513,12 +513,46 @@ def test_the_mesh_has_the_global_variables_from_the_start():
     assert scaled.dynamic_scale.sharding == scaled.step_counter.sharding == everywhere
 
 
-@row("differences", "the rate of a schedule after a step")
-def test_the_rate_of_a_schedule_is_that_of_the_next_step():
-    """Difference: after a step `learning_rate` is the rate of the next one."""
-    opt = dtensor.SGD(gs.schedules.ExponentialDecay(1.0, 1, 0.5))
-    opt.apply_gradients([(0.0, gs.Variable(1.0))])
-    assert float(opt.learning_rate) == 0.5
+@row(3, "learning_rate")
+def test_the_rate_of_a_schedule_is_that_of_the_last_step():
+    """With a schedule, `learning_rate` is the rate of the last step, before any that of the first;
+    so it is with a callable of the step."""
+    w = gs.Variable(1.0)
+    for rate in (gs.schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step):
+        opt, seen = dtensor.SGD(rate), []
+        for _ in range(4):
+            seen.append(float(opt.learning_rate))
+            opt.apply_gradients([(0.0, w)])
+        assert seen == [1.0, 1.0, 0.5, 0.25]
+    count, opt = gs.Variable(2), dtensor.SGD(gs.schedules.ExponentialDecay(1.0, 1, 0.5))
+    opt.iterations = count
+    step = gs.jit(lambda: opt.apply_gradients([(0.0, w)]), state=([w], opt.variables))
+    opt.build([w])
+    step()
+    assert (int(count), float(opt.learning_rate)) == (3, 0.25)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("around", [lambda opt: opt, gs.LossScaleOptimizer, tf2.LossScaleOptimizer])
+def test_a_rate_of_a_subclass_multiplies_that_of_the_step(around, compiled):
+    """A subclass that overrides `learning_rate` has its rate in each step, once."""
+
+    class Half(dtensor.SGD):
+        @property
+        def learning_rate(self):
+            return super().learning_rate * 0.5
+
+    class Own(Half):
+        def update_step(self, gradient, variable):
+            variable.assign_sub(self.learning_rate * gradient)
+
+    rates = (1.0, gs.schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step)
+    for rate, total in zip(rates, (1.0, 0.75, 0.75), strict=True):
+        for cls in (Half, Own):
+            w, opt = gs.Variable(0.0), around(cls(rate, jit_compile=compiled))
+            for _ in range(2):
+                opt.minimize(lambda w=w: -w, [w])
+            assert float(w) == total
 
 
 def test_a_mapping_of_averages_has_the_documented_frequency():

@@ -693,9 +693,17 @@ def test_one_clip_option_is_used():
 
 @row("differences", "learning_rate with a schedule")
 def test_the_rate_with_a_schedule_is_a_number():
-    """Difference: with a schedule, `learning_rate` is the current rate."""
+    """With a schedule, `learning_rate` is the rate of the last step, as from 2.11 on. Difference:
+    the last step may be a skipped one; and `inner_optimizer` has the rate of the next step."""
     opt = wrapped(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
     assert float(opt.learning_rate) == float(opt.lr) == 0.5
+    rates = after_each(
+        opt,
+        [1.0, 1.0, INF, 1.0],
+        lambda opt: opt.learning_rate,
+        lambda opt: opt.inner_optimizer.learning_rate,
+    )
+    assert rates == [(0.5, 0.25), (0.25, 0.125), (0.125, 0.0625), (0.0625, 0.03125)]
 
 
 # ── Optimizer: methods that are delegated ────────────────────────────────────────────────────

@@ -98,6 +98,7 @@ class _MeshOptimizer(Optimizer):
     elementwise = True
     _is_base = True
     _sums_losses = True
+    _steps_ago = 1  # `learning_rate` is that of the last step, except while a step asks for its own
 
     def __init__(
         self,
@@ -144,8 +145,12 @@ class _MeshOptimizer(Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate; inside `update_step`, the rate of the step."""
-        return super().learning_rate if self._step_rate is None else self._step_rate
+        """The rate of the last step; before any, that of the first. Inside `update_step`, the rate
+        of the step."""
+        if self._step_rate is None or self._store.has_own_rate:  # which starts from the optimizer's
+            wrapped = self._store.wrapper is not None  # it asks for the rate of its step here
+            return self._store.rate_now(0 if wrapped else self._steps_ago)
+        return self._step_rate
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:
@@ -185,14 +190,22 @@ class _MeshOptimizer(Optimizer):
             gradient: the unscaled, clipped gradient, in float32 or wider.
             variable: the variable. `self.learning_rate` is the rate of the step.
         """
-        super().update_step(gradient, variable, self.learning_rate)
+        rate = self.learning_rate if self._step_rate is None else self._step_rate
+        super().update_step(gradient, variable, rate)
 
     def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
-        self._step_rate = rate
+        self._step_rate, self._steps_ago = rate, 0
         try:
             self.update_step(gradient, variable)
         finally:
-            self._step_rate = None
+            self._step_rate, self._steps_ago = None, 1
+
+    def _rate_of_step(self) -> jax.Array | None:
+        self._steps_ago = 0
+        try:
+            return super()._rate_of_step()
+        finally:
+            self._steps_ago = 1
 
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None

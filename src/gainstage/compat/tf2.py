@@ -19,8 +19,8 @@ from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import VarList
 from gainstage._core.slots import Initializer
 from gainstage._core.step import StepInputs
-from gainstage._core.store import ScalingWrapper, Store
-from gainstage._core.types import Given, PyTree, Scalar, Values
+from gainstage._core.store import Computed, ScalingWrapper, Store
+from gainstage._core.types import Given, PyTree, Rate, Scalar, Values
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
@@ -86,6 +86,18 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         self._given = set(given)
         super().__init__(inner_optimizer, dynamic=dynamic, **given)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
+
+    @property
+    def learning_rate(self) -> Variable:
+        """The inner optimizer's learning rate. Of a schedule, the rate of the last step; before
+        any, that of the first."""
+        rate = self._inner.learning_rate
+        scheduled = isinstance(rate, Computed) and not self._store.has_own_rate
+        return self._store.rate_now(steps_ago=1) if scheduled else rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Rate) -> None:
+        self._inner.learning_rate = learning_rate
 
     @property
     def lr(self) -> Variable:
