@@ -963,6 +963,26 @@ def test_set_weights_checks_shapes():
     assert numbers(opt.variables) == before
 
 
+WHOLE = [np.array(7.0), np.float16(7.0), 7.0, jnp.float32(7.0), jnp.bfloat16(7.0), np.int64(7)]
+
+
+@pytest.mark.parametrize("count", WHOLE, ids=lambda x: f"{type(x).__name__}-{np.asarray(x).dtype}")
+@pytest.mark.parametrize("make", [gs.SGD, dtensor.SGD, lambda: tf2.LossScaleOptimizer(gs.SGD())])
+def test_a_whole_number_of_any_dtype_is_a_count(make, count):
+    """`set_weights` takes a count that is saved as a floating number; nothing is set by a fraction
+    or by what the integers do not hold."""
+    opt = make()
+    opt.build([gs.Variable(1.0)])
+    weights = numbers(opt.variables)
+    place = next(i for i, v in enumerate(opt.variables) if v.name.endswith("iteration"))
+    opt.set_weights([*weights[:place], count, *weights[place + 1 :]])
+    assert int(opt.iterations) == 7
+    for wrong in (7.5, jnp.float32(7.5), np.nan, -np.inf, 2.0**31, 7j):
+        changed = [*weights[:place], wrong, *weights[place + 1 :]]
+        failing(ValueError, "of numbers that int32 holds", opt.set_weights, changed)
+    assert int(opt.iterations) == 7
+
+
 # ── scale_loss ───────────────────────────────────────────────────────────────────────────────
 
 
