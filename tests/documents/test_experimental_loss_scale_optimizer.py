@@ -595,6 +595,28 @@ def test_dynamic_must_be_a_bool(wrong):
 
 
 @row(4, "ValueError: dynamic=False without initial_scale")
+@row(4, "dynamic_growth_steps")
+def test_growth_steps_of_0_double_the_scale_in_each_finite_step():
+    """`dynamic_growth_steps=0` means 1, as for the live `DynamicLossScale`."""
+    opt = wrapped(initial_scale=8, dynamic_growth_steps=0)
+    assert after_each(opt, [1.0, 1.0, INF, 1.0], scale) == [16.0, 32.0, 16.0, 32.0]
+    assert tf2.LossScaleOptimizer.from_config(opt.get_config()).dynamic_growth_steps == 1
+    with pytest.raises(ValueError, match="dynamic_growth_steps"):
+        wrapped(**FIXED, dynamic_growth_steps=0)
+
+
+@row(4, "TypeError: setting a number where a schedule is")
+@each_class
+def test_a_number_does_not_replace_a_schedule(cls):
+    """A number cannot be set where a schedule is, as from 2.11 on; another schedule can be."""
+    opt = cls(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    for name in ("learning_rate", "lr"):
+        with pytest.raises(TypeError, match="Expected a schedule or callable"):
+            setattr(opt, name, 0.25)
+    opt.learning_rate = gs.schedules.ExponentialDecay(2.0, 1, 0.5)
+    assert float(opt.learning_rate) == 2.0
+
+
 @row(4, "ValueError: dynamic=False with dynamic_growth_steps")
 def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
     """Without `dynamic`, `initial_scale` is required, and `dynamic_growth_steps` an error."""
@@ -607,7 +629,7 @@ def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
 @pytest.mark.parametrize(
     "wrong",
     [{"initial_scale": wrong} for wrong in (0, -1.0, INF, NAN, 2.0**127)]
-    + [{"dynamic_growth_steps": wrong} for wrong in (0, 1.5)],
+    + [{"dynamic_growth_steps": wrong} for wrong in (-1, 1.5)],
 )
 def test_scales_and_steps_out_of_range_are_refused(wrong):
     """Difference: a scale that has no reciprocal, or a count that is never reached, is refused."""

@@ -573,6 +573,16 @@ def test_the_three_values_of_gate_gradients():
         assert (cls.GATE_NONE, cls.GATE_OP, cls.GATE_GRAPH) == (0, 1, 2)
 
 
+@row("differences", "another value for gate_gradients")
+def test_gate_gradients_takes_no_other_value():
+    """Difference: another value is a ValueError, as in a graph there."""
+    w, opt = gs.Variable(1.0), wrapped()
+    for take in (opt.compute_gradients, opt.minimize):
+        with pytest.raises(ValueError, match="Expected GATE_NONE, GATE_OP or GATE_GRAPH"):
+            take(lambda: w * 2.0, var_list=[w], gate_gradients=7)
+    assert float(w) == 1.0
+
+
 def test_gradients_can_be_processed_before_they_are_applied():
     """In three steps: compute gradients, cap them as you wish, apply the capped ones."""
     a, b = gs.Variable(1.0), gs.Variable(1.0)
@@ -804,6 +814,31 @@ def test_momentum():
     assert weights_after(nesterov, [1.0, 2.0]) == after
 
 
+@pytest.mark.parametrize("momentum", [1.5, -0.5, 2])
+def test_momentum_is_any_number(momentum):
+    """`momentum` may be above 1 or below 0, also as a callable."""
+    expected = [3.0 - 0.5, 3.0 - 0.5 - 0.5 * (momentum + 1.0)]
+    for given in (momentum, lambda: momentum):
+        assert weights_after(v1.MomentumOptimizer(0.5, given), [1.0, 1.0]) == expected
+
+
+@row("differences", "a momentum of inf or NaN", "numbers of AdamOptimizer out of range")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: v1.MomentumOptimizer(0.5, NAN),
+        lambda: v1.MomentumOptimizer(0.5, INF),
+        lambda: v1.AdamOptimizer(0.5, 1.0),
+        lambda: v1.AdamOptimizer(0.5, 0.9, -0.5),
+        lambda: v1.AdamOptimizer(0.5, epsilon=-1.0),
+    ],
+)
+def test_numbers_with_which_weights_become_nan_are_refused(make):
+    """Difference: such numbers are a ValueError where they are given."""
+    with pytest.raises(ValueError, match="Expected a finite number"):
+        make()
+
+
 def test_momentum_is_applied_whatever_the_gradient_is():
     """Also with a gradient of 0 the accumulator decays and moves the variable."""
     weights = weights_after(v1.MomentumOptimizer(0.5, 0.5), [2.0, 0.0, 0.0])
@@ -902,8 +937,8 @@ def test_a_callable_number_is_read_in_eager_steps_only():
     step = gs.jit(lambda: opt.apply_gradients([(2.0, w)]), state=([w], opt.variables()))
     with pytest.raises(ValueError, match="Expected a number for momentum in a traced function"):
         step()
-    with pytest.raises(ValueError, match=r"for momentum; got 1\.5"):
-        v1.MomentumOptimizer(0.5, lambda: 1.5).apply_gradients([(2.0, w)])
+    with pytest.raises(ValueError, match="for momentum; got nan"):
+        v1.MomentumOptimizer(0.5, lambda: NAN).apply_gradients([(2.0, w)])
     assert float(w) == 3.0
 
 

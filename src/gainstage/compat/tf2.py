@@ -49,8 +49,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         inner_optimizer: the optimizer that takes the steps.
         dynamic: whether the scale adapts.
         initial_scale: the first scale, by default `2**15`; required if `dynamic` is False.
-        dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000;
-            not allowed if `dynamic` is False.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000; 0
+            means 1. Not allowed if `dynamic` is False.
 
     Raises:
         TypeError: no optimizer, one that is wrapped, or `dynamic` is not a bool.
@@ -81,8 +81,11 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
     ):
-        scales = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        steps = "dynamic_growth_steps"
+        scales = {"initial_scale": initial_scale, steps: dynamic_growth_steps}
         given: dict[str, Any] = {name: value for name, value in scales.items() if value is not None}
+        if dynamic_growth_steps is not None:
+            given[steps] = max(checks.integer(steps, dynamic_growth_steps, low=0), 1)
         self._given = set(given)
         super().__init__(inner_optimizer, dynamic=dynamic, **given)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
