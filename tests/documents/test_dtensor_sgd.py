@@ -318,12 +318,12 @@ def test_ema_overwrite_frequency_is_the_number_of_steps():
 
 
 @row(3, "decay")
-def test_old_keywords_are_ignored():
-    """`decay`, a keyword of older versions, has no effect except a warning."""
-    for decay in (None, 0.5):
-        with pytest.warns(UserWarning, match="decay has no effect"):
-            opt = dtensor.SGD(0.5, decay=decay)
-    assert run(opt, [1.0, 1.0]) == [2.5, 2.0]
+@pytest.mark.parametrize("cls", [dtensor.SGD, dtensor.Adam, dtensor.AdamW])
+def test_decay_is_not_an_argument(cls):
+    """`decay` is a TypeError, as in 2.9 and 2.12, and a ValueError, as in 2.15."""
+    for decay in (None, 0.0, 0.5):
+        for error in (TypeError, ValueError):
+            failing(error, "InverseTimeDecay", cls, 0.5, decay=decay)
 
 
 # ── options that are new here ────────────────────────────────────────────────────────────────

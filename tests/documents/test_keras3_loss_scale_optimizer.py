@@ -1123,6 +1123,19 @@ def test_compute_gradients_returns_scaled_pairs():
 # ── raises ───────────────────────────────────────────────────────────────────────────────────
 
 
+@row(1, "warning: decay")
+@pytest.mark.parametrize("make", [gs.SGD, gs.Adam, gs.AdamW, gs.LossScaleOptimizer])
+def test_decay_is_ignored_with_a_warning(make):
+    """`decay` has no effect: a number is a warning that says what to write, None is silent. Other
+    arguments still count as given."""
+    first = gs.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5
+    with pytest.warns(UserWarning, match="`decay` has no effect.*InverseTimeDecay") as caught:
+        opt = make(first, clipnorm=1.0, decay=0.5)
+    assert (len(caught), caught[0].filename) == (1, __file__)
+    assert make(gs.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5, decay=None).clipnorm is None
+    assert (opt.clipnorm, opt._given >= {"clipnorm"}) == (1.0, True)
+
+
 @row(1, "ValueError: an unknown keyword")
 @pytest.mark.parametrize("error", [ValueError, TypeError])
 def test_an_unknown_keyword(error):
@@ -1365,7 +1378,7 @@ def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
     """A skipped step does not advance a schedule, except in the TensorFlow 2 classes."""
     opt = wrap(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
     opt.apply_gradients([(np.nan, gs.Variable(1.0))])
-    assert float(opt.learning_rate) == rate
+    assert float(opt.inner_optimizer.learning_rate) == rate
 
 
 @row("differences", "moving averages")

@@ -5,7 +5,6 @@
 # mypy: disable-error-code="override, misc"
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,8 +32,6 @@ __all__ = [
     "GradientsClipOption",
     "RMSprop",
 ]
-
-LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never had an effect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +107,11 @@ class _MeshOptimizer(Optimizer):
         mesh: Mesh | None = None,
         **options: Any,
     ):
-        for option in [option for option in LEFT_OVER if option in options]:
-            warnings.warn(f"{option} has no effect.", stacklevel=3)
-            options.pop(option)
+        if "decay" in options:
+            raise checks.InvalidArgumentError(
+                f"Expected no decay; got {options['decay']!r}. Write learning_rate=gainstage."
+                f"schedules.InverseTimeDecay(learning_rate, 1, decay)."
+            )
         for argument, cls, value in [
             ("gradients_clip_option", GradientsClipOption, gradients_clip_option),
             ("ema_option", EMAOption, ema_option),

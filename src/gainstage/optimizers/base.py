@@ -24,6 +24,7 @@ from gainstage._core.options import (
     Arguments,
     OptimizerOptions,
     check_option,
+    ignore_decay,
 )
 from gainstage._core.run import Runner, by_place, check_bound, fitted, listed
 from gainstage._core.saving import Saved, shown, wrong_count
@@ -110,6 +111,7 @@ class Optimizer(Configurable, Arguments, Saved):
     def __init__(
         self, learning_rate: Rate, *options: Any, **named_options: Unpack[OptimizerOptions]
     ):
+        ignore_decay(named_options)
         try:
             bound = Optimizer.__signature__.bind(learning_rate, *options, **named_options)
         except TypeError as error:
