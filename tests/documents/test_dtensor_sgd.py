@@ -1216,3 +1216,16 @@ def test_the_constraint_of_a_variable_without_a_gradient_waits():
     opt.minimize(lambda: b * 1.0, [a, b])
     opt.minimize(lambda: b * 1.0, [b])
     assert (float(a), float(b)) == (3.0, 0.0)
+
+
+NAMES = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_an_optimizer_is_that_of_its_class(name):
+    """By default `name` is "SGD", "Adam", "AdamW" and so on, also of a subclass; a name that is
+    given is kept."""
+    cls = getattr(dtensor, name)
+    mine = type("Mine", (cls,), {})
+    assert (cls().name, mine().name, cls(name="mine").name) == (name, name, "mine")
+    assert cls.from_config(cls().get_config()).name == name

@@ -112,6 +112,8 @@ class _MeshOptimizer(Optimizer):
                 f"Expected no decay; got {options['decay']!r}. Write learning_rate=gainstage."
                 f"schedules.InverseTimeDecay(learning_rate, 1, decay)."
             )
+        if name is None:
+            name = next(c.__name__ for c in type(self).__mro__ if c.__module__ == __name__)
         for argument, cls, value in [
             ("gradients_clip_option", GradientsClipOption, gradients_clip_option),
             ("ema_option", EMAOption, ema_option),
