@@ -569,8 +569,11 @@ def test_a_mapping_of_averages_has_the_documented_frequency():
     ("method", "arguments"),
     [
         ("add_variable", "shape dtype initializer name"),
-        ("add_variable_from_reference", "model_variable variable_name initial_value"),
-        ("apply_gradients", "grads_and_vars"),
+        ("add_variable_from_reference", "model_variable variable_name initial_value shape"),
+        (
+            "apply_gradients",
+            "grads_and_vars name skip_gradients_aggregation experimental_aggregate_gradients",
+        ),
         ("build", "var_list"),
         ("compute_gradients", "loss var_list tape"),
         ("exclude_from_weight_decay", "var_list var_names"),
@@ -1229,3 +1232,36 @@ def test_the_name_of_an_optimizer_is_that_of_its_class(name):
     mine = type("Mine", (cls,), {})
     assert (cls().name, mine().name, cls(name="mine").name) == (name, name, "mine")
     assert cls.from_config(cls().get_config()).name == name
+
+
+@row(3, "apply_gradients")
+def test_apply_gradients_takes_the_keywords_of_later_versions():
+    """The keywords that 2.13 to 2.15 added to `apply_gradients` change nothing."""
+    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    opt.apply_gradients([(1.0, w)], "step", True)
+    opt.apply_gradients([(1.0, w)], name="step", skip_gradients_aggregation=False)
+    opt.apply_gradients([(1.0, w)], experimental_aggregate_gradients=False)
+    assert float(w) == 1.5
+
+
+@row(3, "add_variable_from_reference")
+def test_a_slot_may_have_another_shape():
+    """`shape` of 2.13 to 2.15 is the shape of a slot of zeros, float32 or wider, which a second
+    build reuses; with an `initial_value` it has no effect."""
+
+    class Rows(dtensor.SGD):
+        def build(self, var_list):
+            super().build(var_list)
+            self.sums = [self.add_variable_from_reference(v, "sum", shape=[3]) for v in var_list]
+
+    w = gs.Variable(jnp.ones((3, 2), jnp.float16), name="w")
+    opt = Rows(0.5, master_weights=True)
+    opt.build([w])
+    (first,) = opt.sums
+    opt.build([w])
+    assert opt.sums == [first]
+    assert (first.name, first.shape, first.dtype) == ("SGD/sum/w", (3,), jnp.float32)
+    assert any(first is v for v in opt.variables)
+    same = opt.add_variable_from_reference(w, "same", shape=(3, 2))
+    given = opt.add_variable_from_reference(w, "given", jnp.ones((3, 2)), shape=[3])
+    assert (same.shape, given.shape, float(given[0, 0])) == ((3, 2), (3, 2), 1.0)

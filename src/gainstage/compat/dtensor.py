@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from gainstage import optimizers
-from gainstage._core import checks
+from gainstage._core import checks, gradients
 from gainstage._core.of_loss import VarList
 from gainstage._core.options import Setting, check_option
 from gainstage._core.slots import Initializer
@@ -174,9 +174,16 @@ class _MeshOptimizer(Optimizer):
         model_variable: Variable,
         variable_name: str | None = None,
         initial_value: Initializer | npt.ArrayLike | None = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> Variable:
         """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0. It
-        is called `{name}/{variable_name}/{model_variable.name}`."""
+        is called `{name}/{variable_name}/{model_variable.name}`. One of another `shape` is
+        replicated; with an `initial_value` that has no effect, as in TensorFlow 2.15."""
+        if shape is not None and initial_value is None and tuple(shape) != model_variable.shape:
+            dtype = gradients.float32_or_wider(model_variable.dtype)
+            name = f"{variable_name or 'var'}/{model_variable.name}"
+            return super().add_variable(shape, "zeros", dtype, name=name)
         initializer = "zeros" if initial_value is None else initial_value
         return super().add_variable_from_reference(model_variable, variable_name, initializer)
 
@@ -222,8 +229,16 @@ class _MeshOptimizer(Optimizer):
         summed."""
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Takes a step on (gradient, variable) pairs, already reduced over the whole mesh."""
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        *,
+        experimental_aggregate_gradients: bool = True,
+    ) -> None:
+        """Takes a step on (gradient, variable) pairs, already reduced over the whole mesh. The last
+        three arguments are those of TensorFlow 2.13 to 2.15, and have no effect."""
         super().apply_gradients(grads_and_vars)
 
 
