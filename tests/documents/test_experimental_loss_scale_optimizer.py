@@ -693,6 +693,8 @@ def test_an_attribute_that_the_inner_optimizer_lacks_is_no_attribute():
         with pytest.raises(AttributeError, match=name):
             getattr(opt, name)
     assert {"learning_rate", "lr", "minimize", "loss_scale", "get_scaled_loss"} <= set(dir(opt))
+    assert {"beta_1", "beta_2", "epsilon", "amsgrad", "clipnorm"} <= set(dir(opt))
+    assert "nesterov" not in dir(opt)
 
 
 def test_a_variable_as_the_rate_stays_live():

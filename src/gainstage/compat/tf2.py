@@ -120,6 +120,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __dir__(self) -> list[str]:
+        inner = filter(self._is_of_inner, type(self._inner).__signature__.parameters)
+        return [*super().__dir__(), *inner]
+
     def _get_option(self, name: str) -> Any:
         return self._inner._get_option(name)
 
@@ -181,8 +185,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         synchronization: object = None,
         aggregation: object = None,
     ) -> Variable:
-        """Adds a variable to the state, with TensorFlow's order of arguments; the last three have
-        no effect."""
+        """Adds a variable to the state. The last three of TensorFlow's arguments have no effect."""
         return self.add_variable(shape, initializer, dtype, name=name)
 
     @property
@@ -233,8 +236,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             var_list: the variables to train, or a callable that returns them, called after the
                 loss.
             grad_loss: weights of the loss's elements; None for 1.
-            name: accepted for TensorFlow and ignored.
-            tape: must be None: there are no tapes here.
+            name, tape: accepted for TensorFlow; `tape` must be None, as there are no tapes here.
         """
         _refuse(tape)
         if grad_loss is not None:
@@ -244,8 +246,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None
     ) -> list[tuple[jax.Array | None, Variable]]:
-        """Returns the unscaled (gradient, variable) pairs of a loss, a callable. A loss that is not
-        a scalar is summed."""
+        """Returns the unscaled (gradient, variable) pairs of a loss, whose elements are summed."""
         _refuse(tape)
         pairs = super().compute_gradients(loss, var_list)
         self._uses.divide([gradient for gradient, _ in pairs])
@@ -260,8 +261,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return [gradient for gradient, _ in self._all_gradients(loss, params)]
 
     def get_updates(self, loss: Callable[[], Any], params: VarList) -> list[Variable]:
-        """Takes a step as `minimize`, and returns `iterations` in a list; raises as
-        `get_gradients`."""
+        """Takes a step as `minimize`; returns `iterations` in a list. Raises as `get_gradients`."""
         return [self.apply_gradients(self._all_gradients(loss, params))]
 
     def _all_gradients(self, loss: Callable[[], Any], params: VarList) -> Any:
