@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from gainstage._core import checks
+from gainstage._core import checks, configurable
 from gainstage._core.configurable import Fields
 
 __all__ = [
@@ -23,6 +23,8 @@ __all__ = [
     "LearningRateSchedule",
     "PiecewiseConstantDecay",
     "PolynomialDecay",
+    "deserialize",
+    "serialize",
 ]
 
 
@@ -368,3 +370,23 @@ def _number(name: str, value: Any, **bounds: float) -> int | float:
 def _check_flag(schedule: LearningRateSchedule, name: str) -> None:
     """Checks a bool field of a schedule under construction."""
     object.__setattr__(schedule, name, checks.flag(name, getattr(schedule, name)))
+
+
+def serialize(schedule: LearningRateSchedule) -> dict[str, Any]:
+    """Returns the configuration of a schedule, with the name of its class.
+
+    Source: `keras.optimizers.schedules.serialize`.
+    """
+    if not isinstance(schedule, LearningRateSchedule):
+        raise TypeError(f"Expected a schedule of gainstage; got {schedule!r}.")
+    return configurable.serialize(schedule)
+
+
+def deserialize(
+    config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
+) -> LearningRateSchedule:
+    """Returns the schedule of a configuration; `custom_objects` are your own classes by name.
+
+    Source: `keras.optimizers.schedules.deserialize`.
+    """
+    return configurable.deserialize(config, LearningRateSchedule, custom_objects)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from transfers import through_a_store, through_arrays
 
 import gainstage as gs
-from gainstage.compat import dtensor
+from gainstage.compat import dtensor, tf2
 
 from rows import row
 
@@ -318,12 +318,12 @@ def test_ema_overwrite_frequency_is_the_number_of_steps():
 
 
 @row(3, "decay")
-def test_old_keywords_are_ignored():
-    """`decay`, a keyword of older versions, has no effect except a warning."""
-    for decay in (None, 0.5):
-        with pytest.warns(UserWarning, match="decay has no effect"):
-            opt = dtensor.SGD(0.5, decay=decay)
-    assert run(opt, [1.0, 1.0]) == [2.5, 2.0]
+@pytest.mark.parametrize("cls", [dtensor.SGD, dtensor.Adam, dtensor.AdamW])
+def test_decay_is_not_an_argument(cls):
+    """`decay` is a TypeError, as in 2.9 and 2.12, and a ValueError, as in 2.15."""
+    for decay in (None, 0.0, 0.5):
+        for error in (TypeError, ValueError):
+            failing(error, "InverseTimeDecay", cls, 0.5, decay=decay)
 
 
 # ── options that are new here ────────────────────────────────────────────────────────────────
@@ -407,7 +407,7 @@ def test_learning_rate_can_be_read_and_set():
     assert float(opt.learning_rate) == 2.0
     assert run(opt, [1.0]) == [1.0]
     scheduled = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
-    run(scheduled, [1.0])
+    run(scheduled, [1.0, 1.0])
     assert float(scheduled.learning_rate) == 0.25
 
 
@@ -513,12 +513,46 @@ def test_the_mesh_has_the_global_variables_from_the_start():
     assert scaled.dynamic_scale.sharding == scaled.step_counter.sharding == everywhere
 
 
-@row("differences", "the rate of a schedule after a step")
-def test_the_rate_of_a_schedule_is_that_of_the_next_step():
-    """Difference: after a step `learning_rate` is the rate of the next one."""
-    opt = dtensor.SGD(gs.schedules.ExponentialDecay(1.0, 1, 0.5))
-    opt.apply_gradients([(0.0, gs.Variable(1.0))])
-    assert float(opt.learning_rate) == 0.5
+@row(3, "learning_rate")
+def test_the_rate_of_a_schedule_is_that_of_the_last_step():
+    """With a schedule, `learning_rate` is the rate of the last step, before any that of the first;
+    so it is with a callable of the step."""
+    w = gs.Variable(1.0)
+    for rate in (gs.schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step):
+        opt, seen = dtensor.SGD(rate), []
+        for _ in range(4):
+            seen.append(float(opt.learning_rate))
+            opt.apply_gradients([(0.0, w)])
+        assert seen == [1.0, 1.0, 0.5, 0.25]
+    count, opt = gs.Variable(2), dtensor.SGD(gs.schedules.ExponentialDecay(1.0, 1, 0.5))
+    opt.iterations = count
+    step = gs.jit(lambda: opt.apply_gradients([(0.0, w)]), state=([w], opt.variables))
+    opt.build([w])
+    step()
+    assert (int(count), float(opt.learning_rate)) == (3, 0.25)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("around", [lambda opt: opt, gs.LossScaleOptimizer, tf2.LossScaleOptimizer])
+def test_a_rate_of_a_subclass_multiplies_that_of_the_step(around, compiled):
+    """A subclass that overrides `learning_rate` has its rate in each step, once."""
+
+    class Half(dtensor.SGD):
+        @property
+        def learning_rate(self):
+            return super().learning_rate * 0.5
+
+    class Own(Half):
+        def update_step(self, gradient, variable):
+            variable.assign_sub(self.learning_rate * gradient)
+
+    rates = (1.0, gs.schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step)
+    for rate, total in zip(rates, (1.0, 0.75, 0.75), strict=True):
+        for cls in (Half, Own):
+            w, opt = gs.Variable(0.0), around(cls(rate, jit_compile=compiled))
+            for _ in range(2):
+                opt.minimize(lambda w=w: -w, [w])
+            assert float(w) == total
 
 
 def test_a_mapping_of_averages_has_the_documented_frequency():
@@ -535,8 +569,11 @@ def test_a_mapping_of_averages_has_the_documented_frequency():
     ("method", "arguments"),
     [
         ("add_variable", "shape dtype initializer name"),
-        ("add_variable_from_reference", "model_variable variable_name initial_value"),
-        ("apply_gradients", "grads_and_vars"),
+        ("add_variable_from_reference", "model_variable variable_name initial_value shape"),
+        (
+            "apply_gradients",
+            "grads_and_vars name skip_gradients_aggregation experimental_aggregate_gradients",
+        ),
         ("build", "var_list"),
         ("compute_gradients", "loss var_list tape"),
         ("exclude_from_weight_decay", "var_list var_names"),
@@ -1172,3 +1209,59 @@ def test_the_other_classes_have_their_own_arguments():
     inner = dtensor.Adam(clipnorm=1.0)
     failing(ValueError, "clipnorm", gs.LossScaleOptimizer, inner, clipnorm=2.0)
     assert gs.LossScaleOptimizer(inner, weight_decay=0.1).inner_optimizer is inner
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+def test_the_constraint_of_a_variable_without_a_gradient_waits():
+    """A variable that a step does not train is not projected, as there."""
+    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    opt = dtensor.SGD(0.5)
+    opt.minimize(lambda: b * 1.0, [a, b])
+    opt.minimize(lambda: b * 1.0, [b])
+    assert (float(a), float(b)) == (3.0, 0.0)
+
+
+NAMES = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_an_optimizer_is_that_of_its_class(name):
+    """By default `name` is "SGD", "Adam", "AdamW" and so on, also of a subclass; a name that is
+    given is kept."""
+    cls = getattr(dtensor, name)
+    mine = type("Mine", (cls,), {})
+    assert (cls().name, mine().name, cls(name="mine").name) == (name, name, "mine")
+    assert cls.from_config(cls().get_config()).name == name
+
+
+@row(3, "apply_gradients")
+def test_apply_gradients_takes_the_keywords_of_later_versions():
+    """The keywords that 2.13 to 2.15 added to `apply_gradients` change nothing."""
+    w, opt = gs.Variable(3.0), dtensor.SGD(0.5)
+    opt.apply_gradients([(1.0, w)], "step", True)
+    opt.apply_gradients([(1.0, w)], name="step", skip_gradients_aggregation=False)
+    opt.apply_gradients([(1.0, w)], experimental_aggregate_gradients=False)
+    assert float(w) == 1.5
+
+
+@row(3, "add_variable_from_reference")
+def test_a_slot_may_have_another_shape():
+    """`shape` of 2.13 to 2.15 is the shape of a slot of zeros, float32 or wider, which a second
+    build reuses; with an `initial_value` it has no effect."""
+
+    class Rows(dtensor.SGD):
+        def build(self, var_list):
+            super().build(var_list)
+            self.sums = [self.add_variable_from_reference(v, "sum", shape=[3]) for v in var_list]
+
+    w = gs.Variable(jnp.ones((3, 2), jnp.float16), name="w")
+    opt = Rows(0.5, master_weights=True)
+    opt.build([w])
+    (first,) = opt.sums
+    opt.build([w])
+    assert opt.sums == [first]
+    assert (first.name, first.shape, first.dtype) == ("SGD/sum/w", (3,), jnp.float32)
+    assert any(first is v for v in opt.variables)
+    same = opt.add_variable_from_reference(w, "same", shape=(3, 2))
+    given = opt.add_variable_from_reference(w, "given", jnp.ones((3, 2)), shape=[3])
+    assert (same.shape, given.shape, float(given[0, 0])) == ((3, 2), (3, 2), 1.0)

@@ -595,6 +595,28 @@ def test_dynamic_must_be_a_bool(wrong):
 
 
 @row(4, "ValueError: dynamic=False without initial_scale")
+@row(4, "dynamic_growth_steps")
+def test_growth_steps_of_0_double_the_scale_in_each_finite_step():
+    """`dynamic_growth_steps=0` means 1, as for the live `DynamicLossScale`."""
+    opt = wrapped(initial_scale=8, dynamic_growth_steps=0)
+    assert after_each(opt, [1.0, 1.0, INF, 1.0], scale) == [16.0, 32.0, 16.0, 32.0]
+    assert tf2.LossScaleOptimizer.from_config(opt.get_config()).dynamic_growth_steps == 1
+    with pytest.raises(ValueError, match="dynamic_growth_steps"):
+        wrapped(**FIXED, dynamic_growth_steps=0)
+
+
+@row(4, "TypeError: setting a number where a schedule is")
+@each_class
+def test_a_number_does_not_replace_a_schedule(cls):
+    """A number cannot be set where a schedule is, as from 2.11 on; another schedule can be."""
+    opt = cls(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    for name in ("learning_rate", "lr"):
+        with pytest.raises(TypeError, match="Expected a schedule or callable"):
+            setattr(opt, name, 0.25)
+    opt.learning_rate = gs.schedules.ExponentialDecay(2.0, 1, 0.5)
+    assert float(opt.learning_rate) == 2.0
+
+
 @row(4, "ValueError: dynamic=False with dynamic_growth_steps")
 def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
     """Without `dynamic`, `initial_scale` is required, and `dynamic_growth_steps` an error."""
@@ -607,7 +629,7 @@ def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
 @pytest.mark.parametrize(
     "wrong",
     [{"initial_scale": wrong} for wrong in (0, -1.0, INF, NAN, 2.0**127)]
-    + [{"dynamic_growth_steps": wrong} for wrong in (0, 1.5)],
+    + [{"dynamic_growth_steps": wrong} for wrong in (-1, 1.5)],
 )
 def test_scales_and_steps_out_of_range_are_refused(wrong):
     """Difference: a scale that has no reciprocal, or a count that is never reached, is refused."""
@@ -671,6 +693,8 @@ def test_an_attribute_that_the_inner_optimizer_lacks_is_no_attribute():
         with pytest.raises(AttributeError, match=name):
             getattr(opt, name)
     assert {"learning_rate", "lr", "minimize", "loss_scale", "get_scaled_loss"} <= set(dir(opt))
+    assert {"beta_1", "beta_2", "epsilon", "amsgrad", "clipnorm"} <= set(dir(opt))
+    assert "nesterov" not in dir(opt)
 
 
 def test_a_variable_as_the_rate_stays_live():
@@ -693,9 +717,17 @@ def test_one_clip_option_is_used():
 
 @row("differences", "learning_rate with a schedule")
 def test_the_rate_with_a_schedule_is_a_number():
-    """Difference: with a schedule, `learning_rate` is the current rate."""
+    """With a schedule, `learning_rate` is the rate of the last step, as from 2.11 on. Difference:
+    the last step may be a skipped one; and `inner_optimizer` has the rate of the next step."""
     opt = wrapped(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
     assert float(opt.learning_rate) == float(opt.lr) == 0.5
+    rates = after_each(
+        opt,
+        [1.0, 1.0, INF, 1.0],
+        lambda opt: opt.learning_rate,
+        lambda opt: opt.inner_optimizer.learning_rate,
+    )
+    assert rates == [(0.5, 0.25), (0.25, 0.125), (0.125, 0.0625), (0.0625, 0.03125)]
 
 
 # ── Optimizer: methods that are delegated ────────────────────────────────────────────────────
@@ -1087,3 +1119,14 @@ def test_the_weights_of_one_optimizer_can_be_set_in_another():
     m1, m2 = 2.0, 0.5 * 2.0 + 1.0
     assert float(w) == float(other_w) == 3.0 - 0.5 * (m1 + m2 + 0.5 * m2 + 2.0)
     assert (float(other.loss_scale), int(other.dynamic_counter), int(other.iterations)) == (4, 2, 4)
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+@each_class
+def test_the_constraint_of_a_variable_without_a_gradient_waits(cls):
+    """A variable that a step does not train is not projected, as there."""
+    a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
+    opt = cls(gs.SGD(0.5))
+    opt.minimize(lambda: b * 1.0, [a, b])
+    opt.minimize(lambda: b * 1.0, [b])
+    assert (float(a), float(b)) == (3.0, 0.0)

@@ -963,6 +963,26 @@ def test_set_weights_checks_shapes():
     assert numbers(opt.variables) == before
 
 
+WHOLE = [np.array(7.0), np.float16(7.0), 7.0, jnp.float32(7.0), jnp.bfloat16(7.0), np.int64(7)]
+
+
+@pytest.mark.parametrize("count", WHOLE, ids=lambda x: f"{type(x).__name__}-{np.asarray(x).dtype}")
+@pytest.mark.parametrize("make", [gs.SGD, dtensor.SGD, lambda: tf2.LossScaleOptimizer(gs.SGD())])
+def test_a_whole_number_of_any_dtype_is_a_count(make, count):
+    """`set_weights` takes a count that is saved as a floating number; nothing is set by a fraction
+    or by what the integers do not hold."""
+    opt = make()
+    opt.build([gs.Variable(1.0)])
+    weights = numbers(opt.variables)
+    place = next(i for i, v in enumerate(opt.variables) if v.name.endswith("iteration"))
+    opt.set_weights([*weights[:place], count, *weights[place + 1 :]])
+    assert int(opt.iterations) == 7
+    for wrong in (7.5, jnp.float32(7.5), np.nan, -np.inf, 2.0**31, 7j):
+        changed = [*weights[:place], wrong, *weights[place + 1 :]]
+        failing(ValueError, "of numbers that int32 holds", opt.set_weights, changed)
+    assert int(opt.iterations) == 7
+
+
 # ── scale_loss ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -1101,6 +1121,19 @@ def test_compute_gradients_returns_scaled_pairs():
 
 
 # ── raises ───────────────────────────────────────────────────────────────────────────────────
+
+
+@row(1, "warning: decay")
+@pytest.mark.parametrize("make", [gs.SGD, gs.Adam, gs.AdamW, gs.LossScaleOptimizer])
+def test_decay_is_ignored_with_a_warning(make):
+    """`decay` has no effect: a number is a warning that says what to write, None is silent. Other
+    arguments still count as given."""
+    first = gs.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5
+    with pytest.warns(UserWarning, match="`decay` has no effect.*InverseTimeDecay") as caught:
+        opt = make(first, clipnorm=1.0, decay=0.5)
+    assert (len(caught), caught[0].filename) == (1, __file__)
+    assert make(gs.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5, decay=None).clipnorm is None
+    assert (opt.clipnorm, opt._given >= {"clipnorm"}) == (1.0, True)
 
 
 @row(1, "ValueError: an unknown keyword")
@@ -1345,7 +1378,7 @@ def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
     """A skipped step does not advance a schedule, except in the TensorFlow 2 classes."""
     opt = wrap(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
     opt.apply_gradients([(np.nan, gs.Variable(1.0))])
-    assert float(opt.learning_rate) == rate
+    assert float(opt.inner_optimizer.learning_rate) == rate
 
 
 @row("differences", "moving averages")
@@ -1543,3 +1576,40 @@ def test_an_inner_class_that_takes_its_own_step_is_refused():
             super().apply([g * 0.5 for g in grads], trainable_variables)
 
     failing(TypeError, "Half overrides apply", gs.LossScaleOptimizer, Half(0.1))
+
+
+AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+ONE_OF_TWO = {
+    "alone": lambda a, b, **options: gs.SGD(0.5, **options),
+    "Adam": lambda a, b, **options: gs.Adam(0.5, **options),
+    "grouped": lambda a, b, **options: gs.SGD(0.5, group_small=True, **options),
+    "wrapped": lambda a, b, **options: wrapped(**options),
+    "several": lambda a, b, **options: wrapped(
+        gs.MultiOptimizer([(gs.SGD(0.5), [a]), (gs.Adam(0.5), [b])]), **options
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+@pytest.mark.parametrize("options", [{}, AVERAGED, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("make", ONE_OF_TWO.values(), ids=ONE_OF_TWO)
+def test_the_constraint_of_a_variable_without_a_gradient_waits(make, options):
+    """Only variables with a gradient are projected, in every way to take a step; the others, which
+    may not fulfill their constraint yet, do not change."""
+    a = gs.Variable([3.0, 4.0], constraint=lambda x: x / jnp.linalg.norm(x))
+    b = gs.Variable(4.0, constraint=lambda x: jnp.minimum(x, 2.0))
+    opt = make(a, b, **options)
+    opt.build([a, b])
+    opt.minimize(lambda: b * 1.0, [a, b])
+    assert float(b) == 2.0
+    opt.apply([opt.scale_loss(1.0)], [b])
+    opt.apply([None, opt.scale_loss(1.0)])
+    assert a.tolist() == [3.0, 4.0]
+    state = [v.value() for v in opt.variables]
+    new, _ = opt.stateless_apply(state, [None, opt.scale_loss(1.0)], [a.value(), b.value()])
+    assert new[0].tolist() == [3.0, 4.0]
+    step = gs.jit(lambda: opt.minimize(lambda: b * 1.0, [a, b]), state=([a, b], opt.variables))
+    step()
+    assert a.tolist() == [3.0, 4.0]
+    opt.minimize(lambda: a.sum() * 0.0, [a, b])
+    assert a.tolist() == pytest.approx([0.6, 0.8])

@@ -473,3 +473,13 @@ def test_the_text_shows_arguments_and_state():
         "DynamicLossScale(current_loss_scale=8.0, num_good_steps=1, "
         "initial_loss_scale=8.0, increment_period=3, multiplier=4.0)"
     )
+
+
+@row("differences", "a rise of a live scale beyond 2**126")
+def test_a_live_scale_rises_to_the_largest_scale():
+    """Difference: a rise ends at `2**126`, whatever the multiplier."""
+    for first, multiplier in ((2.0**125, 8.0), (2.0**125, 2.0), (2.0**126, 2.0)):
+        scale = experimental.DynamicLossScale(first, 1, multiplier)
+        for _ in range(2):
+            scale.update([1.0])
+            assert float(scale()) == 2.0**126

@@ -200,3 +200,28 @@ def test_a_callable_rate_is_called_in_each_step():
         rates["now"] = rate
         optimizer.apply([jnp.array([1.0])], [weight])
     assert weight.value.tolist() == [0.125]
+
+
+def test_the_state_of_a_nadam_that_keras_has_saved():
+    """Keras's wrapper leaves out the product of a Nadam's momenta. It is computed from the number
+    of updates, with a warning, and the run goes on as ours does."""
+
+    def trained(cls, steps, state=None):
+        w = keras.Variable([1.0, 2.0], name="w")
+        opt = cls(keras.optimizers.Nadam(0.1, gradient_accumulation_steps=2), initial_scale=8.0)
+        opt.build([w])
+        if state is not None:
+            opt.load_own_variables(state)
+        weights, values = [w.value], [v.value for v in opt.variables]
+        for _ in range(steps):
+            weights, values = opt.stateless_apply(values, [jnp.array([8.0, 16.0])], weights)
+        return opt, weights, values
+
+    _, _, saved = trained(keras.optimizers.LossScaleOptimizer, 6)
+    whole, _, expected = trained(LossScaleOptimizer, 6)
+    with pytest.warns(UserWarning, match="does not save the product"):
+        opt, _, _ = trained(LossScaleOptimizer, 0, {str(i): v for i, v in enumerate(saved)})
+    product = float(opt.inner_optimizer._u_product.value)
+    place = [v is whole.inner_optimizer._u_product for v in whole.variables].index(True)
+    assert product == pytest.approx(float(expected[place]))
+    assert int(opt.iterations) == 3

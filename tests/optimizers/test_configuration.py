@@ -1,6 +1,7 @@
 """Every class can be described, made again, pickled and copied."""
 
 import copy
+import dataclasses
 import inspect
 import json
 import pickle
@@ -226,6 +227,36 @@ def test_what_is_no_optimizer_is_refused_by_name():
     for function, wrong in [(gs.get, 3), (gs.serialize, gs.FixedLossScale(8.0))]:
         with pytest.raises(TypeError, match="optimizer"):
             function(wrong)
+    with pytest.raises(ValueError, match="Expected the name of an optimizer"):
+        gs.get(5)  # as Keras documents
+
+
+def test_schedules_by_configuration():
+    """`serialize` and `deserialize` of `schedules` are inverse, also for what Keras wrote and for
+    classes of the user; a schedule is no optimizer, and the error says what to call."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine(gs.schedules.LearningRateSchedule):
+        rate: float = 0.5
+
+        def __call__(self, step):
+            return self.rate / (1 + step)
+
+    of_schedules = gs.schedules
+    for schedule in (of_schedules.CosineDecay(0.5, 3), Mine(0.25)):
+        config = json.loads(json.dumps(of_schedules.serialize(schedule)))
+        assert of_schedules.deserialize(config) == schedule
+    written = {"cycle": False, "decay_steps": 4, "end_learning_rate": 0.0, "power": 1.0}
+    written = {"class_name": "PolynomialDecay", "config": {"initial_learning_rate": 1.0, **written}}
+    assert float(of_schedules.deserialize(written)(2)) == 0.5
+    other = {"class_name": "Other", "config": {"rate": 0.25}}
+    assert of_schedules.deserialize(other, {"Other": Mine}) == Mine(0.25)
+    with pytest.raises(ValueError, match=r"Write gainstage\.schedules\.deserialize"):
+        gs.deserialize(written)
+    with pytest.raises(ValueError, match="'CosineDecay'"):
+        of_schedules.deserialize({"class_name": "Adam", "config": {}})
+    with pytest.raises(TypeError, match="Expected a schedule"):
+        of_schedules.serialize(gs.SGD())
 
 
 def test_decay_that_was_taken_away_stays_away():

@@ -61,7 +61,8 @@ class Configurable:
         # A wrapper must distinguish a given option from a default.
         self = super().__new__(cls)
         try:
-            passed = cls.__signature__.bind_partial(*args, **kwargs).arguments
+            known = {k: v for k, v in kwargs.items() if k in cls.__signature__.parameters}
+            passed = cls.__signature__.bind_partial(*args, **known).arguments
         except TypeError:
             passed = {}  # the constructor itself raises a better error
         object.__setattr__(self, "_given", {k for k, v in passed.items() if v is not None})

@@ -66,7 +66,8 @@ def differentiate(
             if callable(var_list):
                 variables = variables_in(var_list(), "var_list")
             else:
-                variables = [variable for variable in read_by_loss if variable.trainable]
+                trained = (variable for variable in read_by_loss if variable.trainable)
+                variables = sorted(trained, key=lambda variable: variable._created)
         else:
             variables = read_by_loss = variables_in(var_list, "var_list")
             check_floating(variables)

@@ -27,9 +27,8 @@ class _Method(Protocol):
 
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: "Operators", *others: Any, **options: Any) -> Any:
-        own = self.value()  # before the others: v1 lists variables in the order of their reads
         others = tuple(x.value() if isinstance(x, Operators) else x for x in others)
-        return getattr(own, name)(*others, **options)
+        return getattr(self.value(), name)(*others, **options)
 
     apply.__name__, apply.__doc__ = name, f"Calls `{name}` of the array."
     return apply

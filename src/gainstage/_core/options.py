@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from gainstage._core import checks
 from gainstage._core.sharding import axis_names
+from gainstage._core.warn import warn
 
 T = TypeVar("T")
 
@@ -223,6 +224,15 @@ PARAMETERS = [
 ]
 CLIPS = frozenset(["clipnorm", "clipvalue", "global_clipnorm"])
 BEFORE_BUILD = frozenset(name for name, option in OPTIONS.items() if option.builds)
+
+
+def ignore_decay(options: Any) -> None:
+    """Drops the `decay` of older optimizers from a constructor's options, as Keras 3 does."""
+    if options.pop("decay", None) is not None:
+        warn(
+            "`decay` has no effect, as in Keras 3. Write learning_rate=gainstage.schedules."
+            "InverseTimeDecay(learning_rate, 1, decay)."
+        )
 
 
 def check_option(name: str, value: object, others: Mapping[str, Any]) -> Any:

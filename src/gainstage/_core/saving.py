@@ -203,9 +203,13 @@ def check_names(what: str, values: Mapping[str, Any], names: Sequence[str]) -> N
 def _converted(weight: npt.ArrayLike, dtype: np.dtype) -> jax.Array:
     """Converts a value to an array in the dtype of a variable.
 
-    Floating numbers may be rounded, but not become infinite; other numbers must not change."""
+    Floating numbers may be rounded, but not become infinite; other numbers must not change. A whole
+    number of any dtype is an integer."""
     array = weight if isinstance(weight, jax.Array) else np.asarray(weight)
-    if _kind(array.dtype) > _kind(dtype):
+    kinds = _kind(array.dtype), _kind(dtype)
+    if kinds == (_kind(np.dtype(float)), _kind(np.dtype(int))) and not isinstance(array, Tracer):
+        array = np.asarray(array)
+    elif kinds[0] > kinds[1]:
         raise TypeError(f"{array.dtype} in {dtype}")
     if isinstance(array, np.ndarray) and array.dtype != dtype:
         with np.errstate(all="ignore"):

@@ -265,8 +265,8 @@ class Step:
         if self.options.use_ema:
             state = self._average(state, before)
         weights = [
-            weight if variable.constraint is None else self._constrain(variable, weight)
-            for variable, weight in zip(self.variables, state.weights, strict=True)
+            w if g is None or variable.constraint is None else self._constrain(variable, w)
+            for variable, g, w in zip(self.variables, grads, state.weights, strict=True)
         ]
         return state._replace(
             weights=[

@@ -228,6 +228,21 @@ class Store:
                 f"with one; got {learning_rate!r}."
             )
 
+    def rate_now(self, steps_ago: int = 0) -> Variable:
+        """The learning rate of the next step, or of a schedule that some steps ago."""
+        rate, count = self.rate, self.microbatches
+        if isinstance(rate.source, Variable):
+            return rate.source
+        if rate.variable is not None:
+            return rate.variable
+        set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
+
+        def compute() -> jax.Array:
+            step = count.value()
+            return rate.at(jnp.maximum(step - steps_ago, 0) if steps_ago else step)
+
+        return Computed(f"{self.owner}/learning_rate", compute, set_by)
+
     @property
     def in_force(self) -> StepOptions:
         """The active options."""

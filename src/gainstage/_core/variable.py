@@ -1,5 +1,6 @@
 """A mutable box for one array; a leaf of every pytree."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class Variable(Operators):
         trainable: whether the variable is to be trained; for code that collects variables.
         dtype: the dtype, by default that of `initial_value`.
         name: any string; names need not be unique, because variables are compared by identity.
-        constraint: a function of the value, applied by the optimizer after each step.
+        constraint: a function of the value, applied after each step that has a gradient for it.
 
     Raises:
         TypeError: `trainable` is not a bool, or `name` not a string.
@@ -78,6 +79,7 @@ class Variable(Operators):
         self.name: str = name
         self.trainable: bool = trainable
         self.constraint: Callable[[jax.Array], jax.Array] | None = constraint
+        self._created = next(_creations)
         # The traces in which it is bound, innermost last: trace, thread and the value before.
         self._traces: list[tuple[Any, int, Any]] = []
         self._shared = False  # whether others may hold the array, so that it must not be donated
@@ -339,10 +341,8 @@ class Variable(Operators):
         return format(self._number(), spec) if spec else repr(self)
 
     def __repr__(self) -> str:
-        return (
-            f"Variable(name={self.name!r}, shape={self.shape}, dtype={self.dtype}, "
-            f"value={self._value})"
-        )
+        own = f"name={self.name!r}, shape={self.shape}, dtype={self.dtype}, value={self._value}"
+        return f"Variable({own})"
 
     def __eq__(self, other: object) -> Any:
         return self.value() == other if isinstance(other, _NUMBERS) else NotImplemented
@@ -366,7 +366,7 @@ class Variable(Operators):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(with_devices(state))
+        vars(self).update(with_devices(state), _created=next(_creations))
 
 
 # Per thread. `now`: the recorded trace, the variables assigned in it, and their values before.
@@ -386,6 +386,7 @@ def is_inside() -> bool:
 
 
 _EAGER = get_opaque_trace_state()
+_creations = itertools.count()  # numbers variables: version 1 lists them as they were created
 _NUMBERS = (bool, int, float, *ARRAYS)
 
 

@@ -5,7 +5,6 @@
 # mypy: disable-error-code="override, misc"
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from gainstage import optimizers
-from gainstage._core import checks
+from gainstage._core import checks, gradients
 from gainstage._core.of_loss import VarList
 from gainstage._core.options import Setting, check_option
 from gainstage._core.slots import Initializer
@@ -33,8 +32,6 @@ __all__ = [
     "GradientsClipOption",
     "RMSprop",
 ]
-
-LEFT_OVER = ("decay",)  # keywords of Keras's parent class that never had an effect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +95,7 @@ class _MeshOptimizer(Optimizer):
     elementwise = True
     _is_base = True
     _sums_losses = True
+    _steps_ago = 1  # `learning_rate` is that of the last step, except while a step asks for its own
 
     def __init__(
         self,
@@ -109,9 +107,13 @@ class _MeshOptimizer(Optimizer):
         mesh: Mesh | None = None,
         **options: Any,
     ):
-        for option in [option for option in LEFT_OVER if option in options]:
-            warnings.warn(f"{option} has no effect.", stacklevel=3)
-            options.pop(option)
+        if "decay" in options:
+            raise checks.InvalidArgumentError(
+                f"Expected no decay; got {options['decay']!r}. Write learning_rate=gainstage."
+                f"schedules.InverseTimeDecay(learning_rate, 1, decay)."
+            )
+        if name is None:
+            name = next(c.__name__ for c in type(self).__mro__ if c.__module__ == __name__)
         for argument, cls, value in [
             ("gradients_clip_option", GradientsClipOption, gradients_clip_option),
             ("ema_option", EMAOption, ema_option),
@@ -144,8 +146,12 @@ class _MeshOptimizer(Optimizer):
 
     @property
     def learning_rate(self) -> Any:
-        """The current rate; inside `update_step`, the rate of the step."""
-        return super().learning_rate if self._step_rate is None else self._step_rate
+        """The rate of the last step; before any, that of the first. Inside `update_step`, the rate
+        of the step."""
+        if self._step_rate is None or self._store.has_own_rate:  # which starts from the optimizer's
+            wrapped = self._store.wrapper is not None  # it asks for the rate of its step here
+            return self._store.rate_now(0 if wrapped else self._steps_ago)
+        return self._step_rate
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:
@@ -168,9 +174,16 @@ class _MeshOptimizer(Optimizer):
         model_variable: Variable,
         variable_name: str | None = None,
         initial_value: Initializer | npt.ArrayLike | None = None,
+        *,
+        shape: Sequence[int] | None = None,
     ) -> Variable:
         """Adds a slot with the sharding of `model_variable`; it starts at `initial_value`, or 0. It
-        is called `{name}/{variable_name}/{model_variable.name}`."""
+        is called `{name}/{variable_name}/{model_variable.name}`. One of another `shape` is
+        replicated; with an `initial_value` that has no effect, as in TensorFlow 2.15."""
+        if shape is not None and initial_value is None and tuple(shape) != model_variable.shape:
+            dtype = gradients.float32_or_wider(model_variable.dtype)
+            name = f"{variable_name or 'var'}/{model_variable.name}"
+            return super().add_variable(shape, "zeros", dtype, name=name)
         initializer = "zeros" if initial_value is None else initial_value
         return super().add_variable_from_reference(model_variable, variable_name, initializer)
 
@@ -185,14 +198,22 @@ class _MeshOptimizer(Optimizer):
             gradient: the unscaled, clipped gradient, in float32 or wider.
             variable: the variable. `self.learning_rate` is the rate of the step.
         """
-        super().update_step(gradient, variable, self.learning_rate)
+        rate = self.learning_rate if self._step_rate is None else self._step_rate
+        super().update_step(gradient, variable, rate)
 
     def _update_one(self, gradient: jax.Array, variable: Variable, rate: jax.Array) -> None:
-        self._step_rate = rate
+        self._step_rate, self._steps_ago = rate, 0
         try:
             self.update_step(gradient, variable)
         finally:
-            self._step_rate = None
+            self._step_rate, self._steps_ago = None, 1
+
+    def _rate_of_step(self) -> jax.Array | None:
+        self._steps_ago = 0
+        try:
+            return super()._rate_of_step()
+        finally:
+            self._steps_ago = 1
 
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None
@@ -208,8 +229,16 @@ class _MeshOptimizer(Optimizer):
         summed."""
         self.apply_gradients(self.compute_gradients(loss, var_list, tape))
 
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Takes a step on (gradient, variable) pairs, already reduced over the whole mesh."""
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        name: str | None = None,
+        skip_gradients_aggregation: bool = False,
+        *,
+        experimental_aggregate_gradients: bool = True,
+    ) -> None:
+        """Takes a step on (gradient, variable) pairs, already reduced over the whole mesh. The last
+        three arguments are those of TensorFlow 2.13 to 2.15, and have no effect."""
         super().apply_gradients(grads_and_vars)
 
 

@@ -19,8 +19,8 @@ from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import VarList
 from gainstage._core.slots import Initializer
 from gainstage._core.step import StepInputs
-from gainstage._core.store import ScalingWrapper, Store
-from gainstage._core.types import Given, PyTree, Scalar, Values
+from gainstage._core.store import Computed, ScalingWrapper, Store
+from gainstage._core.types import Given, PyTree, Rate, Scalar, Values
 from gainstage._core.variable import Variable
 from gainstage.compat import live
 from gainstage.optimizers.base import Optimizer
@@ -49,8 +49,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         inner_optimizer: the optimizer that takes the steps.
         dynamic: whether the scale adapts.
         initial_scale: the first scale, by default `2**15`; required if `dynamic` is False.
-        dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000;
-            not allowed if `dynamic` is False.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, by default 2000; 0
+            means 1. Not allowed if `dynamic` is False.
 
     Raises:
         TypeError: no optimizer, one that is wrapped, or `dynamic` is not a bool.
@@ -81,11 +81,26 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         initial_scale: float | None = None,
         dynamic_growth_steps: int | None = None,
     ):
-        scales = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        steps = "dynamic_growth_steps"
+        scales = {"initial_scale": initial_scale, steps: dynamic_growth_steps}
         given: dict[str, Any] = {name: value for name, value in scales.items() if value is not None}
+        if dynamic_growth_steps is not None:
+            given[steps] = max(checks.integer(steps, dynamic_growth_steps, low=0), 1)
         self._given = set(given)
         super().__init__(inner_optimizer, dynamic=dynamic, **given)
         self._forgotten = {"get_scaled_loss", "get_unscaled_gradients"}
+
+    @property
+    def learning_rate(self) -> Variable:
+        """The inner optimizer's learning rate. Of a schedule, the rate of the last step; before
+        any, that of the first."""
+        rate = self._inner.learning_rate
+        scheduled = isinstance(rate, Computed) and not self._store.has_own_rate
+        return self._store.rate_now(steps_ago=1) if scheduled else rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Rate) -> None:
+        self._inner.learning_rate = learning_rate
 
     @property
     def lr(self) -> Variable:
@@ -104,6 +119,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         if self._is_of_inner(name):
             return getattr(self._inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        inner = filter(self._is_of_inner, type(self._inner).__signature__.parameters)
+        return [*super().__dir__(), *inner]
 
     def _get_option(self, name: str) -> Any:
         return self._inner._get_option(name)
@@ -166,8 +185,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         synchronization: object = None,
         aggregation: object = None,
     ) -> Variable:
-        """Adds a variable to the state, with TensorFlow's order of arguments; the last three have
-        no effect."""
+        """Adds a variable to the state. The last three of TensorFlow's arguments have no effect."""
         return self.add_variable(shape, initializer, dtype, name=name)
 
     @property
@@ -218,8 +236,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
             var_list: the variables to train, or a callable that returns them, called after the
                 loss.
             grad_loss: weights of the loss's elements; None for 1.
-            name: accepted for TensorFlow and ignored.
-            tape: must be None: there are no tapes here.
+            name, tape: accepted for TensorFlow; `tape` must be None, as there are no tapes here.
         """
         _refuse(tape)
         if grad_loss is not None:
@@ -229,8 +246,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def compute_gradients(
         self, loss: Callable[[], Any], var_list: VarList, tape: object = None
     ) -> list[tuple[jax.Array | None, Variable]]:
-        """Returns the unscaled (gradient, variable) pairs of a loss, a callable. A loss that is not
-        a scalar is summed."""
+        """Returns the unscaled (gradient, variable) pairs of a loss, whose elements are summed."""
         _refuse(tape)
         pairs = super().compute_gradients(loss, var_list)
         self._uses.divide([gradient for gradient, _ in pairs])
@@ -245,8 +261,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return [gradient for gradient, _ in self._all_gradients(loss, params)]
 
     def get_updates(self, loss: Callable[[], Any], params: VarList) -> list[Variable]:
-        """Takes a step as `minimize`, and returns `iterations` in a list; raises as
-        `get_gradients`."""
+        """Takes a step as `minimize`; returns `iterations` in a list. Raises as `get_gradients`."""
         return [self.apply_gradients(self._all_gradients(loss, params))]
 
     def _all_gradients(self, loss: Callable[[], Any], params: VarList) -> Any:

@@ -28,7 +28,7 @@ Pairs = list[tuple[Any, Variable]]
 Number = float | Variable | Callable[[], float]
 # The attribute of our rule for each number of a rule there, and its check.
 NUMBERS = {
-    "momentum": ("momentum", within(low=0, high=1)),
+    "momentum": ("momentum", checks.real),
     "beta1": ("beta_1", within(low=0, below=1)),
     "beta2": ("beta_2", within(low=0, below=1)),
     "epsilon": ("epsilon", within(low=0)),
@@ -135,7 +135,7 @@ class Optimizer:
         Args:
             loss: a callable of no argument; a result that is not a scalar is summed.
             var_list: the variables, or a callable that returns them, called after the loss. By
-                default all trainable variables that the loss reads, in that order.
+                default all trainable variables that the loss reads, in the order of creation.
             gate_gradients: `GATE_NONE`, `GATE_OP` or `GATE_GRAPH`; no effect, since XLA decides.
             aggregation_method, colocate_gradients_with_ops: no effect.
             grad_loss: weights of the loss's elements; None for 1.
@@ -246,7 +246,7 @@ class MomentumOptimizer(Optimizer):
 
     Args:
         learning_rate: a number, a variable, a schedule, or a callable.
-        momentum: a number in [0, 1], a variable, or a callable of no argument. The last two are
+        momentum: any finite number, a variable, or a callable of no argument. The last two are
             read in each step; a new value compiles the step again.
         use_locking, name: as for every `Optimizer`.
         use_nesterov: whether to use Nesterov momentum.
@@ -289,7 +289,7 @@ class _Momentum(_SlotNames, optimizers.SGD):
     """TensorFlow 1's rule: the learning rate multiplies the momentum, not the gradient."""
 
     elementwise = True
-    momentum: Setting[float] = Setting(check=within(low=0, high=1))  # it always has a slot
+    momentum: Setting[float] = Setting(check=checks.real)  # it always has a slot
 
     def build(self, var_list: Sequence[Variable]) -> None:
         super().build(var_list)

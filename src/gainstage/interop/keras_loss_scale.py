@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._core import gradients
@@ -280,6 +281,25 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Loads the state, also what Keras's own wrapper of a Nadam has saved without its product;
+        it is then computed, with a warning."""
+        inner, keys = self.inner_optimizer, store.keys()
+        if isinstance(inner, keras.optimizers.Nadam) and len(keys) == len(self.variables) - 1:
+            place = {id(variable): i for i, variable in enumerate(self.variables)}
+            values = [store[str(i)] for i in range(len(keys))]
+            count = int(np.asarray(values[place[id(inner._iterations)]]))
+            taken = np.arange(1, 1 + count // (inner.gradient_accumulation_steps or 1))
+            product = np.prod(inner.beta_1 * (1 - 0.5 * 0.96**taken))
+            values.insert(place[id(inner._u_product)], product)
+            store = {str(i): value for i, value in enumerate(values)}
+            warn(
+                f"Keras's LossScaleOptimizer does not save the product of a Nadam's momenta. For "
+                f"{inner.name!r} it was computed from its iterations and beta_1, which are right "
+                f"if beta_1 never changed."
+            )
+        super().load_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; without a rule, Keras's own class takes them too."""

@@ -24,6 +24,7 @@ from gainstage._core.options import (
     Arguments,
     OptimizerOptions,
     check_option,
+    ignore_decay,
 )
 from gainstage._core.run import Runner, by_place, check_bound, fitted, listed
 from gainstage._core.saving import Saved, shown, wrong_count
@@ -110,6 +111,7 @@ class Optimizer(Configurable, Arguments, Saved):
     def __init__(
         self, learning_rate: Rate, *options: Any, **named_options: Unpack[OptimizerOptions]
     ):
+        ignore_decay(named_options)
         try:
             bound = Optimizer.__signature__.bind(learning_rate, *options, **named_options)
         except TypeError as error:
@@ -236,14 +238,7 @@ class Optimizer(Configurable, Arguments, Saved):
         """The current learning rate, a float32 variable. A number can be assigned without
         recompiling a step. With a schedule or another callable the rate is computed and cannot be
         assigned. If the optimizer was created with a variable, it is that one."""
-        rate, count = self._store.rate, self._store.microbatches
-        if isinstance(rate.source, Variable):
-            return rate.source
-        if rate.variable is not None:
-            return rate.variable
-        set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
-        name = f"{self._store.owner}/learning_rate"
-        return Computed(name, lambda: rate.at(count.value()), set_by)
+        return self._store.rate_now()
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Rate) -> None:

@@ -9,7 +9,7 @@ from gainstage._core import checks, gradients, saving
 from gainstage._core.configurable import deserialize, serialize
 from gainstage._core.gradients import WithLoss
 from gainstage._core.of_loss import VarList
-from gainstage._core.options import OPTIONS, Fixed, WrapperOptions, check_option
+from gainstage._core.options import OPTIONS, Fixed, WrapperOptions, check_option, ignore_decay
 from gainstage._core.readings import all_finite
 from gainstage._core.saving import shown
 from gainstage._core.scaled_state import applied_in, observed_in
@@ -103,6 +103,7 @@ class LossScaleOptimizer(Retrying):
     ):
         check_inner(inner_optimizer, self._given, self._inner_argument)
         self._rule = rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
+        ignore_decay(options)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
         store = inner_optimizer._store

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gainstage import optimizers
+from gainstage import optimizers, schedules
 from gainstage._core import configurable
+from gainstage._core.checks import InvalidArgumentError
 from gainstage.optimizers.base import Optimizer
 from gainstage.optimizers.loss_scale import LossScaleOptimizer
 
@@ -54,6 +55,11 @@ def deserialize(
     name = config.get("class_name") if isinstance(config, Mapping) else None
     if isinstance(name, str) and name not in (custom_objects or {}):
         config = {**config, "class_name": _BUILT_IN.get(name.lower(), name)}
+    if name in schedules.__all__:
+        raise ValueError(
+            f"Expected a configuration of an optimizer; got that of {name}. Write "
+            f"gainstage.schedules.deserialize(config)."
+        )
     return configurable.deserialize(config, Optimizer, custom_objects)
 
 
@@ -65,8 +71,9 @@ def get(identifier: str | Mapping[str, Any] | Optimizer | None) -> Optimizer | N
             an optimizer, which is returned unchanged; or None, which returns None.
 
     Raises:
-        TypeError: `identifier` is anything else, or its class has no default arguments.
-        ValueError: the name is unknown, or the configuration is malformed.
+        TypeError: its class has no default arguments.
+        ValueError: the name is unknown, or the configuration is malformed. If `identifier` is
+            anything else, it is a TypeError too.
 
     Examples:
         >>> import gainstage as gs
@@ -81,6 +88,6 @@ def get(identifier: str | Mapping[str, Any] | Optimizer | None) -> Optimizer | N
         return deserialize({"class_name": identifier, "config": {}})
     if isinstance(identifier, Mapping):
         return deserialize(identifier)
-    raise TypeError(
+    raise InvalidArgumentError(
         f"Expected the name of an optimizer, a configuration or an optimizer; got {identifier!r}."
     )
