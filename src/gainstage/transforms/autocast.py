@@ -45,7 +45,7 @@ __all__ = ["autocast", "keep_float32"]
 # Operations that compute in half precision.
 # A constant between these is too large to be added in half precision, and no mask.
 OFFSETS = 16.0, 4096.0
-LARGE = 1024.0  # a number that is too large to multiply half-precision numbers of any size
+LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 # Operations in half precision if their operands are, or may be rounded, as those that move.
 FOLLOWERS = frozenset(
@@ -324,7 +324,7 @@ class _Caster:
 def _is_by_a_large_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
     """Whether a product of elements has a number of the program that may make it overflow."""
     numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
-    return eqn.primitive.name == "mul" and any(abs(float(x)) >= LARGE for x in numbers)
+    return eqn.primitive.name == "mul" and any(abs(float(x)) >= LARGE_FACTOR for x in numbers)
 
 
 def _is_precise(eqn: JaxprEqn) -> bool:

@@ -39,7 +39,7 @@ def _visit(program: AnyJaxpr, wanted: Sequence[bool], path: Path, paths: set[Pat
     """Adds the paths of a program, of whose results some are wanted; returns for each of its
     arguments whether it is wanted."""
     jaxpr = jaxprs.open_jaxpr(program)
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}  # by which equation
+    made = {v: eqn for _, eqn in jaxprs.backwards(jaxpr) for v in eqn.outvars}  # by which equation
     known = {v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted}
     for n, eqn in jaxprs.backwards(jaxpr):
         results = [v in known for v in eqn.outvars]
