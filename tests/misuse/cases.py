@@ -110,6 +110,54 @@ tx.update(jax.grad(lambda w: gs.scale_loss(plain(w), state))(w), state, w)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w, loss_scale=gs.loss_scale(state))
 """),
+    "scale_loss inside of value_and_grad, for a penalty and for a log": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def penalty(w):
+    return plain(jax.grad(lambda x: gs.scale_loss(plain(w * x), state))(w) / gs.loss_scale(state))
+gs.value_and_grad(penalty, state)(w)
+gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.scale_loss(plain(w), state)}), state, has_aux=True)(w)
+gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) / gs.loss_scale(state), state)(w)
+"""),
+    "a scale by hand that never changes": ("warns", "constant of a compiled function", """
+tx = gs.loss_scaled(sgd); state = tx.init(w); scale = float(gs.loss_scale(state))
+step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "scales by hand that are right": ("works", "", """
+tx = gs.loss_scaled(sgd, gs.FixedLossScale(8.0)); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: 8.0 * plain(w))(w), s, w, loss_scale=8.0)[1])
+for _ in range(3): state = step(w, state)
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+for _ in range(3):
+    scale = float(gs.loss_scale(state))
+    state = tx.update(jax.grad(lambda w: scale * plain(w))(w), state, w, loss_scale=scale)[1]
+step = jax.jit(lambda w, s, scale: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
+for _ in range(3): state = step(w, state, gs.loss_scale(state))
+"""),
+    "true gradients in float16": ("warns", "lost the small", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("float16"), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "true gradients in bfloat16, scaled ones in float16": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("bfloat16"), s, w)[1])
+for _ in range(3): state = step(w, state)
+grad = lambda w, s: jax.grad(lambda w: gs.scale_loss(plain(w), s))(w).astype("float16")
+step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.loss_scale(s))[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "nan_to_num of gradients": ("warns", "Leave it out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(2 * jnp.nan_to_num(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "nan_to_num of a loss, and of NaN alone": ("works", "", """
+tx, loss = gs.loss_scaled(sgd), lambda w: jnp.nan_to_num(plain(w)); state = tx.init(w)
+keeps = lambda g: jnp.nan_to_num(g, posinf=jnp.inf, neginf=-jnp.inf)
+step = jax.jit(lambda w, s: tx.update(keeps(gs.value_and_grad(loss, s)(w)[1]), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
     "by hand": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 grads = jax.grad(lambda w: gs.scale_loss(plain(w), state))(w)
@@ -447,10 +495,9 @@ gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state), state)(w)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
 """),
-    "scale_loss of a part, in value_and_grad": ("warns", "multiplied twice", """
+    "scale_loss of a part, in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-grads = gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)[1]
-tx.update(grads, state, w)
+gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)
 """),
     "a state that a scan closes over, in a compiled epoch": ("warns", "a part of the carry", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)

@@ -25,7 +25,7 @@ from gainstage._core.sharding import (
 )
 from gainstage._core.stats import check_telemetry, leaves_and_none
 from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._core.unscaled import FROZEN, STALE, UPDATED, fault
+from gainstage._core.unscaled import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
 from gainstage._core.watch import SAME_STATE, Repeats
@@ -200,11 +200,12 @@ def loss_scaled_within(
             raise wrong_state(state)
         if own != jax.tree.structure(state.loss_scale) and not is_fixed:
             raise wrong_rule(rule, state.loss_scale)
-        divides, wrong = loss_scale is not None, None
+        wrong = None
         if warns:
             ruled = starts_at_own and not isinstance(state, WithLossScaleState)
-            wrong = fault(state.loss_scale.scale, divides, is_inside(), ruled)
-        if wrong and wrong not in told and not (wrong in (STALE, FROZEN) and is_fixed):
+            scale = state.loss_scale.scale
+            wrong = fault(scale, loss_scale, is_inside(), ruled, updates, params)
+        if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
             told.add(wrong)
             warn(wrong)
         scale = None
