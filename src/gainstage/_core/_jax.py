@@ -91,10 +91,10 @@ trace_of = operator.attrgetter("_trace")  # the trace that a tracer belongs to
 trace_ctx = core.trace_ctx  # its `trace` is that of new operations
 
 
-def computed_by(values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The equations of a trace that compute values, the last ones first, and the tracers that no
-    equation has computed, such as its arguments."""
-    todo, seen = deque(values), set[int]()
+def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations of a trace that compute values from known ones and others, the last ones
+    first, and these others, which no equation has computed, such as arguments of the trace."""
+    todo, seen = deque(values), set(map(id, known))
     equations: dict[int, Any] = {}
     given: list[Any] = []
     while todo:

@@ -53,6 +53,11 @@ FILLED = (
     "jnp.nan_to_num in front of this update of gainstage.loss_scaled makes an overflow a huge "
     "finite number, which destroys the weights. Leave it out: update skips such a step."
 )
+PLAIN_GRAD_FN = (
+    "The gradients of grad_fn in this update of gainstage.loss_scaled were computed without the "
+    "loss scale, so small ones are lost. Write grad_fn=lambda params, i: "
+    "gainstage.value_and_grad(loss_fn, opt_state)(params, *batch)[1]."
+)
 STALE = (
     "The gradients of this update of gainstage.loss_scaled were computed with the scale of another "
     "state, which never changes. In each step, compute them with the state that update gets: "
@@ -149,7 +154,8 @@ def fault(
     if "true" in uses:
         if by is not None:
             return TWICE
-        for x in jax.tree.leaves(grads):
+        leaves: list[Any] = jax.tree.leaves(grads)
+        for x in leaves:
             if getattr(x, "dtype", None) == np.float16:
                 return NARROW
             for _ in range(4):  # what was done to it last
@@ -163,7 +169,7 @@ def fault(
     if by is not None:
         moves = isinstance(by, Tracer) or not isinstance(scale, Tracer)
         return None if moves else UNMOVED
-    if "used" in uses and not _is_plain(grads, scale, params):
+    if "used" in uses and not is_plain(grads, scale, params):
         return None
     if "multiplied" in uses:
         return None if "read" in uses else NOT_DIVIDED
@@ -171,22 +177,23 @@ def fault(
         if "constant" in known or ("waiting" in known and _of_one_trace(scale, other())):
             return STALE
     waiting = any("waiting" in known for _, known in _SCALES.values())
-    if (waiting or _UNKNOWN) and not _is_plain(grads, scale, params):
+    if (waiting or _UNKNOWN) and not is_plain(grads, scale, params):
         return NO_USE if ruled and not waiting and {"itself"} == _UNKNOWN else None
     return NOT_SCALED
 
 
-def _is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
-    """Whether gradients were computed in the trace of a scale, by no scale at all, for sure."""
-    leaves = [g for g in jax.tree.leaves(grads) if np.ndim(g)]
+def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
+    """Whether gradients were computed in this trace, and for sure by no scale."""
+    leaves: list[Any] = [g for g in jax.tree.leaves(grads) if np.ndim(g)]
     if not leaves or not all(hasattr(x, "parent") and x.parent for x in leaves):
         return False
-    equations, given = computed_by(leaves)
-    shapes = {g.shape for g in leaves}
-    known = {id(x) for x in (*jax.tree.leaves(params), *leaves)}
-    for x in given:  # another array of the shape of a gradient may be one, of another trace
-        is_other = not isinstance(getattr(x, "val", None), Literal) and id(x) not in known
-        if x is scale or (is_other and np.shape(x) in shapes):
+    equations, given = computed_by(leaves, jax.tree.leaves(params))
+    shapes = {g.shape for g in leaves}  # an array of such a shape may be a gradient too
+    if not isinstance(scale, Tracer) or trace_of(scale) is not trace_of(leaves[0]):
+        shapes.add(())  # and any number the scale, as the trace of these gradients names it
+    for x in given:
+        is_array = not isinstance(getattr(x, "val", None), Literal)
+        if x is scale or (is_array and np.shape(x) in shapes):
             return False
     if any(equation.effects for equation in equations):
         return False
