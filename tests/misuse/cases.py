@@ -19,6 +19,8 @@ AROUND = {
     "MultiSteps around it": "optax.MultiSteps(gs.loss_scaled(sgd), 2)",
     "apply_if_finite around it": "optax.apply_if_finite(gs.loss_scaled(sgd), 3)",
     "mechanize around it": "optax.contrib.mechanize(gs.loss_scaled(sgd))",
+    "schedule_free around it": "optax.contrib.schedule_free(gs.loss_scaled(sgd), 0.1)",
+    "conditionally_transform around it": "optax.transforms.conditionally_transform(gs.loss_scaled(sgd), lambda n: n < 3)",
     "masked around it": "optax.masked(gs.loss_scaled(sgd), True)",
     "multi_transform around it": "optax.multi_transform({'a': gs.loss_scaled(sgd)}, 'a')",
     "partition around it": "optax.partition({'a': gs.loss_scaled(sgd)}, 'a')",
@@ -29,6 +31,7 @@ FINE = {
     "a chain inside": "gs.loss_scaled(optax.chain(optax.clip(1.0), sgd))",
     "MultiSteps inside": "gs.loss_scaled(optax.MultiSteps(sgd, 2))",
     "zero_nans inside": "gs.loss_scaled(optax.chain(optax.zero_nans(), sgd))",
+    "schedule_free inside": "gs.loss_scaled(optax.contrib.schedule_free(sgd, 0.1))",
     "apply_if_finite inside": "gs.loss_scaled(optax.apply_if_finite(sgd, 3))",
     "weight decay behind": "optax.chain(gs.loss_scaled(sgd), optax.add_decayed_weights(-0.1))",
     "multi_transform inside": "gs.loss_scaled(optax.multi_transform({'a': sgd}, 'a'))",
@@ -65,6 +68,17 @@ assert jnp.isfinite(gs.loss_scale(state)), state
     for name, tx in FINE.items()
 }  # fmt: skip
 CASES |= {
+    "lookahead around it": ("refused", "Write\\s*gainstage.loss_scaled", """
+pair, tx = optax.LookaheadParams.init_synced(w), optax.lookahead(gs.loss_scaled(sgd), 3, 0.5)
+gs.value_and_grad(plain, tx.init(pair))(pair.fast)
+"""),
+    "lookahead inside": ("works", "", """
+pair, tx = optax.LookaheadParams.init_synced(w), gs.loss_scaled(optax.lookahead(sgd, 3, 0.5))
+state, step = tx.init(pair), gs.train_step(lambda p, x: plain(p.fast, x), tx)
+step = jax.jit(lambda p, s, x: tx.update(gs.value_and_grad(plain, s)(p.fast, x)[1], s, p))
+for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.apply_updates(pair, updates, state)
+assert (pair.fast < 1).all() and state.inner.steps_since_sync == 2
+"""),
     # ── two scales, or none ──────────────────────────────────────────────────────────────────
     "self_scaled in train_step": ("refused", "two scales", """
 gs.train_step(gs.self_scaled(plain), gs.loss_scaled(sgd))
@@ -109,6 +123,90 @@ tx.update(jax.grad(lambda w: gs.scale_loss(plain(w), state))(w), state, w)
     "divided twice": ("warns", "Leave loss_scale= out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w, loss_scale=gs.loss_scale(state))
+"""),
+    "scale_loss inside of value_and_grad, for a penalty and for a log": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def penalty(w):
+    return plain(jax.grad(lambda x: gs.scale_loss(plain(w * x), state))(w) / gs.loss_scale(state))
+gs.value_and_grad(penalty, state)(w)
+gs.value_and_grad(lambda w: (plain(w), {"scaled": gs.scale_loss(plain(w), state)}), state, has_aux=True)(w)
+gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) / gs.loss_scale(state), state)(w)
+"""),
+    "a scale by hand that never changes": ("warns", "constant of a compiled function", """
+tx = gs.loss_scaled(sgd); state = tx.init(w); scale = float(gs.loss_scale(state))
+step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "scales by hand that are right": ("works", "", """
+tx = gs.loss_scaled(sgd, gs.FixedLossScale(8.0)); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(jax.grad(lambda w: 8.0 * plain(w))(w), s, w, loss_scale=8.0)[1])
+for _ in range(3): state = step(w, state)
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+for _ in range(3):
+    scale = float(gs.loss_scale(state))
+    state = tx.update(jax.grad(lambda w: scale * plain(w))(w), state, w, loss_scale=scale)[1]
+step = jax.jit(lambda w, s, scale: tx.update(jax.grad(lambda w: scale * plain(w))(w), s, w, loss_scale=scale)[1])
+for _ in range(3): state = step(w, state, gs.loss_scale(state))
+"""),
+    "true gradients in float16": ("warns", "lost the small", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("float16"), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "true gradients in bfloat16, scaled ones in float16": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1].astype("bfloat16"), s, w)[1])
+for _ in range(3): state = step(w, state)
+grad = lambda w, s: jax.grad(lambda w: gs.scale_loss(plain(w), s))(w).astype("float16")
+step = jax.jit(lambda w, s: tx.update(grad(w, s), s, w, loss_scale=gs.loss_scale(s))[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "nan_to_num of gradients": ("warns", "Leave it out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(2 * jnp.nan_to_num(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "nan_to_num of a loss, and of NaN alone": ("works", "", """
+tx, loss = gs.loss_scaled(sgd), lambda w: jnp.nan_to_num(plain(w)); state = tx.init(w)
+keeps = lambda g: jnp.nan_to_num(g, posinf=jnp.inf, neginf=-jnp.inf)
+step = jax.jit(lambda w, s: tx.update(keeps(gs.value_and_grad(loss, s)(w)[1]), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "SAM with an unscaled grad_fn": ("warns", "grad_fn=lambda", """
+tx = gs.loss_scaled(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
+def step(w, state):
+    grads = gs.value_and_grad(plain, state)(w)[1]
+    return tx.update(grads, state, w, grad_fn=jax.grad(lambda w, _: plain(w)))[1]
+step = jax.jit(step)
+for _ in range(3): state = step(w, state)
+"""),
+    "SAM with a scaled grad_fn": ("works", "", """
+tx = gs.loss_scaled(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
+ways = [lambda state: lambda w, _: gs.value_and_grad(plain, state)(w)[1],
+        lambda state: jax.grad(lambda w, _: gs.self_scaled(plain)(w)),
+        lambda state: jax.jit(jax.grad(gs.self_scaled(lambda w, _: plain(w))))]
+for way in ways:
+    def step(w, state):
+        grads = gs.value_and_grad(plain, state)(w)[1]
+        return tx.update(grads, state, w, grad_fn=way(state))[1]
+    state = jax.jit(step)(w, state)
+"""),
+    "a value_fn that a line search differentiates": ("works", "", """
+loss = lambda w: half(w, X) * 2.0**-26
+def search(grads, state, w, *, value_fn, **_): return jax.grad(value_fn)(w) / value_fn(w), state
+tx = gs.loss_scaled(optax.GradientTransformationExtraArgs(lambda w: (), search)); state = tx.init(W)
+def step(w, state, value_fn):
+    value, grads = gs.value_and_grad(loss, state)(w)
+    return tx.update(grads, state, w, value=value, value_fn=value_fn)
+for fn in (loss, gs.self_scaled(loss), lambda w: gs.self_scaled(loss)(w)):
+    for update in (jax.jit(step, static_argnums=2), step):
+        np.testing.assert_allclose(update(W, state, fn)[0], 0.5, rtol=1e-3)
+tx = gs.loss_scaled(optax.lbfgs()); state = tx.init(w)
+for _ in range(9):
+    loss, grads = gs.value_and_grad(plain, state)(w)
+    updates, state = tx.update(grads, state, w, value=loss, grad=grads, value_fn=plain)
+    w = gs.apply_updates(w, updates, state)
+assert loss < 1e-6
 """),
     "by hand": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -447,10 +545,9 @@ gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state), state)(w)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
 """),
-    "scale_loss of a part, in value_and_grad": ("warns", "multiplied twice", """
+    "scale_loss of a part, in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
-grads = gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)[1]
-tx.update(grads, state, w)
+gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)
 """),
     "a state that a scan closes over, in a compiled epoch": ("warns", "a part of the carry", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)

@@ -817,7 +817,7 @@ def told(code, update="", length=23):
     """The beginnings of the warnings of a loop, where nothing was scaled or told before."""
     forget()
     names = {"jax": jax, "jnp": jnp, "optax": optax, "gs": gs, "warnings": warnings}
-    names |= {"w": jnp.ones(3), "loss_fn": lambda w: (w * w).sum()}
+    names |= {"P": jax.sharding.PartitionSpec, "w": jnp.ones(3), "loss_fn": lambda w: (w * w).sum()}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         exec(code.replace("{update}", update), names)
@@ -911,6 +911,37 @@ def step(w, one, two):
     return tx.update(second, two, w), tx.update(first, one, w)
 step(w, one, two)
 """),
+    "with the scale as a metric": ("No loss was multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+@jax.jit
+def step(w, state):
+    loss, grads = jax.value_and_grad(loss_fn)(w)
+    return tx.update(grads, state, w)[1], {"loss": loss, "scale": gs.loss_scale(state)}
+@jax.jit
+def other(w, state):
+    metrics = {"scale": gs.loss_scale(state)}
+    return tx.update(jax.jit(jax.grad(loss_fn))(w), state, w)[1], metrics
+for _ in range(3): state, _ = other(w, state); state, _ = step(w, state)
+"""),
+    "after a look at a gradient": ("No loss was multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); gs.value_and_grad(loss_fn, tx.init(w))(w); state = tx.init(w)
+step = jax.jit(lambda w, state: tx.update(jax.grad(loss_fn)(w), state, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "beside a gradient of another model": ("No loss was multiplied", """
+tx, other = (gs.loss_scaled(optax.sgd(0.1)) for _ in range(2)); state = tx.init(w)
+norm = jax.jit(lambda w, state: jnp.linalg.norm(gs.value_and_grad(loss_fn, state)(w)[1]))
+step = jax.jit(lambda w, state: tx.update(jax.grad(loss_fn)(w), state, w)[1])
+for _ in range(3): norm(w, other.init(w)); state = step(w, state)
+"""),
+    "beside a loss that scales itself": ("No loss was multiplied", """
+tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
+@jax.jit
+def step(w, one, two):
+    first, second = jax.grad(gs.self_scaled(loss_fn))(w), jax.grad(loss_fn)(2 * w)
+    return tx.update(first, one, w)[1], tx.update(second, two, w)[1]
+one, two = step(w, one, two)
+"""),
     "of another model": ("scale of another state", """
 tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 tx.update(gs.value_and_grad(loss_fn, one)(w)[1], two, w)
@@ -987,6 +1018,47 @@ for _ in range(3):
     scale = gs.loss_scale(state)
     grads = jax.grad(lambda w: gs.scale_loss(loss_fn(w), state))(w)
     _, state = tx.update(grads, state, w, loss_scale=scale)
+""",
+    "scaled by hand, compiled, in all ways": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+by_scale = lambda w, scale: jax.grad(lambda w: loss_fn(w) * scale)(w)
+ways = [
+    lambda w, scale: by_scale(w, scale) / scale,
+    lambda w, scale: jax.jit(by_scale)(w, scale) / scale,
+    lambda w, scale: jax.jit(lambda w: by_scale(w, scale))(w) * (1 / scale),
+    lambda w, scale: jax.vmap(by_scale, (0, None))(w[None], scale)[0] / scale,
+    lambda w, scale: jax.lax.fori_loop(0, 3, lambda _, g: g + by_scale(w, scale), 0 * w) / scale,
+    lambda w, scale: jax.lax.cond(scale > 0, by_scale, lambda w, scale: w, w, scale) / scale,
+    lambda w, scale: jax.vjp(loss_fn, w)[1](scale)[0] / scale,
+    lambda w, scale: jax.grad(jax.checkpoint(lambda w: loss_fn(w) * scale))(w) / scale,
+    lambda w, scale: jax.shard_map(by_scale, mesh=jax.make_mesh((1,), "x"), in_specs=(P(), P()),
+                                   out_specs=P())(w, scale) / scale,
+]
+for way in ways:
+    @jax.jit
+    def step(w, state):
+        scale = gs.loss_scale(state)
+        return tx.update(way(w, scale), state, w)[1], scale
+    for _ in range(2): state, _ = step(w, state)
+""",
+    "scaled by itself, with the scale as a metric": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+once, local = gs.self_scaled(loss_fn, retries=0), gs.locally_scaled(loss_fn, 8.0)
+for loss in (gs.self_scaled(loss_fn), once, local):
+    for grad in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.checkpoint(jax.grad(loss))):
+        @jax.jit
+        def step(w, state):
+            return tx.update(0.5 * grad(w), state, w)[1], gs.loss_scale(state)
+        for _ in range(2): state, _ = step(w, state)
+""",
+    "two compiled functions with the scale as a metric": """
+tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
+compute = jax.jit(lambda w, state: gs.value_and_grad(loss_fn, state)(w)[1])
+@jax.jit
+def update(grads, state, w):
+    grads = grads + jax.grad(lambda w: 1e-4 * (w * w).sum())(w)
+    return tx.update(grads, state, w)[1], gs.loss_scale(state)
+for _ in range(3): state, _ = update(compute(w, state), state, w)
 """,
     "a scale among the parameters": """
 tx = gs.loss_scaled(optax.sgd(0.1)); params = gs.with_loss_scale(w); state = tx.init(params)

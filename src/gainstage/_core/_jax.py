@@ -5,7 +5,8 @@ Each exists in jax 0.10.2, 0.11.2 and 0.12.0.1.
 
 import operator
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -50,6 +51,7 @@ __all__ = [
     "ShapedArray",
     "Tracer",
     "Var",
+    "computed_by",
     "dce_jaxpr",
     "get_opaque_trace_state",
     "holds_arrays",
@@ -87,6 +89,26 @@ def return_to_trace() -> Callable[[], AbstractContextManager[None]]:
 
 trace_of = operator.attrgetter("_trace")  # the trace that a tracer belongs to
 trace_ctx = core.trace_ctx  # its `trace` is that of new operations
+
+
+def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The equations of a trace that compute values from known ones and others, the last ones
+    first, and these others, which no equation has computed, such as arguments of the trace."""
+    todo, seen = deque(values), set(map(id, known))
+    equations: dict[int, Any] = {}
+    given: list[Any] = []
+    while todo:
+        tracer = todo.popleft()
+        if id(tracer) in seen:
+            continue
+        seen.add(id(tracer))
+        equation = getattr(tracer, "parent", None)
+        if equation is None:
+            given.append(tracer)
+        elif id(equation) not in equations:
+            equations[id(equation)] = equation
+            todo.extend(equation.in_tracers)
+    return list(equations.values()), given
 
 
 def is_around_a_loop(trace: object) -> bool:

@@ -68,6 +68,18 @@ _AROUND = {
         "A skipped step would enter its sums.",
     ),
     "SAMState": ("optax.contrib.sam(...)", "A skipped step would enter its cache."),
+    "ScheduleFreeState": (
+        "optax.contrib.schedule_free(tx, learning_rate)",
+        "A skipped step would enter its average.",
+    ),
+    "LookaheadState": (
+        "optax.lookahead(tx, sync_period, slow_step_size)",
+        "It would count a skipped step.",
+    ),
+    "ConditionallyTransformState": (
+        "optax.conditionally_transform(tx, condition)",
+        "A step without tx would not be checked.",
+    ),
 }
 
 

@@ -25,7 +25,7 @@ from gainstage._core.sharding import (
 )
 from gainstage._core.stats import check_telemetry, leaves_and_none
 from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._core.unscaled import FROZEN, STALE, UPDATED, fault
+from gainstage._core.unscaled import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
 from gainstage._core.watch import SAME_STATE, Repeats
@@ -34,9 +34,11 @@ from gainstage.transforms.refusals import (
     check_leaves,
     explain,
     half_in,
+    told_if_plain,
     wrong_rule,
     wrong_state,
 )
+from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.with_loss_scale import (
     WithLossScaleState,
     carried,
@@ -200,17 +202,22 @@ def loss_scaled_within(
             raise wrong_state(state)
         if own != jax.tree.structure(state.loss_scale) and not is_fixed:
             raise wrong_rule(rule, state.loss_scale)
-        divides, wrong = loss_scale is not None, None
+        wrong = None
         if warns:
             ruled = starts_at_own and not isinstance(state, WithLossScaleState)
-            wrong = fault(state.loss_scale.scale, divides, is_inside(), ruled)
-        if wrong and wrong not in told and not (wrong in (STALE, FROZEN) and is_fixed):
+            scale = state.loss_scale.scale
+            wrong = fault(scale, loss_scale, is_inside(), ruled, updates, params)
+            if "value_fn" in extra:  # a line search may differentiate it
+                extra["value_fn"] = self_scaled(extra["value_fn"])
+            if "grad_fn" in extra:
+                extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
+        if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
             told.add(wrong)
             warn(wrong)
-        scale = None
+        carrier = None
         if isinstance(state, WithLossScaleState) or isinstance(updates, models.Carrier):
-            updates, params, scale = carried(updates, state, params)
-            shardings, param_shardings = map(scale.dropped, (shardings, param_shardings))
+            updates, params, carrier = carried(updates, state, params)
+            shardings, param_shardings = map(carrier.dropped, (shardings, param_shardings))
         if models.library(params):
             params = models.chosen(params, updates)
         params = gradients.upcast(params)
@@ -256,7 +263,7 @@ def loss_scaled_within(
             checked=leaves,
             loss=extra.get("value"),
             apply_if=apply_if,
-            repeated=scale and scale.repeated,
+            repeated=carrier and carrier.repeated,
         )
         if isinstance(state.applied, jax.Array):
             UPDATED[id(state.applied)] = state.applied
@@ -266,8 +273,8 @@ def loss_scaled_within(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
-        if scale is not None:
-            updates = scale.joined(updates, after.scale.scale)
+        if carrier is not None:
+            updates = carrier.joined(updates, after.scale.scale)
         return updates, type(state)(after.scale, inner, applied, after.observed)
 
     RULE_OF[update], OVER_OF[update] = rule, over

@@ -1,6 +1,8 @@
 """What `loss_scaled` says about parameters and states that it was not made for."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from gainstage import fp8
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import LossScaledState
 from gainstage._core.types import OptState, PyTree, Structure, Transformation
+from gainstage._core.unscaled import PLAIN_GRAD_FN, is_plain
+from gainstage._core.warn import warn
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale
 
@@ -42,6 +46,22 @@ def half_in(params: PyTree) -> str | None:
                 f'warnings.filterwarnings("ignore", message="Half-precision").'
             )
     return None
+
+
+def told_if_plain(
+    grad_fn: Callable[..., PyTree], scale: Any, told: set[str]
+) -> Callable[..., PyTree]:
+    """A function that computes gradients for the inner transformation, such as SAM, with a warning
+    if it does so without the scale."""
+
+    def checked(*args: Any, **kwargs: Any) -> PyTree:
+        grads: PyTree = grad_fn(*args, **kwargs)
+        if PLAIN_GRAD_FN not in told and is_plain(grads, scale, args):
+            told.add(PLAIN_GRAD_FN)
+            warn(PLAIN_GRAD_FN)
+        return grads
+
+    return checked
 
 
 def explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:

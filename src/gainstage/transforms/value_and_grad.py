@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._core import gradients, models, nnx_objects
-from gainstage._core._jax import Tracer
+from gainstage._core._jax import Tracer, trace_ctx
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
 from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage._core.unscaled import MULTIPLIED, MULTIPLIED_ALREADY, mark
+from gainstage._core.unscaled import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
 from gainstage._core.variable import is_inside, is_tracing
 
 
@@ -121,11 +121,15 @@ def scaled_value_and_grad(
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         args = tuple(x.params if isinstance(x, models.Carrier) else x for x in args)
+        done = set[str]()
+        LOSSES.append((trace_ctx.trace, done))
         try:
             result: Any = fun(*args, **kwargs)
         except Exception as error:
             nnx_objects.explain(error)
             raise
+        finally:
+            LOSSES.pop()
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise TypeError(
                 f"Expected (loss, aux) from fun with has_aux=True; got {brief(_shape(result))}."
@@ -137,7 +141,9 @@ def scaled_value_and_grad(
                 f"Expected a scalar loss from fun, or (loss, aux) with has_aux=True; got "
                 f"{brief(jax.tree.map(_shape, loss))}."
             )
-        if MULTIPLIED.get(id(loss)) is loss:
+        is_aux = any(MULTIPLIED.get(id(x)) is x for x in jax.tree.leaves(aux))
+        in_it = "multiplied" in done and "read" not in done and not is_aux
+        if in_it or MULTIPLIED.get(id(loss)) is loss:
             raise ValueError(MULTIPLIED_ALREADY)
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
