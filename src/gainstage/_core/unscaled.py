@@ -154,8 +154,8 @@ def fault(
     if "true" in uses:
         if by is not None:
             return TWICE
-        leaves: list[Any] = jax.tree.leaves(grads)
-        for x in leaves:
+        for leaf in jax.tree.leaves(grads):
+            x: Any = leaf
             if getattr(x, "dtype", None) == np.float16:
                 return NARROW
             for _ in range(4):  # what was done to it last
