@@ -28,6 +28,13 @@ def entropy(p, y):
     return -jnp.mean(y * jnp.log(p + 1e-8) + (1 - y) * jnp.log(1 - p + 1e-8))
 
 
+def turned(x):
+    """Rotary positions, whose angles are an outer product."""
+    angles = jnp.einsum("i,j->ij", jnp.arange(0.0, 4096, 8), 1e4 ** (-jnp.arange(8) / 8))
+    c, s, (a, b) = jnp.cos(angles), jnp.sin(angles), jnp.split(x, 2, axis=1)
+    return jnp.concatenate([a * c - b * s, b * c + a * s], 1)
+
+
 def scanned(w, x):
     def turn(h, row):
         p = jax.nn.sigmoid(row @ w)
@@ -79,6 +86,10 @@ LOSSES = {
     ),
     "a constant that is added and subtracted": (
         lambda w: jnp.mean(jnp.tanh((X @ w + 1000.0) - 1000.0) ** 2), draw(4, 16, 4)
+    ),
+    "angles of positions": (
+        lambda w: jnp.mean((jax.nn.softmax(turned(X @ w) @ turned(X).T / 4) @ X - X) ** 2),
+        draw(4, 16, 16) / 4,
     ),
     "near numbers of all pairs": (
         lambda w: jnp.mean(

@@ -33,6 +33,7 @@ from gainstage.transforms.wide_results import (
     BOUNDED,
     bounded,
     broadcast_product,
+    is_outer,
     is_square,
     may_be_large,
     power,
@@ -266,7 +267,7 @@ class _Caster:
             return Operand(power(eqn, floats[0]), Kind.POWER)
         is_sensitive = name == "dot_general" and path in self._sensitive
         is_wide = is_sensitive or (may_be_large(eqn) and not _is_batched(floats))
-        if is_wide and not _is_precise(eqn):
+        if is_wide and not (_is_precise(eqn) or (is_outer(eqn) and not any(held))):
             if not is_half and is_square(eqn):
                 return None  # a norm: its operands may be large too
             return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
@@ -308,6 +309,7 @@ class _Caster:
         if eqn.primitive.name in PRODUCTS:
             is_wide = may_be_large(eqn) and not _is_batched(floats)
             is_wide = is_wide or _is_precise(eqn) or path in self._sensitive
+            is_wide = is_wide or (is_outer(eqn) and not any(held))  # such as angles of positions
             return bool(floats) and not is_wide
         if path in self._sensitive or power_of(eqn) or _is_by_a_large_number(eqn, floats):
             return False

@@ -138,6 +138,11 @@ def is_square(eqn: JaxprEqn) -> bool:
     return eqn.invars[0] is eqn.invars[1] or not any(_free_axes(eqn))
 
 
+def is_outer(eqn: JaxprEqn) -> bool:
+    """Whether a product sums over no axis, so half precision makes it no faster."""
+    return eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
+
+
 def _free_axes(eqn: JaxprEqn) -> list[int]:
     """How many axes of each operand of a product are neither summed nor those of a batch."""
     contracted, batch = eqn.params["dimension_numbers"]
