@@ -286,12 +286,12 @@ class _Caster:
 
     def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
         """A product with a broadcast operand. A factor of a layer, which may be small, stays in
-        float32; that of a normalisation is about 1."""
-        is_normalised = any(value.kind is Kind.NORMALISED for value in values)
+        float32, unless a plan has measured it; that of a normalisation is about 1."""
+        is_measured = self._plan is not None or any(v.kind is Kind.NORMALISED for v in values)
         wide = (bool(_broadcast(eqn, [v])) for v in values)
         pairs = zip(values, wide, strict=True)
         xs = [v.float32 if w else converted(v.x, self._dtype) for v, w in pairs]
-        return broadcast_product(eqn, xs, self._dtype if is_normalised else SINGLE, self._dtype)
+        return broadcast_product(eqn, xs, self._dtype if is_measured else SINGLE, self._dtype)
 
     def _computes(
         self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
