@@ -1130,3 +1130,23 @@ def test_the_constraint_of_a_variable_without_a_gradient_waits(cls):
     opt.minimize(lambda: b * 1.0, [a, b])
     opt.minimize(lambda: b * 1.0, [b])
     assert (float(a), float(b)) == (3.0, 0.0)
+
+
+@row("differences", "a set_weights of the inner class")
+@each_class
+def test_what_the_inner_class_overrides_for_itself_is_not_called(cls):
+    """Difference up to 2.10: `set_weights` and `add_weight` of the wrapper do their work without
+    the `set_weights` and `add_variable` of the inner optimizer's class, as from 2.11 on."""
+
+    class Own(gs.SGD):
+        def set_weights(self, weights):
+            raise AssertionError
+
+        def add_variable(self, *args, **kwargs):
+            raise AssertionError
+
+    opt, w = cls(Own(0.5, momentum=0.5)), gs.Variable(3.0)
+    opt.build([w])
+    opt.set_weights([7, 2.0])
+    assert (int(opt.iterations), float(opt.get_slot(w, "momentum"))) == (7, 2.0)
+    assert opt.add_weight("more") in opt.weights
