@@ -191,23 +191,6 @@ for way in ways:
         return tx.update(grads, state, w, grad_fn=way(state))[1]
     state = jax.jit(step)(w, state)
 """),
-    "a value_fn that a line search differentiates": ("works", "", """
-loss = lambda w: half(w, X) * 2.0**-26
-def search(grads, state, w, *, value_fn, **_): return jax.grad(value_fn)(w) / value_fn(w), state
-tx = gs.loss_scaled(optax.GradientTransformationExtraArgs(lambda w: (), search)); state = tx.init(W)
-def step(w, state, value_fn):
-    value, grads = gs.value_and_grad(loss, state)(w)
-    return tx.update(grads, state, w, value=value, value_fn=value_fn)
-for fn in (loss, gs.self_scaled(loss), lambda w: gs.self_scaled(loss)(w)):
-    for update in (jax.jit(step, static_argnums=2), step):
-        np.testing.assert_allclose(update(W, state, fn)[0], 0.5, rtol=1e-3)
-tx = gs.loss_scaled(optax.lbfgs()); state = tx.init(w)
-for _ in range(9):
-    loss, grads = gs.value_and_grad(plain, state)(w)
-    updates, state = tx.update(grads, state, w, value=loss, grad=grads, value_fn=plain)
-    w = gs.apply_updates(w, updates, state)
-assert loss < 1e-6
-"""),
     "by hand": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 grads = jax.grad(lambda w: gs.scale_loss(plain(w), state))(w)

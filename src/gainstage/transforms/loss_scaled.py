@@ -38,7 +38,6 @@ from gainstage.transforms.refusals import (
     wrong_rule,
     wrong_state,
 )
-from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.with_loss_scale import (
     WithLossScaleState,
     carried,
@@ -207,8 +206,6 @@ def loss_scaled_within(
             ruled = starts_at_own and not isinstance(state, WithLossScaleState)
             scale = state.loss_scale.scale
             wrong = fault(scale, loss_scale, is_inside(), ruled, updates, params)
-            if "value_fn" in extra:  # a line search may differentiate it
-                extra["value_fn"] = self_scaled(extra["value_fn"])
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
         if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
