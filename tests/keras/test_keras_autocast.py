@@ -166,6 +166,19 @@ def test_float16_is_scaled():
         assert built("sequential", "float16", own).optimizer is own
 
 
+def test_a_compile_of_ones_own():
+    """A model's own `compile` gets the arguments that it takes, and its optimizer is wrapped."""
+
+    class Own(keras.Sequential):
+        def compile(self, optimizer, my_loss):
+            super().compile(optimizer=optimizer, loss=my_loss)
+
+    model = autocast(Own([keras.Input((4,)), last()]))
+    model.compile("sgd", my_loss="mse")
+    assert isinstance(model.optimizer, LossScaleOptimizer)
+    assert np.isfinite(model.fit(*data(), verbose=0).history["loss"][0])
+
+
 def test_small_gradients_are_not_lost():
     """Gradients below the smallest float16 number train the weights, as in float32."""
     x, y = data()

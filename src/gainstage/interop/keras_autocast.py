@@ -185,11 +185,11 @@ class Autocast:
 
         return autocast_function(call, self._plan)
 
-    def compile(self, *args: Any, auto_scale_loss: bool = True, **kwargs: Any) -> None:
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         """Configures the model for training, as its own class does."""
         own: Any = super()
-        own.compile(*args, auto_scale_loss=auto_scale_loss, **kwargs)
-        if auto_scale_loss:
+        own.compile(*args, **kwargs)
+        if kwargs.get("auto_scale_loss", True):
             self._scale_losses()
 
     def _begin(self) -> None:
