@@ -248,6 +248,17 @@ def test_keep_float32_around_everything_is_no_reason_to_warn():
     assert "f16" not in str(jax.make_jaxpr(fun)(w, x))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "float16"])
+@pytest.mark.parametrize("product", ["ij,j->i", "i,j->ij", "i,i->", "ij,jk->ik"])
+def test_products_of_other_dtypes_are_as_written(product, dtype):
+    """A product of integers or of half precision of the user's own is not touched."""
+    shapes = ([3] * len(part) for part in product.split("->")[0].split(","))
+    a, b = (jnp.arange(np.prod(s)).reshape(s).astype(dtype) for s in shapes)
+    fun = lambda w, a, b: (w @ w).sum() + jnp.einsum(product, a, b).sum().astype(jnp.float32)  # noqa: E731
+    found = gs.autocast(fun)(draw(1, 3, 3), a, b)
+    np.testing.assert_allclose(found, fun(draw(1, 3, 3), a, b), rtol=1e-3)
+
+
 @pytest.mark.parametrize("how", ["argument", "context"])
 def test_a_product_of_the_highest_precision_is_float32(how):
     """`precision="highest"` asks for float32, of one product or of all; others are half."""

@@ -31,22 +31,21 @@ from gainstage.transforms.replay import (
 from gainstage.transforms.sensitive import sensitive
 from gainstage.transforms.wide_results import (
     BOUNDED,
+    Width,
     bounded,
     broadcast_product,
-    is_outer,
-    is_square,
-    may_be_large,
     power,
     power_of,
     wide_product,
+    width,
 )
 
 __all__ = ["autocast", "keep_float32"]
 
-# Operations that compute in half precision.
 # A constant between these is too large to be added in half precision, and no mask.
 OFFSETS = 16.0, 4096.0
 LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
+# Operations that compute in half precision.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 # Operations in half precision if their operands are, or may be rounded, as those that move.
 FOLLOWERS = frozenset(
@@ -197,7 +196,7 @@ class _Caster:
         each = [eqn for eqn in every if eqn.primitive.name in PRODUCTS]
         dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
         known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
-        known |= any(_is_precise(eqn) or KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
+        known |= any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
         if each and not (self._products or known or self._told):
             self._told = True
             warn(
@@ -265,16 +264,18 @@ class _Caster:
         name, is_half = eqn.primitive.name, bool(held) and all(held)
         if is_half and power_of(eqn):
             return Operand(power(eqn, floats[0]), Kind.POWER)
-        is_sensitive = name == "dot_general" and path in self._sensitive
-        is_wide = is_sensitive or (may_be_large(eqn) and not _is_batched(floats))
-        if is_wide and not (_is_precise(eqn) or (is_outer(eqn) and not any(held))):
-            if not is_half and is_square(eqn):
-                return None  # a norm: its operands may be large too
+        if name in PRODUCTS and self._width(eqn, floats, held, path) is Width.RESULT:
             return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
         of_power = any(value.kind is Kind.POWER for value in floats)
         if of_power and name in BOUNDED and path not in self._sensitive:
             return Operand(bounded(eqn, floats[0].x, self._dtype))
         return None
+
+    def _width(
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+    ) -> Width:
+        """What of a product is in float32, by the default rules."""
+        return width(eqn, held, is_batched=_is_batched(floats), leads=path in self._sensitive)
 
     def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
         """An operand of an operation in half precision."""
@@ -307,10 +308,7 @@ class _Caster:
         if self._plan is not None and not moves(eqn):
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
-            is_wide = may_be_large(eqn) and not _is_batched(floats)
-            is_wide = is_wide or _is_precise(eqn) or path in self._sensitive
-            is_wide = is_wide or (is_outer(eqn) and not any(held))  # such as angles of positions
-            return bool(floats) and not is_wide
+            return self._width(eqn, floats, held, path) is Width.HALF
         if path in self._sensitive or power_of(eqn) or _is_by_a_large_number(eqn, floats):
             return False
         if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
@@ -327,13 +325,6 @@ def _is_by_a_large_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
     """Whether a product of elements has a number of the program that may make it overflow."""
     numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
     return eqn.primitive.name == "mul" and any(abs(float(x)) >= LARGE_FACTOR for x in numbers)
-
-
-def _is_precise(eqn: JaxprEqn) -> bool:
-    """Whether the user asks for a product as exact as float32, as by `precision="highest"`."""
-    precision = eqn.params.get("precision")
-    each = precision if isinstance(precision, tuple) else (precision,)
-    return jax.lax.Precision.HIGHEST in each
 
 
 def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:

@@ -1,6 +1,7 @@
 """Operations on half-precision arrays that are computed in float32, because their results may be
 too large for half precision. The backward pass keeps the half-precision arrays."""
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -127,24 +128,49 @@ def _broadcast_product(
     return jax.jit(product, inline=True)
 
 
-def may_be_large(eqn: JaxprEqn) -> bool:
-    """Whether a product is a square, or an operand has no axis that stays: a norm, a count, or a
-    matrix times a vector. Its result may be large, and costs little in float32."""
-    return eqn.primitive.name == "dot_general" and (is_square(eqn) or not all(_free_axes(eqn)))
+class Width(enum.Enum):
+    """What of a product is in float32."""
+
+    HALF = enum.auto()  # nothing
+    RESULT = enum.auto()  # not the operands
+    ALL = enum.auto()
 
 
-def is_square(eqn: JaxprEqn) -> bool:
-    """Whether a product is of an array with itself, or leaves no axis, as a norm does."""
-    return eqn.invars[0] is eqn.invars[1] or not any(_free_axes(eqn))
+def width(eqn: JaxprEqn, held: Sequence[bool], *, is_batched: bool, leads: bool) -> Width:
+    """What of a product is in float32, by the default rules.
+
+    Args:
+        eqn: a product.
+        held: for each operand that is float32 in the program, whether it is in half precision.
+        is_batched: whether `jax.vmap` gives an operand another axis.
+        leads: whether its result must be exact, for what is computed with it.
+    """
+    axes = _free_axes(eqn)
+    # An outer product may be one of positions and frequencies, of which follows a sine.
+    is_outer = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
+    if not held or _is_precise(eqn) or (is_outer and not any(held)):
+        return Width.ALL
+    is_square = eqn.invars[0] is eqn.invars[1] or not any(axes)
+    # A norm, a count, or a matrix times a vector: it may be large, and costs little in float32.
+    may_be_large = bool(axes) and not is_batched and (is_square or not all(axes))
+    if not may_be_large and not leads:
+        return Width.HALF
+    # The operands of a norm may be large too.
+    return Width.ALL if is_square and not all(held) else Width.RESULT
 
 
-def is_outer(eqn: JaxprEqn) -> bool:
-    """Whether a product sums over no axis, so half precision makes it no faster."""
-    return eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
+def _is_precise(eqn: JaxprEqn) -> bool:
+    """Whether the user asks for a product as exact as float32, as by `precision="highest"`."""
+    precision = eqn.params.get("precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in each
 
 
 def _free_axes(eqn: JaxprEqn) -> list[int]:
-    """How many axes of each operand of a product are neither summed nor those of a batch."""
+    """How many axes of each operand of a `dot_general` are neither summed nor those of a batch;
+    none of another product."""
+    if eqn.primitive.name != "dot_general":
+        return []
     contracted, batch = eqn.params["dimension_numbers"]
     operands = zip(eqn.invars, contracted, batch, strict=True)
     return [len(jaxprs.array(v).shape) - len(c) - len(b) for v, c, b in operands]
