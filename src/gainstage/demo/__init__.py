@@ -43,7 +43,10 @@ def compare(task: Task, steps: int, seed: int) -> Comparison:
     trainers = {mode: Trainer(task, mode, steps) for mode in MODES}
     runs: list[Training] = []
     with console.progress() as progress:
-        bars = [progress.add_task(f"{mode.name}, {n} rank{'s' * (n > 1)}", total=steps) for mode, n in plan]
+        bars = [
+            progress.add_task(f"{mode.name}, {n} rank{'s' * (n > 1)}", total=steps)
+            for mode, n in plan
+        ]
         for (mode, ranks), bar in zip(plan, bars, strict=True):
             advance = functools.partial(progress.advance, bar)
             runs.append(trainers[mode].run(seed, ranks, advance))
