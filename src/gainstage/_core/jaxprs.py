@@ -108,11 +108,11 @@ def bind_shared(
 ) -> list[jax.Array]:
     """As `bind`; but an operation that is used often is differentiated once."""
     chosen = eqn.primitive.get_bind_params(dict(eqn.params if params is None else params))
-    differs = any(map(is_differentiated, values))
-    if not differs or any(map(_holds_programs, chosen.values())):
+    key = tuple(chosen.items())
+    if not (any(map(is_differentiated, values)) and _is_shared(key)):
         return bind(eqn, values, params)
     with inside(eqn), eqn.ctx.manager:
-        return _function_of(eqn.primitive, tuple(chosen.items()))(*values)
+        return _function_of(eqn.primitive, key)(*values)
 
 
 @functools.lru_cache(4096)
@@ -128,10 +128,17 @@ def _function_of(
     return jax.jit(operation, inline=True)
 
 
-def _holds_programs(param: object) -> bool:
-    """Whether a parameter of an equation contains a program, which belongs to one trace."""
-    parts = param if isinstance(param, (tuple, list)) else (param,)
-    return any(callable(part) or hasattr(part, "eqns") for part in parts)
+def _is_shared(params: tuple[tuple[str, Any], ...]) -> bool:
+    """Whether the parameters of an equation can stand in others: they contain no program, which
+    belongs to one trace, and can be compared."""
+    each = (part for _, p in params for part in (p if isinstance(p, (tuple, list)) else (p,)))
+    if any(callable(part) or hasattr(part, "eqns") for part in each):
+        return False
+    try:
+        hash(params)
+    except TypeError:
+        return False
+    return True
 
 
 def inside(eqn: JaxprEqn) -> AbstractContextManager[None]:

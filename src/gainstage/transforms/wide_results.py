@@ -102,14 +102,12 @@ def broadcast_product(
         dtype: the dtype of the result, in half precision.
     """
     with jaxprs.inside(eqn):
-        return _broadcast_product(jaxprs.array(eqn.outvars[0]).shape, within, dtype)(*xs)
+        return _broadcast_product(within, dtype)(*xs)
 
 
 @functools.cache
-def _broadcast_product(
-    shape: tuple[int, ...], within: np.dtype, dtype: np.dtype
-) -> Callable[..., jax.Array]:
-    """A product of elements, with a result of this shape."""
+def _broadcast_product(within: np.dtype, dtype: np.dtype) -> Callable[..., jax.Array]:
+    """A product of elements."""
 
     @jax.custom_jvp
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -120,6 +118,7 @@ def _broadcast_product(
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def pushed(xs: Any, tangents: Any) -> jax.Array:
             x, y = (x.astype(within) for x in xs)
+            shape = jnp.broadcast_shapes(x.shape, y.shape)
             dx, dy = (jnp.broadcast_to(d, shape).astype(within) for d in tangents)
             return (dx * y + x * dy).astype(dtype)
 
