@@ -35,6 +35,32 @@ def turned(x):
     return jnp.concatenate([a * c - b * s, b * c + a * s], 1)
 
 
+def network(w, t):
+    return jnp.tanh(jnp.tanh(t @ w[:1]) @ w) @ w[:, :2]
+
+
+def central(w, t, step=0.05):
+    """A second derivative by differences, one of them in a compiled function."""
+    u = jax.jit(lambda t: network(w, t))
+    return (u(t + step) - 2 * u(t) + u(t - step)) / step**2
+
+
+def stepped(w, x):
+    """How far 40 small steps have led."""
+    h = first = x @ w
+    for _ in range(40):
+        h = h + jnp.tanh(h @ w) * 0.001
+    return h - first
+
+
+def harmonics(w, x):
+    angles = (2 * jnp.pi * x) @ jnp.arange(1.0, 129)[None]
+    return jnp.cos(angles) @ w + jnp.sin(angles) @ w
+
+
+TIMES = jnp.linspace(0, 4, 200)[:, None]
+
+
 def scanned(w, x):
     def turn(h, row):
         p = jax.nn.sigmoid(row @ w)
@@ -96,6 +122,17 @@ LOSSES = {
             jnp.exp(-((100 + X[:, :4] @ w)[:, None] - (100 + w)[None]) ** 2).sum(-1)
         ), draw(4, 4, 4) / 4
     ),
+    "central differences of a network": (
+        lambda w: jnp.mean(central(w, TIMES) ** 2), draw(4, 16, 16) / 4
+    ),
+    "an acceleration": (
+        lambda w: jnp.mean((jnp.diff(network(w, TIMES), n=2, axis=0) / (4 / 199) ** 2) ** 2),
+        draw(4, 16, 16) / 4,
+    ),
+    "small steps": (lambda w: jnp.mean((stepped(w, X) - 0.01 * X) ** 2), draw(4, 16, 16) / 2),
+    "many harmonics": (
+        lambda w: jnp.mean((harmonics(w, X[:, :1]) - X) ** 2), draw(4, 128, 16) / 6
+    ),
     "a negative power": (lambda w: jnp.mean((0.003 + (X @ w) / 1e4) ** -2) / 1e6, draw(4, 16, 4)),
 }  # fmt: skip
 
@@ -111,6 +148,53 @@ def test_the_gradient_is_that_of_float32(name, dtype):
     found = next(grads for grads in tried if bool(jnp.isfinite(grads).all()))
     assert error(found, jax.jit(jax.grad(loss))(w)) < {"float16": 0.02, "bfloat16": 0.1}[dtype]
     np.testing.assert_allclose(cast(w), loss(w), rtol={"float16": 0.01, "bfloat16": 0.05}[dtype])
+
+
+def drift(w, x):
+    """How much of its energy a spring loses, which no factor shows."""
+    forces = w @ w.T + jnp.eye(8)
+    energy = lambda q, v: (v * v + (q @ forces) * q).sum(-1)  # noqa: E731
+    q, v = jnp.split(x, 2, axis=1)
+    first = energy(q, v)
+    for _ in range(10):
+        v = v - 0.05 * (q @ forces)
+        q = q + 0.1 * v
+        v = v - 0.05 * (q @ forces)
+    return jnp.mean((energy(q, v) - first) ** 2)
+
+
+def jerk(w, x):
+    """A third difference, whose scale no factor shows."""
+    return jnp.mean(jnp.diff(network(w, TIMES), n=3, axis=0) ** 2)
+
+
+@pytest.mark.parametrize(("loss", "w"), [(drift, draw(1, 8, 8) / 4), (jerk, draw(4, 16, 16) / 4)])
+def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
+    """Differences of near numbers that nothing in the program shows are right with a plan."""
+    exact = jax.grad(loss)(w, X)
+    by_rules = jax.grad(lambda w: gs.autocast(loss)(w, X) * 1024)(w) / 1024
+    plan = gs.diagnostics.tune_precision(loss, w, X)
+    measured = jax.grad(lambda w: gs.autocast(loss, plan)(w, X) * 1024)(w) / 1024
+    assert error(by_rules, exact) > 0.01
+    assert error(measured, exact) < 0.005
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: 100.0 * jnp.mean((100 * (x @ w - x)) ** 2),
+        lambda w, x: jnp.mean(jax.nn.softplus(((x @ w) - (x[::-1] @ w)) / 0.07)),
+        lambda w, x: jnp.mean((x @ w - (x @ w).max(1, keepdims=True)) * 8.0),
+        lambda w, x: jnp.mean(jnp.sin(x @ w)),
+        lambda w, x: (0.125 * (x @ w) + x @ w).sum(),
+    ],
+    ids=["to a target", "of similarities", "to the maximum", "a sine", "a factor"],
+)
+def test_other_differences_and_angles_stay_in_half_precision(loss):
+    """A residual, a similarity over a temperature, or a sine of features is no reason."""
+    program = jax.make_jaxpr(gs.autocast(loss))(draw(1, 16, 16), X)
+    products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+    assert {str(e.outvars[0].aval.dtype) for e in products} == {"float16"}
 
 
 def test_a_small_factor_of_a_layer_is_not_rounded():

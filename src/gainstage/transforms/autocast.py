@@ -28,9 +28,10 @@ from gainstage.transforms.replay import (
     function_of,
     replayed,
 )
-from gainstage.transforms.sensitive import sensitive
+from gainstage.transforms.sensitive import Need, needs_of
 from gainstage.transforms.wide_results import (
     BOUNDED,
+    PRODUCTS,
     Width,
     bounded,
     broadcast_product,
@@ -44,9 +45,9 @@ __all__ = ["autocast", "keep_float32"]
 
 # A constant between these is too large to be added in half precision, and no mask.
 OFFSETS = 16.0, 4096.0
-LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
-# Operations that compute in half precision.
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+# A number from here on is too large to multiply half-precision numbers of any size; what is
+# multiplied by a small one is a small part of a sum, as a step of an equation in time.
+LARGE_FACTOR, SMALL_FACTOR = 1024.0, 1 / 32
 # Operations in half precision if their operands are, or may be rounded, as those that move.
 FOLLOWERS = frozenset(
     ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
@@ -183,12 +184,12 @@ class _Caster:
 
     def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
         self._dtype, self._plan = dtype, plan
-        self._sensitive = frozenset[Path]()
+        self._needs = dict[Path, Need]()  # what must be exact, by operation
         self._products, self._told = 0, False  # products in half precision; the warning
 
     def look(self, program: AnyJaxpr) -> None:
         """Looks at a program before it is computed."""
-        self._sensitive, self._products = sensitive(program), 0
+        self._needs, self._products = needs_of(program), 0
 
     def tell(self, program: AnyJaxpr) -> None:
         """Warns once if no product of a program was computed in half precision."""
@@ -241,7 +242,7 @@ class _Caster:
                 return [known]
         elif is_half and power_of(eqn):
             return [Operand(power(eqn, floats[0]))]
-        if is_half and _is_activation(eqn) and path not in self._sensitive:
+        if is_half and _is_activation(eqn) and path not in self._needs:
             return [Operand(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
         results = [value.x for value in as_written(eqn, values)]
         if is_half and eqn.primitive.name.startswith("custom_"):
@@ -267,7 +268,7 @@ class _Caster:
         if name in PRODUCTS and self._width(eqn, floats, held, path) is Width.RESULT:
             return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
         of_power = any(value.kind is Kind.POWER for value in floats)
-        if of_power and name in BOUNDED and path not in self._sensitive:
+        if of_power and name in BOUNDED and path not in self._needs:
             return Operand(bounded(eqn, floats[0].x, self._dtype))
         return None
 
@@ -275,7 +276,10 @@ class _Caster:
         self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
     ) -> Width:
         """What of a product is in float32, by the default rules."""
-        return width(eqn, held, is_batched=_is_batched(floats), leads=path in self._sensitive)
+        need = self._needs.get(path, Need.NOTHING)
+        if Need.ALL in need:
+            return Width.ALL
+        return width(eqn, held, is_batched=_is_batched(floats), leads=Need.RESULT in need)
 
     def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
         """An operand of an operation in half precision."""
@@ -309,7 +313,7 @@ class _Caster:
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
             return self._width(eqn, floats, held, path) is Width.HALF
-        if path in self._sensitive or power_of(eqn) or _is_by_a_large_number(eqn, floats):
+        if path in self._needs or power_of(eqn) or _is_by_an_extreme_number(eqn, floats):
             return False
         if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
             return False
@@ -321,10 +325,12 @@ class _Caster:
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
 
 
-def _is_by_a_large_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
-    """Whether a product of elements has a number of the program that may make it overflow."""
+def _is_by_an_extreme_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
+    """Whether a product of elements has a number of the program that may make it overflow, or a
+    small part of a sum."""
     numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
-    return eqn.primitive.name == "mul" and any(abs(float(x)) >= LARGE_FACTOR for x in numbers)
+    sizes = [abs(float(x)) for x in numbers] if eqn.primitive.name == "mul" else []
+    return any(size >= LARGE_FACTOR or 0 < size < SMALL_FACTOR for size in sizes)
 
 
 def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:

@@ -15,6 +15,8 @@ from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, Primitive
 from gainstage.transforms.replay import SINGLE, Operand
 
+# Operations that compute in half precision.
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 # Bounded functions, whose results are in half precision: each with its derivative, by its result.
 BOUNDED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": lambda y: 1 - y * y,

@@ -18,10 +18,11 @@ from gainstage._core.checks import as_power
 from gainstage._core.jaxprs import Path
 from gainstage._core.precision import is_float32
 from gainstage._core.types import PyTree, Using
-from gainstage.transforms.autocast import PRODUCTS, autocast, plan_of
+from gainstage.transforms.autocast import autocast, plan_of
 from gainstage.transforms.precision_plan import DTYPES, Operation, PrecisionPlan, operations_of
 from gainstage.transforms.replay import SINGLE, Operand, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
+from gainstage.transforms.wide_results import PRODUCTS
 from gainstage.xray.places import frames_of, line_of, scope_of
 from gainstage.xray.progress import counted
 from gainstage.xray.remedies import Remedy, whole_error
