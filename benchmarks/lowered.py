@@ -19,7 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 import gainstage as gs
-from gainstage._core.gradients import unscale
+from gainstage._scaling.gradients import unscale
 
 from . import models, parameters
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import gainstage as gs
-from gainstage._core.gradients import unscale
+from gainstage._scaling.gradients import unscale
 
 from . import parameters
 from .harness import Builders, Case, Variant

@@ -2,19 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from gainstage import fp8, schedules
-from gainstage._core._lazy import lazy
-from gainstage._core.bridge import functional, jit
-from gainstage._core.models import WithLossScale
-from gainstage._core.scaled_state import LossScaledState
-from gainstage._core.stats import StepInfo
-from gainstage._core.variable import Variable
+from gainstage import schedules
+from gainstage._base.lazy import lazy
+from gainstage._scaling.measures import StepInfo
+from gainstage._variables.bridge import functional, jit
+from gainstage._variables.variable import Variable
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.multi import MultiOptimizer
+from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.serialization import deserialize, get, serialize
 from gainstage.optimizers.to_optax import to_optax
+from gainstage.precision import float8 as fp8
+from gainstage.precision.autocast import autocast, keep_float32
+from gainstage.precision.policy import Policy
 from gainstage.rules import (
     AdaptiveLossScale,
     DynamicLossScale,
@@ -23,13 +24,13 @@ from gainstage.rules import (
     ScaleState,
 )
 from gainstage.runs.telemetry import Report, Underflow, report, telemetry
-from gainstage.transforms.autocast import autocast, keep_float32
+from gainstage.transforms.apply_updates import apply_updates, keep_if_applied, step_was_applied
 from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
-from gainstage.transforms.policy import Policy
+from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.models import WithLossScale
 from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_step import train_step
-from gainstage.transforms.updates import apply_updates, keep_if_applied, step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
 from gainstage.transforms.with_loss_scale import with_loss_scale
 

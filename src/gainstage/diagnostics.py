@@ -3,15 +3,14 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gainstage._core.boundary import largest_scale
-from gainstage.runs import replay as replay
+from gainstage._programs.boundary import largest_scale
+from gainstage.precision.plan import Operation, PrecisionPlan
+from gainstage.precision.tune import tune_precision
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.log_probabilities import Mismatch, mismatch
-from gainstage.runs.run import Run, read_run
+from gainstage.runs.recording import Run, read_run
 from gainstage.runs.writers import JsonLines, Writer, described
-from gainstage.transforms.precision_plan import Operation, PrecisionPlan
 from gainstage.xray.capsule import BadStep, Capsule, read_capsule
-from gainstage.xray.tune_precision import tune_precision
 from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from gainstage._core import checks, configurable
-from gainstage._core.configurable import Fields
+from gainstage._base import checks, configurable
+from gainstage._base.configurable import Fields
 
 __all__ = [
     "CosineDecay",

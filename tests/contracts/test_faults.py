@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gainstage._core.scaling import Select
+from gainstage._scaling.scaled_step import Select
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gainstage as gs
-from gainstage._core import configurable
+from gainstage._base import configurable
 from gainstage.compat import experimental, tf2
 from gainstage.diagnostics import JsonLines, read_run
 from gainstage.interop import importers

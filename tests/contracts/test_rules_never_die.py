@@ -101,7 +101,7 @@ def test_a_forgotten_reset_is_found():
 
 def test_a_bad_scale_that_becomes_the_smallest_is_found(monkeypatch):
     """A loaded NaN that becomes the smallest scale, not the first one, is no recovery."""
-    monkeypatch.setattr("gainstage._core.scaling.advance", take_the_smallest)
+    monkeypatch.setattr("gainstage._scaling.scaled_step.advance", take_the_smallest)
     assert "load a scale of NaN" in broken(mutant(gs.DynamicLossScale))["recovers"]
 
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage._core.step import StepInputs
+from gainstage.optimizers._step.step import StepInputs
 
 from peers import fails, live
 

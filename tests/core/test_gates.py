@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage._core.step import StepInputs
+from gainstage.optimizers._step.step import StepInputs
 
 pytestmark = pytest.mark.as_users
 

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage._core import gradients, readings
+from gainstage._scaling import finite_check as readings
+from gainstage._scaling import gradients
 
 from peers import fails, live
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import gainstage as gs
-from gainstage._core.signals import deferred_signals
+from gainstage._base.signals import deferred_signals
 
 SCRIPT = Path(__file__).parents[1] / "interrupted.py"
 

@@ -26,7 +26,7 @@ NEEDS = {
 }
 MODULES = ["gainstage", "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
-           "gainstage.runs.progress", "gainstage.runs.replay",
+           "gainstage.runs.progress", "gainstage.runs.other_rules",
            "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
            "gainstage.interop.importers", "gainstage.interop.tensorboard",
            "gainstage.fp8", "gainstage.schedules"]  # fmt: skip
@@ -53,13 +53,17 @@ def test_fault_table_names_every_status():
     assert {int(n) for n in re.findall(r"status (\d+)", page)} == {TEMPORARY, 1}
 
 
-def test_layers_are_those_that_are_tested():
-    """The page on the design lists the layers as the test of the imports has them."""
-    from contracts.test_package import LAYERS
+def test_the_map_is_that_of_the_rooms():
+    """The page on the design draws the rooms in the tested order, each with its first sentence."""
+    from contracts.test_package import ROOMS, SRC
 
-    listed = re.search(r"```text\n(_core\._jax.*?)```", (DOCS / "design.md").read_text(), re.S)
-    lines = [set(line.split(", ")) for line in listed[1].splitlines()]
-    assert lines == LAYERS
+    lines = []
+    for room in reversed(ROOMS):
+        files = [SRC / f"{room}.py", SRC / room / "__init__.py"]
+        (path,) = [path for path in files if path.exists()]
+        sentence = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0]
+        lines.append(f"{room:<17} {sentence}")
+    assert "\n".join(["```text", *lines, "```"]) in (DOCS / "design.md").read_text()
 
 
 def prose():

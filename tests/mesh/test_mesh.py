@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage._core import readings, sharding
-from gainstage._core.gradients import Clip
+from gainstage._scaling import finite_check as readings
+from gainstage._scaling.gradients import Clip
+from gainstage._variables import sharding
 from gainstage.compat import dtensor
 
 import programs

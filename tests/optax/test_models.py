@@ -12,8 +12,8 @@ import pytest
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage._core import models
 from gainstage.diagnostics import Capsule, xray
+from gainstage.transforms import models
 
 nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
 HALF = jnp.float16

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage._core.unscaled import forget
+from gainstage._scaling.unscaled_warning import forget
 
 from peers import fails
 

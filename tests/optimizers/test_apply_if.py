@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import headline
-from gainstage.runs.run import Run
+from gainstage.runs.recording import Run
+from gainstage.runs.skip_causes import why_skipped
 
 
 def two_networks():

@@ -10,8 +10,8 @@ import pytest
 
 import gainstage as gs
 from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, largest_scale, read_run
-from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import findings
+from gainstage.runs.skip_causes import why_skipped
 
 from oracles import AdaptiveAutomaton, scale_automaton
 

@@ -22,7 +22,7 @@ import gainstage as gs
 from gainstage.__main__ import main
 from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
 from gainstage.runs.findings import findings
-from gainstage.runs.run import measures
+from gainstage.runs.recording import measures
 
 
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
@@ -39,7 +39,7 @@ def page(*words):
     """The page of a run."""
     for needed in ("jinja2", "matplotlib"):
         pytest.importorskip(needed)
-    from gainstage.runs.page import page
+    from gainstage.runs.report_page import page
 
     return page(*words)
 
@@ -619,7 +619,7 @@ def test_skipped_steps_are_gaps_in_the_curve_of_the_norm():
     """A curve of few steps is broken where one was skipped, and a step between two gaps is a dot;
     of many, only gaps that can be seen are drawn. The picture has the same gaps."""
     few = gapped(20, [0, 5, 7, 8, 19])
-    from gainstage.runs.picture import draw
+    from gainstage.runs.curves import draw
 
     title, found = "Norm of all gradients", findings(few)
     assert curve(page(few, found, "few"), title).count("M") == 3

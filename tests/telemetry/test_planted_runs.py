@@ -6,8 +6,8 @@ import pytest
 from telemetry.planted_runs import GOLDENS, PLANTED
 
 from gainstage.diagnostics import Alarms, JsonLines, alarms_in, read_run
-from gainstage.runs.causes import why_skipped
 from gainstage.runs.findings import findings
+from gainstage.runs.skip_causes import why_skipped
 
 XRAY = "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names"
 
@@ -110,7 +110,7 @@ def test_golden_runs_say_what_they_were_made_with(name):
     assert set(run.made) == {"rule", "dtypes", "versions"}
     for needed in ("jinja2", "matplotlib"):
         pytest.importorskip(needed)
-    from gainstage.runs.page import page
+    from gainstage.runs.report_page import page
 
     shown = page(run, findings(run), name)
     assert run.made["rule"] in shown

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.diagnostics import Run
-from gainstage.runs.causes import why_skipped
-from gainstage.runs.replay import advice, default_rules, replay
+from gainstage.runs.other_rules import advice, default_rules, replay
+from gainstage.runs.skip_causes import why_skipped
 
 from oracles import AdaptiveAutomaton, scale_automaton
 
@@ -365,7 +365,7 @@ def test_any_numbers_are_replayed_or_refused(rows):
 
 def test_one_program_for_runs_of_one_length():
     """A rule is compiled once, not for every run that it is asked of."""
-    from gainstage.runs import replay as module
+    from gainstage.runs import other_rules as module
 
     rule = gs.DynamicLossScale(increment_period=12345)
     before = module._scales._cache_size()

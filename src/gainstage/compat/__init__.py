@@ -1,8 +1,11 @@
-"""Older TensorFlow APIs over the same objects: signatures and conversions."""
+"""Older TensorFlow APIs over the same objects: signatures and conversions.
+
+Users import its modules; no other room needs it.
+"""
 
 from typing import TYPE_CHECKING
 
-from gainstage._core._lazy import lazy
+from gainstage._base.lazy import lazy
 
 if TYPE_CHECKING:
     from gainstage.compat import dtensor as dtensor

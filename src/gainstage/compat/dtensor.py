@@ -14,13 +14,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from gainstage import optimizers
-from gainstage._core import checks, gradients
-from gainstage._core.of_loss import VarList
-from gainstage._core.options import Setting, check_option
-from gainstage._core.slots import Initializer
-from gainstage._core.types import Rate, Scalar
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._base import checks
+from gainstage._scaling import gradients
+from gainstage._variables.types import Rate, Scalar
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.options import Setting, check_option
+from gainstage.optimizers._step.slots import Initializer
+from gainstage.optimizers.optimizer import Optimizer
 
 __all__ = [
     "SGD",

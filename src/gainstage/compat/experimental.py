@@ -3,8 +3,8 @@
 from typing import Any, Self
 
 from gainstage.compat import tf2
-from gainstage.compat.live import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.optimizers.base import Optimizer
+from gainstage.compat.stateful_scale import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.optimizers.optimizer import Optimizer
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "LossScaleOptimizer"]
 

@@ -10,21 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from gainstage._core import checks, saving
-from gainstage._core.arguments import pairs_in, variables_in
-from gainstage._core.arrays import ARRAYS
-from gainstage._core.checks import InvalidArgumentError, brief
-from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.gradients import WithLoss
-from gainstage._core.of_loss import VarList
-from gainstage._core.slots import Initializer
-from gainstage._core.step import StepInputs
-from gainstage._core.store import Computed, ScalingWrapper, Store
-from gainstage._core.types import Given, PyTree, Rate, Scalar, Values
-from gainstage._core.variable import Variable
-from gainstage.compat import live
-from gainstage.optimizers.base import Optimizer
-from gainstage.rules import base as rules
+from gainstage._base import checks
+from gainstage._base.arrays import ARRAYS
+from gainstage._base.configurable import deserialize, serialize
+from gainstage._scaling.gradients import WithLoss
+from gainstage._variables.arguments import pairs_in, variables_in
+from gainstage._variables.types import Given, PyTree, Rate, Scalar, Values
+from gainstage._variables.variable import Variable
+from gainstage.compat import stateful_scale as live
+from gainstage.optimizers._step import saving
+from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.slots import Initializer
+from gainstage.optimizers._step.step import StepInputs
+from gainstage.optimizers._step.store import Computed, ScalingWrapper, Store
+from gainstage.optimizers.optimizer import Optimizer
+from gainstage.rules import loss_scale as rules
 
 __all__ = ["LossScaleOptimizer"]
 
@@ -214,7 +214,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     def get_unscaled_gradients(self, grads: Iterable[Any]) -> list[Any]:
         """Returns the gradients divided by the scale, in float32 or wider; None stays None."""
         if not isinstance(grads, Iterable) or isinstance(grads, (*ARRAYS, Variable, Mapping, str)):
-            raise TypeError(f"Expected a list of gradients for grads; got {brief(grads)}.")
+            raise TypeError(f"Expected a list of gradients for grads; got {checks.brief(grads)}.")
         self._forgotten.discard("get_unscaled_gradients")
         grads = list(grads)
         if not self._is_one():
@@ -271,7 +271,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         if missing:
             raise ValueError(
                 f"Expected a loss that depends on all of params; it has no gradient for "
-                f"{brief(missing)}. `compute_gradients` returns None for these."
+                f"{checks.brief(missing)}. `compute_gradients` returns None for these."
             )
         return pairs
 
@@ -386,7 +386,7 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
             "dynamic_growth_steps": rule.increment_period,
         }
     if isinstance(rule, live.LossScale):
-        raise InvalidArgumentError(
+        raise checks.InvalidArgumentError(
             f"Expected a FixedLossScale or DynamicLossScale for loss_scale; got a "
             f"{type(rule).__name__}. compat.v1.MixedPrecisionLossScaleOptimizer takes your own "
             f"LossScale."

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from gainstage import optimizers
-from gainstage._core import checks
-from gainstage._core.arguments import pairs_in, variables_in
-from gainstage._core.checks import brief
-from gainstage._core.gradients import Gradients
-from gainstage._core.of_loss import ALL_READ, VarList
-from gainstage._core.options import Setting, within
-from gainstage._core.sharding import varying_axes
-from gainstage._core.types import Given, Rate, Values
-from gainstage._core.variable import Variable, is_tracing
-from gainstage.compat.live import summed
-from gainstage.optimizers import base as core
+from gainstage._base import checks
+from gainstage._base.checks import brief
+from gainstage._scaling.gradients import Gradients
+from gainstage._variables.arguments import pairs_in, variables_in
+from gainstage._variables.sharding import varying_axes
+from gainstage._variables.types import Given, Rate, Values
+from gainstage._variables.variable import Variable, is_tracing
+from gainstage.compat.stateful_scale import summed
+from gainstage.optimizers import optimizer as core
+from gainstage.optimizers._step.differentiate import ALL_READ, VarList
+from gainstage.optimizers._step.options import Setting, within
 
 __all__ = ["AdamOptimizer", "GradientDescentOptimizer", "MomentumOptimizer", "Optimizer"]
 

@@ -6,13 +6,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks, saving
-from gainstage._core.checks import check_verbs
-from gainstage._core.of_loss import array_of_loss
-from gainstage._core.store import ScalingWrapper
-from gainstage._core.types import Values
-from gainstage._core.variable import Variable, is_tracing
-from gainstage.compat.live import (
+from gainstage._base import checks
+from gainstage._base.checks import check_verbs
+from gainstage._variables.types import Values
+from gainstage._variables.variable import Variable, is_tracing
+from gainstage.compat.stateful_scale import (
     FLOOR,
     DynamicLossScale,
     FixedLossScale,
@@ -27,7 +25,10 @@ from gainstage.compat.train import (
     Pairs,
     named,
 )
-from gainstage.rules import base as rules
+from gainstage.optimizers._step import saving
+from gainstage.optimizers._step.differentiate import array_of_loss
+from gainstage.optimizers._step.store import ScalingWrapper
+from gainstage.rules import loss_scale as rules
 
 __all__ = [
     "AdamOptimizer",

@@ -11,13 +11,13 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from gainstage._core.types import OptState, P, PyTree, R
+from gainstage._variables.types import OptState, P, PyTree, R
 from gainstage.demo.task import Evaluation, Task, Weights, jit
+from gainstage.precision.autocast import autocast
 from gainstage.rules import DynamicLossScale, FixedLossScale
-from gainstage.transforms.autocast import autocast
+from gainstage.transforms.apply_updates import step_was_applied
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.train_step import train_step
-from gainstage.transforms.updates import step_was_applied
 from gainstage.transforms.value_and_grad import loss_scale
 
 

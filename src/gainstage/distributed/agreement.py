@@ -13,13 +13,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage import __version__
-from gainstage._core._jax import multihost_utils
-from gainstage._core.configurable import readable
-from gainstage._core.saving import unique_names
-from gainstage._core.sharding import axes_of, is_first
-from gainstage._core.types import PyTree
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._base._jax import multihost_utils
+from gainstage._base.configurable import readable
+from gainstage._variables.sharding import axes_of, is_first
+from gainstage._variables.types import PyTree
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.saving import unique_names
+from gainstage.optimizers.optimizer import Optimizer
 
 
 def assert_consistent(optimizer: Optimizer) -> None:

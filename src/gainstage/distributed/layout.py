@@ -4,8 +4,8 @@ import math
 
 from jax.sharding import NamedSharding
 
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._variables.variable import Variable
+from gainstage.optimizers.optimizer import Optimizer
 
 
 def describe_layout(optimizer: Optimizer) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from gainstage._core._jax import multihost_utils
+from gainstage._base._jax import multihost_utils
 from gainstage.distributed.watchdog import TEMPORARY, Watchdog
 
 TOKEN = 16  # bytes that identify a process of this run

@@ -9,11 +9,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from gainstage._core.gradients import upcast
-from gainstage._core.sharding import knows_what_varies, typed_sharding, varying_axes
-from gainstage._core.stats import measure
-from gainstage._core.types import PyTree, Tree
-from gainstage._core.warn import warn
+from gainstage._base.warn import warn
+from gainstage._scaling.gradients import upcast
+from gainstage._scaling.measures import measure
+from gainstage._variables.sharding import knows_what_varies, typed_sharding, varying_axes
+from gainstage._variables.types import PyTree, Tree
 
 
 def sum_in_float32(params: Tree, axis_name: str | Sequence[str]) -> Tree:

@@ -1,8 +1,11 @@
-"""Bridges to other libraries, one file each."""
+"""Bridges to other libraries, one file each.
+
+Users import its modules; no other room needs it.
+"""
 
 from typing import TYPE_CHECKING
 
-from gainstage._core._lazy import lazy
+from gainstage._base.lazy import lazy
 
 if TYPE_CHECKING:
     from gainstage.interop import importers as importers

@@ -11,12 +11,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gainstage._core import checks
-from gainstage._core.checks import SMALLEST
-from gainstage._core.saving import check_names, fitted_weight
-from gainstage._core.variable import Variable
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
-from gainstage.rules.base import (
+from gainstage._base import checks
+from gainstage._base.checks import SMALLEST
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.saving import check_names, fitted_weight
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.rules.loss_scale import (
     KERAS_FLOOR,
     DynamicLossScale,
     FixedLossScale,

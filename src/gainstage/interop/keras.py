@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from gainstage._core.types import PyTree
+from gainstage._variables.types import PyTree
 from gainstage.interop.keras_autocast import autocast, tune_precision
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage._core.types import PyTree
+from gainstage._variables.types import PyTree
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_optimizer import PACKAGE
-from gainstage.transforms.autocast import autocast as autocast_function
-from gainstage.transforms.autocast import keep_float32
-from gainstage.transforms.precision_plan import PrecisionPlan, operations_of
-from gainstage.xray.tune_precision import tune_precision as tune_function
+from gainstage.precision.autocast import autocast as autocast_function
+from gainstage.precision.autocast import keep_float32
+from gainstage.precision.plan import PrecisionPlan, operations_of
+from gainstage.precision.tune import tune_precision as tune_function
 
 
 def autocast(model: Any, plan: str | PrecisionPlan = "float16") -> Any:

@@ -3,11 +3,11 @@
 import weakref
 from typing import Any
 
-from gainstage._core.checks import as_power
-from gainstage._core.warn import warn
-from gainstage._core.watch import DEAD
+from gainstage._base.checks import as_power
+from gainstage._base.loop_warnings import DEAD
+from gainstage._base.warn import warn
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import FixedLossScale, LossScale
+from gainstage.rules.loss_scale import FixedLossScale, LossScale
 
 FAR = 2.0**16  # a fall of the scale in one fit that no search explains
 

@@ -4,11 +4,11 @@ import math
 import warnings
 from typing import Any
 
-from gainstage._core.checks import as_power
+from gainstage._base.checks import as_power
 from gainstage.interop.keras_backend import keras
-from gainstage.rules.base import DynamicLossScale
+from gainstage.rules.loss_scale import DynamicLossScale
 from gainstage.runs.alarms import SHARE, Alarm
-from gainstage.runs.causes import SkipCause, cause_of
+from gainstage.runs.skip_causes import SkipCause, cause_of
 
 
 class LogLossScale(keras.callbacks.Callback):

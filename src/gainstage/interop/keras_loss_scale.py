@@ -11,22 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gainstage._core import gradients
-from gainstage._core._jax import Tracer
-from gainstage._core.configurable import deserialize, serialize
-from gainstage._core.options import DEFAULTS, OPTIONS
-from gainstage._core.scaling import Branch, Scaling, ScalingState
-from gainstage._core.store import Wrapper
-from gainstage._core.types import Given, PyTree
-from gainstage._core.variable import is_inside, is_tracing
-from gainstage._core.warn import warn
+from gainstage._base._jax import Tracer
+from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.warn import warn
+from gainstage._scaling import gradients
+from gainstage._scaling.scaled_step import Branch, Scaling, ScalingState
+from gainstage._variables.types import Given, PyTree
+from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_fit import Fits
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
-from gainstage.rules.base import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
+from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
+from gainstage.optimizers._step.store import Wrapper
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
+from gainstage.optimizers.optimizer import Optimizer
+from gainstage.rules.loss_scale import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from gainstage._core.variable import Variable
+from gainstage._variables.variable import Variable
 from gainstage.interop.keras_backend import keras
-from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers.optimizer import Optimizer
 
 
 class _Updates(keras.Variable):

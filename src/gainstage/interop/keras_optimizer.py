@@ -13,15 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gainstage._core.bridge import functional
-from gainstage._core.checks import brief, check_verbs, overrides
-from gainstage._core.configurable import deserialize, family, serialize
-from gainstage._core.options import Options
-from gainstage._core.signals import deferred_signals
-from gainstage._core.step import LearningRate
-from gainstage._core.types import PyTree
-from gainstage._core.undecayed import Undecayed
-from gainstage._core.variable import Variable
+from gainstage._base.checks import brief, check_verbs, overrides
+from gainstage._base.configurable import deserialize, family, serialize
+from gainstage._base.signals import deferred_signals
+from gainstage._variables.bridge import functional
+from gainstage._variables.types import PyTree
+from gainstage._variables.variable import Variable
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_mirrors import (
     is_mirror,
@@ -32,8 +29,11 @@ from gainstage.interop.keras_mirrors import (
 )
 from gainstage.interop.keras_original import Original
 from gainstage.interop.keras_settings import constants, own_settings
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer as Scaled
+from gainstage.optimizers._step.options import Options
+from gainstage.optimizers._step.step import LearningRate
+from gainstage.optimizers._step.undecayed import Undecayed
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
+from gainstage.optimizers.optimizer import Optimizer
 from gainstage.schedules import LearningRateSchedule
 
 PACKAGE = "gainstage"  # the package name that Keras registers the classes with

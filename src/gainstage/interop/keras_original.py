@@ -2,8 +2,8 @@
 
 import weakref
 
-from gainstage._core.warn import warn
-from gainstage.optimizers.base import Optimizer
+from gainstage._base.warn import warn
+from gainstage.optimizers.optimizer import Optimizer
 
 
 class Original:

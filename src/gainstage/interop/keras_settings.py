@@ -3,9 +3,9 @@
 from collections.abc import Hashable
 from typing import Any
 
-from gainstage._core.options import ARGUMENTS, OPTIONS
 from gainstage.interop.keras_backend import keras
-from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers._step.options import ARGUMENTS, OPTIONS
+from gainstage.optimizers.optimizer import Optimizer
 
 CONSTANTS = (bool, int, float, str, tuple, type(None))  # the types of settings
 

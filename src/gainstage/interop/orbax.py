@@ -14,15 +14,15 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from gainstage._core.bridge import read, write
-from gainstage._core.checks import brief
-from gainstage._core.configurable import readable
-from gainstage._core.saving import check_names, unique_names
-from gainstage._core.types import PyTree
-from gainstage._core.variable import Variable
-from gainstage._core.warn import warn
+from gainstage._base.checks import brief
+from gainstage._base.configurable import readable
+from gainstage._base.warn import warn
+from gainstage._variables.bridge import read, write
+from gainstage._variables.types import PyTree
+from gainstage._variables.variable import Variable
 from gainstage.distributed.agreement import hashes
-from gainstage.optimizers.base import Optimizer
+from gainstage.optimizers._step.saving import check_names, unique_names
+from gainstage.optimizers.optimizer import Optimizer
 
 try:
     import orbax.checkpoint as ocp

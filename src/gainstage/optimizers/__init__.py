@@ -1,4 +1,7 @@
-"""One optimizer per file; each update rule reads like its paper."""
+"""The Keras face: one optimizer per file, each update rule as in its paper, and their wrapper.
+
+Users import them from `gainstage`; rooms above may import all of it.
+"""
 
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad

@@ -6,10 +6,10 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from gainstage._core.options import OptimizerOptions, Setting, within
-from gainstage._core.types import Rate
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._variables.types import Rate
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.options import OptimizerOptions, Setting, within
+from gainstage.optimizers.optimizer import Optimizer
 
 
 class Lion(Optimizer):

@@ -5,17 +5,17 @@ from typing import Any, Unpack
 
 import jax
 
-from gainstage._core.arguments import variables_in
-from gainstage._core.checks import brief
-from gainstage._core.gradients import Gradients
-from gainstage._core.options import DEFAULTS, WrapperOptions
-from gainstage._core.scaled_state import states_in
-from gainstage._core.store import Store, Wrapper
-from gainstage._core.types import Given, Rate
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._base.checks import brief
+from gainstage._scaling.gradients import Gradients
+from gainstage._variables.arguments import variables_in
+from gainstage._variables.types import Given, Rate
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.options import DEFAULTS, WrapperOptions
+from gainstage.optimizers._step.store import Store, Wrapper
+from gainstage.optimizers.inner_checks import check_part
 from gainstage.optimizers.optax import Optax
-from gainstage.optimizers.parts import check_part
+from gainstage.optimizers.optimizer import Optimizer
+from gainstage.transforms.loss_scaled_state import states_in
 
 
 class _Whole(Wrapper):

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage._core import checks
-from gainstage._core.arrays import is_key
-from gainstage._core.bridge import read
-from gainstage._core.checks import brief
-from gainstage._core.gradients import Gradients, upcast
-from gainstage._core.options import WrapperOptions
-from gainstage._core.sharding import replicate
-from gainstage._core.types import Given, OptState, PyTree, Rate, Transformation
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._base import checks
+from gainstage._base.arrays import is_key
+from gainstage._base.checks import brief
+from gainstage._scaling.gradients import Gradients, upcast
+from gainstage._variables.bridge import read
+from gainstage._variables.sharding import replicate
+from gainstage._variables.types import Given, OptState, PyTree, Rate, Transformation
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.options import WrapperOptions
+from gainstage.optimizers.optimizer import Optimizer
 
 
 class Optax(Optimizer):

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gainstage._core import checks
-from gainstage._core.bridge import assign, functional, read, write
-from gainstage._core.of_loss import VarList
-from gainstage._core.scaling import NO_RETRY, may_help
-from gainstage._core.types import Aux, Scalar
-from gainstage._core.variable import is_tracing
-from gainstage._core.warn import warn
-from gainstage.optimizers.base import Optimizer
-from gainstage.rules.base import FixedLossScale
+from gainstage._base import checks
+from gainstage._base.warn import warn
+from gainstage._scaling.scaled_step import NO_RETRY, may_help
+from gainstage._variables.bridge import assign, functional, read, write
+from gainstage._variables.types import Aux, Scalar
+from gainstage._variables.variable import is_tracing
+from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers.optimizer import Optimizer
+from gainstage.rules.loss_scale import FixedLossScale
 
 
 class Retrying(Optimizer):

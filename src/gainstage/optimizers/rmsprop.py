@@ -6,12 +6,12 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks
-from gainstage._core.gradients import with_square
-from gainstage._core.options import OptimizerOptions, Setting, needs_slot, within
-from gainstage._core.types import Rate
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
+from gainstage._base import checks
+from gainstage._scaling.gradients import with_square
+from gainstage._variables.types import Rate
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.options import OptimizerOptions, Setting, needs_slot, within
+from gainstage.optimizers.optimizer import Optimizer
 
 
 class RMSprop(Optimizer):

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gainstage import optimizers, schedules
-from gainstage._core import configurable
-from gainstage._core.checks import InvalidArgumentError
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage._base import configurable
+from gainstage._base.checks import InvalidArgumentError
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.optimizers.optimizer import Optimizer
 
 _BUILT_IN = {name.lower(): name for name in [*optimizers.__all__, LossScaleOptimizer.__name__]}
 

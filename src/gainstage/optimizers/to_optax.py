@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage._core.checks import brief, check_verbs
-from gainstage._core.saving import unique_names
-from gainstage._core.sharding import on_mesh
-from gainstage._core.store import Wrapper
-from gainstage._core.types import OptState, PyTree, Structure
-from gainstage._core.variable import Variable
-from gainstage.optimizers.base import Optimizer
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage._base.checks import brief, check_verbs
+from gainstage._variables.sharding import on_mesh
+from gainstage._variables.types import OptState, PyTree, Structure
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.saving import unique_names
+from gainstage.optimizers._step.store import Wrapper
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.optimizers.optimizer import Optimizer
 from gainstage.transforms.loss_scaled import loss_scaled_within
 
 

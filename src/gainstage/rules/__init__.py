@@ -1,6 +1,9 @@
-"""Rules: how a loss scale is updated."""
+"""Rules: how a loss scale is updated after each step.
+
+Users import them from `gainstage`; rooms above may import all of it.
+"""
 
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale, ScaleState
+from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale, ScaleState
 
 __all__ = ["AdaptiveLossScale", "DynamicLossScale", "FixedLossScale", "LossScale", "ScaleState"]

@@ -7,11 +7,11 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks
-from gainstage._core.checks import LARGEST, LARGEST_FLOAT16
-from gainstage._core.configurable import explains_arguments
-from gainstage._core.types import Flag
-from gainstage.rules.base import LossScale, one_more, set_field, set_scales
+from gainstage._base import checks
+from gainstage._base.checks import LARGEST, LARGEST_FLOAT16
+from gainstage._base.configurable import explains_arguments
+from gainstage._variables.types import Flag
+from gainstage.rules.loss_scale import LossScale, one_more, set_field, set_scales
 
 PROBED = -12  # bits: how far an overflow lowers the scale before any gradient is known
 PROBE = 2.0**PROBED

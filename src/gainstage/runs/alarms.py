@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from gainstage._core.boundary import largest_scale
-from gainstage._core.checks import LARGEST_FLOAT16, as_power
-from gainstage._core.stats import StepInfo
-from gainstage._core.warn import warn
+from gainstage._base.checks import LARGEST_FLOAT16, as_power
+from gainstage._base.warn import warn
+from gainstage._programs.boundary import largest_scale
+from gainstage._scaling.measures import StepInfo
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import FixedLossScale, LossScale
-from gainstage.runs.causes import SkipCause, Streak, cause_of, streaks
+from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.runs.largest import LargestGradient
 from gainstage.runs.messages import LONG_STREAK, LOSS_MISSING, XRAY, Alike, message_on
-from gainstage.runs.run import Run
+from gainstage.runs.recording import Run
+from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.writers import Record, Writer
 
 WINDOW = 200  # steps that alarms look back; also the quiet steps before an alarm repeats

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gainstage._core.checks import as_power
-from gainstage._core.stats import StepInfo
+from gainstage._base.checks import as_power
+from gainstage._scaling.measures import StepInfo
 from gainstage.runs.alarms import alarms_in
-from gainstage.runs.causes import why_skipped
-from gainstage.runs.replay import Outcome, advice, replay
+from gainstage.runs.other_rules import Outcome, advice, replay
+from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
-from gainstage.runs.run import NOTHING, Run, measures, stretches
+from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.telemetry import underflow_summary
 
 SHOWN_ROWS = 10  # rows of a table

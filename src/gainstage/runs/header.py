@@ -10,7 +10,7 @@ import jax
 
 from gainstage import __version__
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 
 RULES = {rule.__name__: rule for rule in (AdaptiveLossScale, DynamicLossScale, FixedLossScale)}
 LONGEST_RULE = 1000  # characters of a rule in a file

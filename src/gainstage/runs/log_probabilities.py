@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy.typing as npt
 
-from gainstage._core.gradients import float32_or_wider
+from gainstage._scaling.gradients import float32_or_wider
 
 CLIP = 0.2  # the clip range of PPO
 SERIES = 12  # terms of exp(x) - 1 - x, enough for float32 up to |x| = 1

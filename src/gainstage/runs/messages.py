@@ -3,10 +3,10 @@
 import math
 from typing import NamedTuple
 
-from gainstage._core.checks import as_power
+from gainstage._base.checks import as_power
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import FixedLossScale, LossScale
-from gainstage.runs.causes import SkipCause, Streak, cause_of
+from gainstage.rules.loss_scale import FixedLossScale, LossScale
+from gainstage.runs.skip_causes import SkipCause, Streak, cause_of
 
 LONG_STREAK = 8  # skipped steps in a row
 XRAY = (

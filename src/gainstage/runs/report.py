@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gainstage.runs.curves import draw
 from gainstage.runs.findings import findings
-from gainstage.runs.page import page
-from gainstage.runs.picture import draw
+from gainstage.runs.recording import NOTHING, read_run
+from gainstage.runs.report_page import page
 from gainstage.runs.rows import Rows, printable
-from gainstage.runs.run import NOTHING, read_run
 
 WIDTH = 78  # of the text, for a terminal of 80 columns
 LONG_RULE = 34  # characters of a rule, after which it is broken behind its bracket

@@ -10,11 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gainstage._core import models
-from gainstage._core.checks import as_power
-from gainstage._core.saving import unique_names
-from gainstage._core.scaled_state import observed_in
-from gainstage._core.stats import (
+from gainstage._base.checks import as_power
+from gainstage._scaling.measures import (
     DIGITS,
     FLUSHED,
     HIGHEST,
@@ -25,8 +22,11 @@ from gainstage._core.stats import (
     Observed,
     StepInfo,
 )
-from gainstage._core.variable import Variable
-from gainstage.optimizers.loss_scale import LossScaleOptimizer
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.saving import unique_names
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.transforms import models
+from gainstage.transforms.loss_scaled_state import observed_in
 
 SHOWN = 5  # tensors that are printed
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square

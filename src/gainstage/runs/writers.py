@@ -13,13 +13,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from gainstage._core import checks
-from gainstage._core.checks import as_power
-from gainstage._core.signals import deferred_signals
-from gainstage._core.stats import StepInfo
-from gainstage._core.variable import Variable
-from gainstage._core.watch import Repeats
-from gainstage.rules.base import Rule, as_rule
+from gainstage._base import checks
+from gainstage._base.checks import as_power
+from gainstage._base.loop_warnings import Repeats
+from gainstage._base.signals import deferred_signals
+from gainstage._scaling.measures import StepInfo
+from gainstage._variables.variable import Variable
+from gainstage.rules.loss_scale import Rule, as_rule
 from gainstage.runs.header import header
 from gainstage.runs.telemetry import Report
 

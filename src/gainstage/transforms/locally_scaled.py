@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gainstage._core import checks, nnx_objects
-from gainstage._core.arrays import partition
-from gainstage._core.gradients import float32_or_wider
-from gainstage._core.types import P, PyTree, R, Scalar, Tree
-from gainstage._core.unscaled import scales_itself
+from gainstage._base import checks
+from gainstage._base.arrays import partition
+from gainstage._scaling.gradients import float32_or_wider
+from gainstage._scaling.unscaled_warning import scales_itself
+from gainstage._variables.types import P, PyTree, R, Scalar, Tree
+from gainstage.transforms import nnx_objects
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:

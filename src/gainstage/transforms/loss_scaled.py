@@ -10,11 +10,15 @@ from jax import lax
 from jax.dtypes import float0
 from jax.sharding import NamedSharding, Sharding
 
-from gainstage._core import checks, gradients, models
-from gainstage._core._jax import Tracer
-from gainstage._core.scaled_state import OVER_OF, RULE_OF, LossScaledState, states_in
-from gainstage._core.scaling import Scaling, ScalingState
-from gainstage._core.sharding import (
+from gainstage._base import checks
+from gainstage._base._jax import Tracer
+from gainstage._base.loop_warnings import SAME_STATE, Repeats
+from gainstage._base.warn import warn
+from gainstage._scaling import gradients
+from gainstage._scaling.measures import check_telemetry, leaves_and_none
+from gainstage._scaling.scaled_step import Scaling, ScalingState
+from gainstage._scaling.unscaled_warning import FROZEN, STALE, UNMOVED, UPDATED, fault
+from gainstage._variables.sharding import (
     axis_names,
     check_axes,
     divided_over,
@@ -23,13 +27,11 @@ from gainstage._core.sharding import (
     typed_like,
     typed_sharding,
 )
-from gainstage._core.stats import check_telemetry, leaves_and_none
-from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._core.unscaled import FROZEN, STALE, UNMOVED, UPDATED, fault
-from gainstage._core.variable import is_inside, placed
-from gainstage._core.warn import warn
-from gainstage._core.watch import SAME_STATE, Repeats
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
+from gainstage._variables.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
+from gainstage._variables.variable import is_inside, placed
+from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, as_rule, start
+from gainstage.transforms import models
+from gainstage.transforms.loss_scaled_state import OVER_OF, RULE_OF, LossScaledState, states_in
 from gainstage.transforms.refusals import (
     check_leaves,
     explain,

@@ -7,14 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage import fp8
-from gainstage._core.checks import brief
-from gainstage._core.scaled_state import LossScaledState
-from gainstage._core.types import OptState, PyTree, Structure, Transformation
-from gainstage._core.unscaled import PLAIN_GRAD_FN, is_plain
-from gainstage._core.warn import warn
+from gainstage._base.checks import brief
+from gainstage._base.warn import warn
+from gainstage._scaling.unscaled_warning import PLAIN_GRAD_FN, is_plain
+from gainstage._variables.types import OptState, PyTree, Structure, Transformation
+from gainstage.precision import float8 as fp8
 from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.rules.base import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.transforms.loss_scaled_state import LossScaledState
 
 
 def check_leaves(params: PyTree) -> None:

@@ -9,15 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from gainstage._core import checks, gradients, jaxprs
-from gainstage._core._jax import ClosedJaxpr, is_differentiated
-from gainstage._core.checks import SMALLEST, brief
-from gainstage._core.readings import all_finite
-from gainstage._core.sharding import everywhere, varying_like
-from gainstage._core.types import P, PyTree, R
-from gainstage._core.unscaled import scales_itself
-from gainstage._core.warn import warn
-from gainstage.transforms.replay import traced
+from gainstage._base import checks
+from gainstage._base._jax import ClosedJaxpr, is_differentiated
+from gainstage._base.checks import SMALLEST, brief
+from gainstage._base.warn import warn
+from gainstage._programs import jaxprs
+from gainstage._scaling import gradients
+from gainstage._scaling.finite_check import all_finite
+from gainstage._scaling.unscaled_warning import scales_itself
+from gainstage._variables.sharding import everywhere, varying_like
+from gainstage._variables.types import P, PyTree, R
+from gainstage.transforms.retrace import traced
 from gainstage.transforms.with_loss_scale import (
     arguments_without_scales,
     places_beside,

@@ -3,15 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Generic,
-    Literal,
-    TypeVarTuple,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,34 +11,26 @@ import optax
 from jax import lax
 from jax.stages import Wrapped
 
-from gainstage._core import checks, gradients, models, nnx_objects
-from gainstage._core._jax import Tracer
-from gainstage._core.arrays import ARRAYS, Static
-from gainstage._core.bridge import reruns
-from gainstage._core.buffers import unshared
-from gainstage._core.checks import brief
-from gainstage._core.nnx_objects import Graph, partition_model
-from gainstage._core.scaled_state import (
-    OVER_OF,
-    RULE_OF,
-    LossScaledState,
-    loss_scaled_state,
-    retried,
-    state_to_scale_by,
-    with_first_scale_if_skipped,
-    with_scalars,
-    without_scalars,
-)
-from gainstage._core.scaling import NO_RETRY, may_help
-from gainstage._core.sharding import (
+from gainstage._base import checks
+from gainstage._base._jax import Tracer
+from gainstage._base.arrays import ARRAYS, Static
+from gainstage._base.buffers import unshared
+from gainstage._base.checks import brief
+from gainstage._base.loop_warnings import Loop
+from gainstage._base.warn import warn
+from gainstage._scaling import gradients
+from gainstage._scaling.measures import leaves_and_none
+from gainstage._scaling.scaled_step import NO_RETRY, may_help
+from gainstage._scaling.unscaled_warning import FROZEN, is_constant_of_a_loop, mark
+from gainstage._variables.bridge import reruns
+from gainstage._variables.sharding import (
     Shardings,
     knows_what_varies,
     on_one_mesh,
     tell_if_whole,
     warned_of_sums,
 )
-from gainstage._core.stats import leaves_and_none
-from gainstage._core.types import (
+from gainstage._variables.types import (
     Aux,
     OptState,
     P,
@@ -57,13 +41,23 @@ from gainstage._core.types import (
     Tree,
     Using,
 )
-from gainstage._core.unscaled import FROZEN, is_constant_of_a_loop, mark
-from gainstage._core.variable import is_inside
-from gainstage._core.warn import warn
-from gainstage._core.watch import Loop
-from gainstage.rules.base import FixedLossScale
+from gainstage._variables.variable import is_inside
+from gainstage.rules.loss_scale import FixedLossScale
+from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
 from gainstage.transforms.loss_scaled import divided_state
-from gainstage.transforms.updates import apply_updates, keep_if_applied
+from gainstage.transforms.loss_scaled_state import (
+    OVER_OF,
+    RULE_OF,
+    LossScaledState,
+    loss_scaled_state,
+    retried,
+    state_to_scale_by,
+    with_first_scale_if_skipped,
+    with_scalars,
+    without_scalars,
+)
+from gainstage.transforms.nnx_objects import Graph, partition_model
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
 DRIFTS = (

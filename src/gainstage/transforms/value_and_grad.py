@@ -7,13 +7,14 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import gradients, models, nnx_objects
-from gainstage._core._jax import Tracer, trace_ctx
-from gainstage._core.checks import brief
-from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
-from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
-from gainstage._core.unscaled import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
-from gainstage._core.variable import is_inside, is_tracing
+from gainstage._base._jax import Tracer, trace_ctx
+from gainstage._base.checks import brief
+from gainstage._scaling import gradients
+from gainstage._scaling.unscaled_warning import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
+from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
+from gainstage._variables.variable import is_inside, is_tracing
+from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 
 
 @overload

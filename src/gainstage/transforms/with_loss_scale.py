@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gainstage._core import checks, models, nnx_objects
-from gainstage._core.arrays import partition
-from gainstage._core.checks import LARGEST, SMALLEST, brief
-from gainstage._core.models import SCALE, Carrier
-from gainstage._core.scaled_state import LossScaledState
-from gainstage._core.sharding import replicated_like, varying_like
-from gainstage._core.types import PyTree
+from gainstage._base import checks
+from gainstage._base.arrays import partition
+from gainstage._base.checks import LARGEST, SMALLEST, brief
+from gainstage._variables.sharding import replicated_like, varying_like
+from gainstage._variables.types import PyTree
+from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.models import SCALE, Carrier
 
 # What one retry adds to the gradient of the scale: no norm or sum of a clipping transformation
 # changes by it.

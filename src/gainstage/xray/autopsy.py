@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from gainstage._core.checks import as_power
+from gainstage._base.checks import as_power
 from gainstage.xray import capsule_file
 from gainstage.xray.capsule import BadStep, bad_step, made, settings, versions
 from gainstage.xray.xray import xray

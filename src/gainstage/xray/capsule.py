@@ -13,10 +13,10 @@ import jax
 import jaxlib.version
 
 import gainstage
-from gainstage._core import checks
-from gainstage._core.signals import deferred_signals
-from gainstage._core.stats import StepInfo
-from gainstage._core.types import PyTree
+from gainstage._base import checks
+from gainstage._base.signals import deferred_signals
+from gainstage._scaling.measures import StepInfo
+from gainstage._variables.types import PyTree
 from gainstage.xray import capsule_file
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.

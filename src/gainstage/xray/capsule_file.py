@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core import checks
-from gainstage._core._jax import Tracer
-from gainstage._core.types import PyTree
-from gainstage._core.variable import Variable
+from gainstage._base import checks
+from gainstage._base._jax import Tracer
+from gainstage._variables.types import PyTree
+from gainstage._variables.variable import Variable
 
 CAPSULE_FORMAT = 1
 # How to pass a missing `like`, in Python and on the command line.

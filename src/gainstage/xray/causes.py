@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from gainstage._core.jaxprs import OPAQUE
+from gainstage._programs.jaxprs import OPAQUE
+from gainstage._programs.places import layer_of
 from gainstage.xray.numbers import largest, smallest
-from gainstage.xray.places import layer_of
 from gainstage.xray.walk import Ran, Result
 
 LOST = 0.05  # the relative error by underflow that counts as a cause

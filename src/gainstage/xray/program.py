@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core._jax import ClosedJaxpr
-from gainstage._core.arrays import ARRAYS, is_key, partition
-from gainstage._core.types import PyTree, Using
+from gainstage._base._jax import ClosedJaxpr
+from gainstage._base.arrays import ARRAYS, is_key, partition
+from gainstage._variables.types import PyTree, Using
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.numbers import is_floating
 

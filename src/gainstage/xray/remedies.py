@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gainstage._core.checks import as_power
+from gainstage._base.checks import as_power
+from gainstage._programs.places import layer_of
 from gainstage.xray.causes import Cause, importance, lost_share
-from gainstage.xray.places import layer_of
 from gainstage.xray.program import Program
 from gainstage.xray.walk import Changes, Ran, Result, run
 from gainstage.xray.windows import Window, together

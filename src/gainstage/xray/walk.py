@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from gainstage._core import jaxprs
-from gainstage._core._jax import JaxprEqn, ShapedArray
-from gainstage._core.jaxprs import CALLBACKS, Path
-from gainstage._core.precision import HALF, down, in_dtype, is_half, up
+from gainstage._base._jax import JaxprEqn, ShapedArray
+from gainstage._programs import jaxprs
+from gainstage._programs.in_dtype import HALF, down, in_dtype, is_half, up
+from gainstage._programs.jaxprs import CALLBACKS, Path
+from gainstage._programs.places import Note, Place, Places, layer_of
 from gainstage.xray.numbers import Numbers, is_floating, largest, numbers_of, relative_error
-from gainstage.xray.places import Note, Place, Places, layer_of
 from gainstage.xray.program import Program
 
 

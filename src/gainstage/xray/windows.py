@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from gainstage._programs.places import layer_of
 from gainstage.xray.causes import importance, rounding
 from gainstage.xray.numbers import largest
-from gainstage.xray.places import layer_of
 from gainstage.xray.walk import Ran
 
 UNKNOWN = -math.inf, math.inf

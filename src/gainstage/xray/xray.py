@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gainstage._core import checks, jaxprs
-from gainstage._core.checks import as_power
-from gainstage._core.jaxprs import OPAQUE
-from gainstage._core.scaled_state import loss_scaled_state
-from gainstage._core.types import OptState, PyTree, Scalar, Using
-from gainstage.transforms.autocast import plan_of
-from gainstage.transforms.precision_plan import PrecisionPlan
+from gainstage._base import checks
+from gainstage._base.checks import as_power
+from gainstage._base.progress_bar import counted
+from gainstage._programs import jaxprs
+from gainstage._programs.jaxprs import OPAQUE
+from gainstage._variables.types import OptState, PyTree, Scalar, Using
+from gainstage.precision.autocast import plan_of
+from gainstage.precision.plan import PrecisionPlan
+from gainstage.precision.tune import remedy_by_plan
+from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.program import Program, program_of
-from gainstage.xray.progress import counted
 from gainstage.xray.remedies import Remedy, remedies_for, whole_error
-from gainstage.xray.tune_precision import remedy_by_plan
 from gainstage.xray.walk import Changes, Ran, run
 from gainstage.xray.windows import Window, together, windows_of
 
@@ -165,7 +166,7 @@ class Xray:
 
     def to_html(self, path: str | Path) -> None:
         """Writes a self-contained HTML page; needs Jinja2 (extra `report`)."""
-        from gainstage.xray.page import page
+        from gainstage.xray.xray_page import page
 
         Path(path).write_text(page(self), encoding="utf-8")
 

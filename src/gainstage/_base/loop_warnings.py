@@ -1,0 +1,231 @@
+"""What a loop is told: that the run is dead, or that it compiles the step in each turn."""
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gainstage._base._jax import Tracer
+from gainstage._base.checks import as_power
+from gainstage._base.warn import inside, warn
+
+EVERY = 64  # steps between two looks
+DEAD = 50  # skipped steps in a row with which a run counts as dead
+REMADE = 10  # steps that are called once each, in a loop
+
+
+class Watch:
+    """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run.
+
+    It never waits: a flag that is not computed yet is left for the next look. Of a step it keeps
+    scalars, until it has looked at them. It looks before a step, so that a warning that is an
+    error loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Any, Any, Any]] = []  # those that it has not looked at yet
+        self._skipped = 0  # in a row, up to these
+        self._warned = False
+        self._last: Any = None  # the flag of the last step
+
+    def see(self, applied: Any, loss: Any, wanted: Any = True) -> None:
+        """Notes a step.
+
+        Args:
+            applied: whether the step was applied, a bool scalar.
+            loss: its true loss, or None.
+            wanted: False, also as an array, for a step that the user left out.
+        """
+        self._steps.append((applied, loss, wanted))
+        self._last = applied
+
+    def ended_with(self, applied: Any) -> bool:
+        """Whether this is the flag of the last step, so that the next one goes on from there."""
+        return self._last is applied
+
+    def look(self, scale: Callable[[], Any]) -> None:
+        """Looks at the steps that it has seen, if it is time.
+
+        Args:
+            scale: a function that returns the current loss scale.
+        """
+        if len(self._steps) % EVERY == 0 and self._steps:
+            self._look(scale)
+
+    def _look(self, scale: Callable[[], Any]) -> None:
+        ready = len(self._steps)
+        while ready and not _is_ready(self._steps[ready - 1][0]):
+            ready -= 1
+        looked, self._steps = self._steps[:ready], self._steps[ready:]
+        in_a_row = 0
+        for applied, _, wanted in reversed(looked):  # of a healthy run, one flag is read
+            if np.asarray(applied):
+                break
+            in_a_row += bool(np.asarray(wanted))
+        else:
+            in_a_row += self._skipped
+        self._skipped = in_a_row
+        if looked and in_a_row >= DEAD and not self._warned:
+            self._warned = True
+            warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
+
+
+def _is_ready(x: Any) -> bool:
+    return not hasattr(x, "is_ready") or x.is_ready()
+
+
+def _message(skipped: int, loss: Any, scale: float) -> str:
+    known = loss is not None and not isinstance(loss, Tracer) and _is_ready(loss)
+    finite = bool(np.isfinite(np.asarray(loss, np.float32)).all()) if known else None
+    why = {
+        None: "",
+        True: " The loss is finite, so a gradient overflows or is NaN.",
+        False: " The loss is not finite, which no scale mends: look at the data and the weights.",
+    }[finite]
+    return (
+        f"The last {skipped} steps in a row were skipped, so no weight has changed; the loss scale "
+        f"is {as_power(scale)}.{why} gainstage.diagnostics.xray(loss_fn, params, *batch) names "
+        f"the operation."
+    )
+
+
+SAME_STATE = (
+    "{n} calls of {name} in a row got the same opt_state, so neither the loss scale nor the state "
+    "of the optimizer changes. Pass on what each call returns: {name} returns the new opt_state."
+)
+
+
+class Repeats:
+    """Sees a loop in which each step gets one array, because the new one is not passed on.
+
+    Args:
+        message: what is said of {n} such steps in a row.
+        **names: what else the message names.
+    """
+
+    def __init__(self, message: str, **names: str):
+        self._message, self._steps = message.format(n=REMADE, **names), 0
+        self._last: weakref.ref[Any] | None = None  # the array of the last step
+        self._warned = False
+
+    def note(self, array: Any) -> bool:
+        """Notes a step that got this array; returns whether the step before got it too."""
+        if self._last is None or self._last() is not array:
+            self._last, self._steps = weakref.ref(array), 0
+        self._steps += 1
+        if self._steps == REMADE and not self._warned:
+            self._warned = True
+            warn(self._message)
+        return self._steps > 1
+
+
+_TIMES = itertools.count()
+# The steps of one code that were called once each, one made after the call of the other: their
+# number, the time of the last call, and what that used and returned.
+_ONCE: dict[Any, tuple[int, int, list[weakref.ref[Any]]]] = {}
+
+
+class Calls:
+    """Counts the calls of a compiled function, and warns of a loop that creates it in each turn.
+
+    Such a loop is one in which each uses what the last one used or returned. So a sweep that calls
+    each step once, or a list of steps that are made before the first call, is none.
+
+    Args:
+        fn: what is compiled.
+        message: what is said of {n} of them.
+    """
+
+    def __init__(self, fn: Callable[..., Any], message: str):
+        fn = inspect.unwrap(getattr(fn, "func", fn))
+        self._code, self._message = getattr(fn, "__code__", None), message
+        is_inside = self._code is not None and self._code.co_filename.startswith(inside())
+        self._created, self._calls = next(_TIMES), 2 if is_inside else 0
+
+    def note(self, used: Sequence[Any]) -> bool:
+        """Notes a call that uses these objects; returns whether it is the first."""
+        if self._calls == 2:
+            return False
+        self._calls += 1
+        if self._calls == 2:
+            _ONCE.pop(self._code, None)
+            return False
+        row, when, known = _ONCE.get(self._code, (0, 0, []))
+        alike = self._created > when and any(last() is x for last in known for x in used)
+        row = row + 1 if alike else 1
+        _ONCE[self._code] = row, next(_TIMES), [weakref.ref(x) for x in used]
+        if row == REMADE:
+            warn(self._message.format(n=REMADE))
+        return True
+
+    def gave(self, result: Any) -> None:
+        """Notes what the first call returned."""
+        if self._code in _ONCE:
+            _ONCE[self._code][2].append(weakref.ref(result))
+
+
+_STEP_REMADE = (
+    "{n} steps of gainstage.train_step with the same loss were created and called once each, and "
+    "each was compiled. Create the step before the loop: step = gainstage.train_step(loss_fn, tx). "
+    "A rate that changes is a schedule of optax, which needs no new tx."
+)
+_SAME_PARAMS = (
+    "{n} calls of gainstage.train_step in a row got the same params, so no step builds on the one "
+    "before. Pass on what each call returns: params, opt_state, loss = step(params, opt_state, x)."
+)
+# The watch of the newest step of each transformation, by its `update`.
+_WATCH_OF: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+
+
+class Loop:
+    """What a step of `train_step` sees of the loop around it.
+
+    Args:
+        loss_fn, update: the loss and the transformation of the step.
+    """
+
+    def __init__(self, loss_fn: Callable[..., Any], update: Callable[..., Any]):
+        self._update, self._watch = update, Watch()
+        self._calls = Calls(loss_fn, _STEP_REMADE)
+        self._states = Repeats(SAME_STATE, name="gainstage.train_step")
+        self._params = Repeats(_SAME_PARAMS)
+        self._is_first = self._same_state = False
+
+    def look(self, scale: Callable[[], Any]) -> None:
+        """Looks at earlier steps, if it is time; `scale` returns the current loss scale."""
+        self._watch.look(scale)
+
+    def goes_on(self, applied: Any) -> bool:
+        """Whether this is the flag of the state that the last step returned."""
+        return self._watch.ended_with(applied)
+
+    def before(self, applied: Any) -> None:
+        """Notes a step that starts from the state with this flag."""
+        self._is_first = self._same_state = False
+        if not isinstance(applied, jax.Array):  # one of another library, or of the host
+            return
+        self._is_first = self._calls.note((self._update, applied))
+        if self._is_first:
+            earlier = _WATCH_OF.get(self._update)
+            if earlier is not None and earlier.ended_with(applied):
+                self._watch = earlier  # the run of another step goes on
+            _WATCH_OF[self._update] = self._watch
+        self._same_state = self._states.note(applied)
+
+    def after(self, applied: Any, loss: Any, params: Any) -> None:
+        """Notes its result.
+
+        Args:
+            applied: whether it was applied.
+            loss: its true loss.
+            params: the first array of those that it got and did not return, None if unknown.
+        """
+        if self._is_first and isinstance(applied, jax.Array):
+            self._calls.gave(applied)
+        if isinstance(params, jax.Array) and not self._same_state:
+            self._params.note(params)
+        self._watch.see(applied, loss)

@@ -1,1 +1,0 @@
-"""The core: variables and the bridge to pure functions, gradients, and the step."""

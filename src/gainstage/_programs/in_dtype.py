@@ -1,0 +1,106 @@
+"""An equation of a program, computed in another dtype."""
+
+import functools
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+
+from gainstage._base._jax import JaxprEqn, Literal, Var, is_differentiated
+from gainstage._programs.jaxprs import OPAQUE, bind_shared, open_jaxpr
+
+HALF = frozenset(
+    map(jnp.dtype, ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+                    "float8_e5m2fnuz", "float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4"))
+)  # fmt: skip
+Atom = Var | Literal  # an operand of an equation
+SCATTER: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "scatter": lambda a, b: b, "scatter-add": jax.lax.add, "scatter_add": jax.lax.add,
+        "scatter-sub": jax.lax.sub, "scatter-mul": jax.lax.mul, "scatter_mul": jax.lax.mul,
+        "scatter-min": jax.lax.min, "scatter-max": jax.lax.max,
+        "scatter_min": jax.lax.min, "scatter_max": jax.lax.max,
+    }
+)  # fmt: skip
+
+
+def is_half(x: object) -> bool:
+    """Whether an array, or its description, has numbers of less than 32 bits."""
+    return getattr(x, "dtype", None) in HALF
+
+
+def is_float32(variable: Atom) -> bool:
+    """Whether an operand or a result is float32 in the program."""
+    return getattr(variable.aval, "dtype", None) == np.float32
+
+
+def converted(x: Any, dtype: np.dtype) -> jax.Array:
+    """An array in a dtype. JAX differentiates the conversion once, however often it is used."""
+    if not isinstance(x, jax.Array):
+        return jnp.asarray(x, dtype)
+    if x.dtype == dtype:
+        return x
+    return _conversion(dtype)(x) if is_differentiated(x) else lax.convert_element_type(x, dtype)
+
+
+@functools.cache
+def _conversion(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: lax.convert_element_type(x, dtype), inline=True)
+
+
+def up(x: ArrayLike, var: Atom | None, dtype: DTypeLike = np.float32) -> ArrayLike:
+    """Casts a half-precision operand to a wider dtype."""
+    half = is_half(x) if hasattr(x, "dtype") else var is not None and is_half(var.aval)
+    return jnp.asarray(x, dtype) if half else x
+
+
+def down(x: ArrayLike, var: Atom) -> ArrayLike:
+    """Casts an operand to its dtype in the program."""
+    dtype = getattr(var.aval, "dtype", None)
+    half = dtype in HALF and getattr(x, "dtype", None) != dtype
+    return jnp.asarray(x, dtype) if half else x
+
+
+def in_dtype(
+    eqn: JaxprEqn,
+    values: Sequence[ArrayLike],
+    dtype: DTypeLike = np.float32,
+    instead_of: Container[object] = HALF,
+) -> list[Any]:
+    """The results of an equation in another dtype, from operands of that dtype.
+
+    Args:
+        eqn: an equation.
+        values: its operands.
+        dtype: the dtype.
+        instead_of: the dtypes in the program that it replaces.
+    """
+    if eqn.primitive.name == "reduce_precision":
+        return list(values)
+    params = dict(eqn.params)
+    if params.get("update_jaxpr") is not None and eqn.primitive.name in SCATTER:
+        zero = jnp.zeros((), dtype)
+        params["update_jaxpr"] = open_jaxpr(jax.make_jaxpr(SCATTER[eqn.primitive.name])(zero, zero))
+    if any(getattr(v.aval, "dtype", None) in instead_of for v in eqn.invars):
+        params = {
+            k: None if k == "precision" and _is_algorithm(v) else v for k, v in params.items()
+        }
+    for key in ("preferred_element_type", "new_dtype", "dtype"):
+        if params.get(key) is not None and jnp.dtype(params[key]) in instead_of:
+            params[key] = np.dtype(dtype)
+    try:
+        if eqn.primitive.name not in OPAQUE:
+            return bind_shared(eqn, values, params)
+    except (TypeError, ValueError, NotImplementedError):
+        pass  # the operation does not support this dtype
+    lowered = [down(x, var) for x, var in zip(values, eqn.invars, strict=True)]
+    return [up(x, None, dtype) for x in bind_shared(eqn, lowered)]
+
+
+def _is_algorithm(precision: object) -> bool:
+    return "Algorithm" in type(precision).__name__

@@ -1,0 +1,228 @@
+"""What `loss_scaled` can know about the gradients that it gets: how a loss was scaled, if at all.
+
+The loss scale of a state is a new array after each update, and one tracer in a trace. What has been
+done with it tells what the gradients are that come with it to `update`.
+"""
+
+import os
+import weakref
+from typing import Any
+
+import jax
+import numpy as np
+
+from gainstage._base._jax import (
+    Literal,
+    Tracer,
+    computed_by,
+    is_around_a_loop,
+    trace_ctx,
+    trace_of,
+)
+from gainstage._programs import jaxprs
+from gainstage._variables.types import PyTree
+
+NOT_SCALED = (
+    "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
+    "small gradients are lost as without it. Use gainstage.train_step, or compute gradients with "
+    "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
+    "gainstage.self_scaled(loss_fn). By hand, write gainstage.scale_loss(loss, opt_state). To "
+    'silence this warning: warnings.filterwarnings("ignore", message="No loss was multiplied").'
+)
+NOT_DIVIDED = (
+    "This update of gainstage.loss_scaled takes true gradients, but scale_loss has multiplied the "
+    "loss, and nothing has divided by its scale. Write tx.update(grads, opt_state, params, "
+    "loss_scale=gainstage.loss_scale(opt_state))."
+)
+TWICE = (
+    "This update of gainstage.loss_scaled divides gradients that are true already, as "
+    "value_and_grad returns them. Leave loss_scale= out."
+)
+UNMOVED = (
+    "The loss_scale= of this update of gainstage.loss_scaled is a constant of a compiled function, "
+    "so the rule changes a scale that no loss is multiplied by. Compute gradients with "
+    "gainstage.value_and_grad(loss_fn, opt_state), and leave loss_scale= out. For a fixed scale, "
+    "write gainstage.loss_scaled(tx, gainstage.FixedLossScale(scale))."
+)
+NARROW = (
+    "This update of gainstage.loss_scaled got true gradients in float16, which has lost the small "
+    "ones again. Pass on the gradients in float32, as value_and_grad returns them. To send fewer "
+    "bytes, cast them to bfloat16."
+)
+FILLED = (
+    "jnp.nan_to_num in front of this update of gainstage.loss_scaled makes an overflow a huge "
+    "finite number, which destroys the weights. Leave it out: update skips such a step."
+)
+PLAIN_GRAD_FN = (
+    "The gradients of grad_fn in this update of gainstage.loss_scaled were computed without the "
+    "loss scale, so small ones are lost. Write grad_fn=lambda params, i: "
+    "gainstage.value_and_grad(loss_fn, opt_state)(params, *batch)[1]."
+)
+STALE = (
+    "The gradients of this update of gainstage.loss_scaled were computed with the scale of another "
+    "state, which never changes. In each step, compute them with the state that update gets: "
+    "gainstage.value_and_grad(loss_fn, opt_state)(params)."
+)
+NO_USE = (
+    "The rule of this gainstage.loss_scaled has no effect: the loss of gainstage.self_scaled keeps "
+    "a scale of its own. For a scale that follows the rule, train parameters that carry it: "
+    "params = gainstage.with_loss_scale(params). For a fixed one, write "
+    "gainstage.self_scaled(loss_fn, scale), and leave the rule out."
+)
+FROZEN = (
+    "The state that this update of gainstage.loss_scaled got is a constant of a compiled function, "
+    "so its loss scale never changes. Make it an argument of that function, and one of its "
+    "results; in jax.lax.scan, a part of the carry."
+)
+
+MULTIPLIED_TWICE = (
+    "A loss was multiplied twice by the loss scale before this update of gainstage.loss_scaled: by "
+    "scale_loss, and by value_and_grad or train_step, which do it themselves. Leave scale_loss out."
+)
+MULTIPLIED_ALREADY = (
+    "Expected the loss itself from fun; got what scale_loss has multiplied. Leave scale_loss out: "
+    "value_and_grad and train_step multiply the loss by the loss scale themselves."
+)
+
+# By its id, each scale that is alive, with what was done with it:
+#   "true": `value_and_grad` or `train_step` has computed true gradients with it
+#   "waiting": and no update has come with it since
+#   "constant": and it was a constant of a traced function
+#   "multiplied": `scale_loss` has multiplied a loss by it
+#   "read": `loss_scale` has returned it; "used": inside of a trace, to compute with it
+_SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+# Why an update may be right although nothing is known of its scale: a loss has scaled "itself", or
+# a scale was "lost": it was used in one trace, and the update is in another.
+_UNKNOWN: set[str] = set()
+# The traces of the losses that `value_and_grad` differentiates now, each with what was done in it.
+LOSSES: list[tuple[object, set[str]]] = []
+# The files whose equations scale a loss by no state.
+_SCALE_THEMSELVES = tuple(
+    os.path.join("gainstage", "transforms", name)
+    for name in ("self_scaled.py", "locally_scaled.py")
+)
+# By its id, the `applied` of each state that is alive and that an update has taken: an old state.
+UPDATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# By its id, each loss that is alive and that `scale_loss` has returned.
+MULTIPLIED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+OLD = (
+    "{name} got the state of before the update, which tells whether the step before was applied. "
+    "Pass the state that update returned: updates, opt_state = tx.update(grads, opt_state, params)."
+)
+
+
+def mark(scale: Any, *uses: str) -> None:
+    """Notes what is done with the loss scale of a state."""
+    key = id(scale)
+    if key not in _SCALES:
+
+        def freed(_: object) -> None:
+            if not {"waiting", "used", "multiplied"}.isdisjoint(_SCALES.pop(key, ((), ()))[1]):
+                _UNKNOWN.add("lost")
+
+        _SCALES[key] = weakref.ref(scale, freed), set()
+    _SCALES[key][1].update(uses)
+    for trace, done in LOSSES:
+        if trace is trace_ctx.trace or "read" in uses:
+            done.update(uses)
+
+
+def scales_itself() -> None:
+    """Notes a loss that scales its own gradients, by no state."""
+    _UNKNOWN.add("itself")
+
+
+def fault(
+    scale: Any, by: Any, traced: bool, ruled: bool, grads: PyTree, params: PyTree
+) -> str | None:
+    """What is wrong with the gradients of an update, as far as can be known.
+
+    Args:
+        scale: the loss scale of the state that the update gets.
+        by: the loss scale that the update divides the gradients by, or None.
+        traced: whether it is inside of a trace.
+        ruled: whether its user has chosen a rule for a scale that no parameters carry.
+        grads, params: what the update gets.
+    """
+    _, uses = _SCALES.get(id(scale), (None, set[str]()))
+    uses.discard("waiting")
+    if "constant" in uses and traced:
+        return FROZEN
+    of_another_trace = isinstance(scale, Tracer) and trace_of(scale) is not trace_ctx.trace
+    if of_another_trace and is_constant_of_a_loop(scale):
+        return FROZEN
+    if "true" in uses:
+        if by is not None:
+            return TWICE
+        for leaf in jax.tree.leaves(grads):
+            x: Any = leaf
+            if getattr(x, "dtype", None) == np.float16:
+                return NARROW
+            for _ in range(4):  # what was done to it last
+                equation = getattr(x, "parent", None)
+                if equation is None:
+                    break
+                if equation.params.get("name") == "nan_to_num" and len(equation.in_tracers) < 3:
+                    return FILLED
+                x = next((y for y in equation.in_tracers if np.shape(y) == np.shape(x)), None)
+        return MULTIPLIED_TWICE if "multiplied" in uses and "read" not in uses else None
+    if by is not None:
+        moves = isinstance(by, Tracer) or not isinstance(scale, Tracer)
+        return None if moves else UNMOVED
+    if "used" in uses and not is_plain(grads, scale, params):
+        return None
+    if "multiplied" in uses:
+        return None if "read" in uses else NOT_DIVIDED
+    for other, known in _SCALES.values():
+        if "constant" in known or ("waiting" in known and _of_one_trace(scale, other())):
+            return STALE
+    waiting = any("waiting" in known for _, known in _SCALES.values())
+    if (waiting or _UNKNOWN) and not is_plain(grads, scale, params):
+        return NO_USE if ruled and not waiting and {"itself"} == _UNKNOWN else None
+    return NOT_SCALED
+
+
+def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
+    """Whether gradients were computed in this trace, and for sure by no scale."""
+    leaves: list[Any] = [g for g in jax.tree.leaves(grads) if np.ndim(g)]
+    if not leaves or not all(hasattr(x, "parent") and x.parent for x in leaves):
+        return False
+    equations, given = computed_by(leaves, jax.tree.leaves(params))
+    shapes = {g.shape for g in leaves}  # an array of such a shape may be a gradient too
+    if not isinstance(scale, Tracer) or trace_of(scale) is not trace_of(leaves[0]):
+        shapes.add(())  # and any number the scale, as the trace of these gradients names it
+    for x in given:
+        is_array = not isinstance(getattr(x, "val", None), Literal)
+        if x is scale or (is_array and np.shape(x) in shapes):
+            return False
+    if any(equation.effects for equation in equations):
+        return False
+    within = (part for equation in equations for part in jaxprs.inner(equation))
+    each = [*equations, *(equation for part in within for equation in jaxprs.equations(part))]
+    sources = [equation.source_info for equation in each]
+    if not any("transpose(" in str(source.name_stack) for source in sources):
+        return False
+    return not any(
+        source.traceback is None
+        or any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in source.traceback.frames)
+        for source in sources
+    )
+
+
+def is_constant_of_a_loop(scale: Any) -> bool:
+    """Whether a scale is a tracer of the function around a loop whose body is traced now."""
+    return isinstance(scale, Tracer) and is_around_a_loop(trace_of(scale))
+
+
+def _of_one_trace(scale: Any, other: Any) -> bool:
+    """Whether both scales are arrays, or tracers of one trace."""
+    kinds = isinstance(scale, Tracer), isinstance(other, Tracer)
+    return kinds == (False, False) or (all(kinds) and trace_of(scale) is trace_of(other))
+
+
+def forget() -> None:
+    """Forgets all scales, as in a new process."""
+    _SCALES.clear()
+    _UNKNOWN.clear()
+    UPDATED.clear()
+    MULTIPLIED.clear()

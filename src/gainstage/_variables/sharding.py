@@ -1,0 +1,332 @@
+"""The sharding of an optimizer's state: as its variable, or over more axes (ZeRO-1)."""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
+
+from gainstage._base._jax import JaxprEqn, Tracer
+from gainstage._base.arrays import ARRAYS
+from gainstage._base.warn import warn
+from gainstage._programs.jaxprs import AnyJaxpr, equations
+from gainstage._variables.types import OptState, PyTree, Structure, Tree
+from gainstage._variables.variable import Variable, is_inside
+
+UNDIVIDED = 1024  # elements: smaller state is not sharded further
+
+
+def mesh_of(variables: Sequence[Variable]) -> Mesh | None:
+    """The mesh of the variables, None if all are on one device.
+
+    Raises:
+        ValueError: variables are on two meshes, on two devices, or only some on a mesh; a sharding
+            over several devices names no mesh, or does not divide its variable.
+    """
+    first = next((v for v in variables if v._sharding is not None), None)
+    if first is None:
+        _check_one_device(variables)
+        return None
+    mesh = getattr(first._sharding, "mesh", None)
+    for variable in variables:
+        sharding = variable._sharding
+        if sharding is None:
+            raise ValueError(
+                f"Expected {variable.name!r} on the mesh of {first.name!r}; got it on one device. "
+                f"Make it from jax.device_put(value, NamedSharding(mesh, PartitionSpec()))."
+            )
+        if not isinstance(sharding, NamedSharding):
+            raise ValueError(
+                f"Expected a jax.sharding.NamedSharding for {variable.name!r}; got {sharding}."
+            )
+        if sharding.mesh != mesh:
+            raise ValueError(
+                f"Expected all variables on one mesh; got {first.name!r} on {mesh} and "
+                f"{variable.name!r} on {sharding.mesh}."
+            )
+        _check_divides(variable, sharding)
+    return mesh
+
+
+def _check_one_device(variables: Sequence[Variable]) -> None:
+    """Raises if the user has put variables on several devices; a step runs on one."""
+    chosen = [v for v in variables if getattr(v._value, "committed", False)]
+    for variable in chosen[1:]:
+        (first,), (device,) = chosen[0]._value.devices(), variable._value.devices()
+        if device != first:
+            raise ValueError(
+                f"Expected all variables on one device, or on one mesh; got {chosen[0].name!r} on "
+                f"{first} and {variable.name!r} on {device}."
+            )
+
+
+def _check_divides(variable: Variable, sharding: NamedSharding) -> None:
+    """Checks a sharding as JAX does for arrays, but not for planned ones."""
+    sizes = dict(sharding.mesh.shape)
+    for i, (size, entry) in enumerate(zip(variable.shape, sharding.spec, strict=False)):
+        parts = {axis: sizes[axis] for axis in _axes(entry)}
+        if size % math.prod(parts.values()):
+            raise ValueError(
+                f"Expected dimension {i} of {variable.name!r}, of size {size}, to be a multiple of "
+                f"{math.prod(parts.values())}, over mesh axes {parts}."
+            )
+
+
+def on_mesh(x: object) -> NamedSharding | None:
+    """The sharding of an array, or of its description, if it is on a mesh. That of a traced array
+    is not known."""
+    sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def replicated_like(tree: PyTree) -> NamedSharding | None:
+    """The sharding of an array that is replicated over the mesh of a pytree; None off a mesh."""
+    found = next(filter(None, map(on_mesh, jax.tree.leaves(tree))), None)
+    return found and NamedSharding(found.mesh, PartitionSpec())
+
+
+def axes_of(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes over which a spec shards an array."""
+    return frozenset(axis for entry in spec for axis in _axes(entry))
+
+
+def is_first(axes: Iterable[str]) -> jax.Array:
+    """Inside `jax.shard_map`: whether this device is the first along all of these axes, which
+    represents the replicas."""
+    firsts = [lax.axis_index(axis) == 0 for axis in axes]
+    return functools.reduce(jnp.logical_and, firsts, jnp.array(True))
+
+
+def varying_axes(x: ArrayLike) -> frozenset[str]:
+    """Inside `jax.shard_map`: the mesh axes along which an array varies; none with
+    `check_vma=False`, where JAX does not know."""
+    kind = jax.typeof(x)
+    axes = getattr(getattr(kind, "manual_axis_type", None), "varying", getattr(kind, "vma", ()))
+    return frozenset(axes)
+
+
+def knows_what_varies(mesh: AbstractMesh) -> bool:
+    """Whether `varying_axes` is right inside `jax.shard_map`: it is not with `check_vma=False`,
+    unless there is only one device."""
+    axes = [axis for axis in mesh.manual_axes if lax.axis_size(axis) > 1]
+    return all(varying_axes(lax.axis_index(axis)) for axis in axes)
+
+
+def warned_of_sums(loss: ArrayLike, params: PyTree) -> bool:
+    """Inside `jax.shard_map`: warns of a loss that varies along axes along which not all parameters
+    do, as JAX sums their gradients over these; returns whether it has."""
+    axes = varying_axes(loss)
+    shared = [axes - varying_axes(x) for x in jax.tree.leaves(params)] if axes else []
+    found = sorted(axis for axis in frozenset().union(*shared) if lax.axis_size(axis) > 1)
+    if found:
+        name = repr(found[0] if len(found) == 1 else tuple(found))
+        warn(
+            f"The loss of gainstage.train_step varies over {name} inside of jax.shard_map, so JAX "
+            f"sums the gradients over these devices. If it is a mean over a device's part of the "
+            f"batch, they are too large: return jax.lax.pmean(loss, {name}) from loss_fn. If it is "
+            f"a part of a sum, return jax.lax.psum(loss, {name}), with the same gradients as now."
+        )
+    return bool(found)
+
+
+def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:
+    """A pytree of arrays, cast to a type that varies wherever one of `arrays` does. Initial values
+    of loops and branches that read `arrays` need it."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+
+    def one(x: ArrayLike) -> ArrayLike:
+        alike = tuple(axes - varying_axes(x))
+        return lax.pcast(x, alike, to="varying") if alike else x
+
+    return jax.tree.map(one, tree)
+
+
+def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Inside `jax.shard_map`: an array with a type that a collective over these axes accepts, so
+    one that does not vary along some of them only."""
+    alike = tuple(set(axes) - varying_axes(x))
+    return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
+
+
+def everywhere(flag: jax.Array) -> jax.Array:
+    """Whether a flag is True on all devices of the `jax.shard_map` around the caller."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return lax.pmin(varying(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag
+
+
+def typed_sharding(x: ArrayLike | None) -> NamedSharding | None:
+    """The sharding in an array's type, on a mesh of Explicit axes."""
+    sharding = None if x is None else jax.typeof(x).sharding
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return sharding if kinds and set(kinds) == {AxisType.Explicit} else None
+
+
+def typed_like(new: jax.Array, old: ArrayLike) -> jax.Array:
+    """`new`, on a mesh of Explicit axes with the sharding of `old`, so that a select takes both."""
+    sharding = typed_sharding(old)
+    if sharding is None or sharding == typed_sharding(new):
+        return new
+    return jax.sharding.reshard(new, sharding)
+
+
+def on_one_device(known: bool, arrays: Iterable[Any] = ()) -> bool:
+    """Whether the elements of arrays are on one device: if that is known, or if there is only one
+    device; never inside `jax.shard_map`. A program may be compiled for other devices than those of
+    this process; the current mesh, or the mesh in an array's type, shows that."""
+    mesh = jax.sharding.get_abstract_mesh()
+    alone = jax.device_count() == 1 and mesh.size <= 1 and not any(map(typed_sharding, arrays))
+    return (known or alone) and not mesh.manual_axes
+
+
+def replicate(
+    owner: str, mesh: Mesh | None, scalars: Iterable[Variable], variables: Sequence[Variable]
+) -> None:
+    """Replicates an optimizer's scalars on its mesh, or else on the mesh of its variables."""
+    theirs = mesh_of(variables)
+    if theirs is not None and mesh not in (None, theirs):
+        raise ValueError(
+            f"Expected variables on the mesh of {owner!r}, {mesh}; got {variables[0].name!r} on "
+            f"{theirs}."
+        )
+    mesh = mesh or theirs
+    for scalar in scalars:
+        if mesh is not None:
+            scalar._place(NamedSharding(mesh, PartitionSpec()))
+        else:
+            scalar._move_to(variables[0])
+
+
+def sharding_of_state(variable: Variable, over: tuple[str, ...]) -> Sharding | None:
+    """The sharding of a variable's state: that of the variable, or over more axes of its mesh; None
+    off a mesh."""
+    sharding = variable._sharding
+    if not over or not isinstance(sharding, NamedSharding):
+        return sharding
+    return divided_over(sharding, variable.shape, over)
+
+
+def divided_over(
+    sharding: NamedSharding, shape: Sequence[int], over: tuple[str, ...]
+) -> NamedSharding:
+    """The sharding of the state of a variable with this sharding, over more axes of the mesh.
+
+    It shards the dimension with the most elements per device among those that can be divided; the
+    first of several. State is unchanged if it is small, cannot be divided evenly, or is sharded
+    over these axes already.
+
+    Source: Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
+    """
+    sizes = dict(sharding.mesh.shape)
+    parts, used = math.prod(sizes[axis] for axis in over), axes_of(sharding.spec)
+    if math.prod(shape) < UNDIVIDED or used & set(over):
+        return sharding
+    entries = [_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
+    shards = [math.prod(sizes[axis] for axis in entry) for entry in entries]
+    fit = [i for i, n in enumerate(shape) if n % (shards[i] * parts) == 0]
+    if not fit:
+        return sharding
+    chosen = max(fit, key=lambda i: shape[i] // shards[i])
+    entries[chosen] = (*entries[chosen], *over)
+    return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
+
+
+def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def axis_names(over: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The mesh axes of `shard_state_over`."""
+    return (over,) if isinstance(over, str) else tuple(over or ())
+
+
+def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
+    """Raises a ValueError that names the first axis of `shard_state_over` that no mesh has."""
+    # A mesh may have one device, and then nothing to shard.
+    meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
+    known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
+    for axis in axes:
+        if not known:
+            raise ValueError(
+                f"shard_state_over={axis!r} needs a mesh. Put the variables on a mesh first, or "
+                f"the parameters: jax.device_put(value, NamedSharding(mesh, spec))."
+            )
+        if axis not in known:
+            raise ValueError(
+                f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
+            )
+
+
+def tell_if_whole(arrays: PyTree, batch: PyTree, program: Callable[[], AnyJaxpr]) -> None:
+    """Warns if each device of a mesh would compute a whole batch of the host or of one device. One
+    that is replicated over the mesh is meant so.
+
+    Args:
+        arrays, batch: the parameters, and what the step is given beside them.
+        program: returns the step's program, which may itself divide the work.
+    """
+    mesh = getattr(replicated_like((arrays, batch)), "mesh", None)
+    if mesh is None or mesh.size == 1:
+        return
+    leaves = jax.tree.leaves((arrays, batch))
+    if any(sharding and not sharding.is_fully_replicated for sharding in map(on_mesh, leaves)):
+        return
+    of_host = [x for x in jax.tree.leaves(batch) if isinstance(x, ARRAYS) and not on_mesh(x)]
+    large = any(x.size >= UNDIVIDED and jnp.shape(x)[0] % mesh.size == 0 for x in of_host)
+    if large and not any(map(_divides, equations(program()))):
+        axes = ", ".join(f'"{axis}"' for axis in mesh.axis_names)
+        spec = f"PartitionSpec(({axes}))" if len(mesh.axis_names) > 1 else f"PartitionSpec({axes})"
+        warn(
+            f"Each of the {mesh.size} devices computes the whole batch, because nothing is sharded "
+            f"over the mesh. Write batch = jax.device_put(batch, NamedSharding(mesh, {spec})). If "
+            f"each device needs all of it, say so: NamedSharding(mesh, PartitionSpec())."
+        )
+
+
+def _divides(eqn: JaxprEqn) -> bool:
+    """Whether an operation divides an array over a mesh."""
+    found = [getattr(v.aval, "sharding", None) for v in eqn.outvars]
+    found += [eqn.params.get("sharding"), *eqn.params.get("in_shardings", ())]
+    named = [sharding for sharding in found if isinstance(sharding, NamedSharding)]
+    specs = eqn.params.get("in_specs", ()) if eqn.primitive.name == "shard_map" else ()
+    return any(map(axes_of, specs)) or not all(s.is_fully_replicated for s in named)
+
+
+class Shardings(NamedTuple):
+    """The shardings of the arrays of a model and of an optimizer's state."""
+
+    leaves: tuple[Any, ...]
+    structure: Structure  # of (arrays, state)
+
+    def of_arrays(self) -> tuple[Any, ...]:
+        """The shardings of the arrays, if all are on a mesh."""
+        arrays, _ = self.structure.unflatten(self.leaves)
+        return tuple(arrays) if all(isinstance(s, NamedSharding) for s in arrays) else ()
+
+
+def on_one_mesh(
+    arrays: list[Any], opt_state: OptState, batch: PyTree
+) -> tuple[list[Any], OptState, Shardings | None]:
+    """The arrays and the state on the mesh of any argument, with their shardings.
+
+    An array on no chosen device is replicated. JAX would do so too, but compile the next step
+    again, which gets it back from the mesh.
+    """
+    everywhere = None if is_inside() else replicated_like((arrays, opt_state, batch))
+    if everywhere is None:
+        return arrays, opt_state, None
+    structure: Structure
+    leaves, structure = jax.tree.flatten((arrays, opt_state))
+    shardings = [
+        x.sharding if on_mesh(x) or getattr(x, "committed", False) else everywhere for x in leaves
+    ]
+    leaves = [
+        jax.device_put(x, everywhere) if sharding is everywhere and isinstance(x, ARRAYS) else x
+        for x, sharding in zip(leaves, shardings, strict=True)
+    ]
+    arrays, opt_state = structure.unflatten(leaves)
+    return arrays, opt_state, Shardings(tuple(shardings), structure)

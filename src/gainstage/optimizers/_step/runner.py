@@ -1,0 +1,242 @@
+"""Runs a step on its variables: its gradients checked, compiled or inside another trace."""
+
+import operator
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gainstage._base._jax import Tracer
+from gainstage._base.arrays import ARRAYS, strong
+from gainstage._base.checks import InvalidArgumentError, brief
+from gainstage._base.loop_warnings import Watch
+from gainstage._scaling.gradients import WithLoss
+from gainstage._variables.bridge import jit, run
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.differentiate import assign_if
+from gainstage.optimizers._step.saving import wrong_count
+from gainstage.optimizers._step.step import StepInputs
+
+# The variables, then types and shardings of the gradients: see `_signature`.
+Signature = tuple[list[Variable] | None, list[Any], list[Any]]
+
+
+class Runner:
+    """Runs a step on its variables, and caches its compiled program."""
+
+    def __init__(self) -> None:
+        self.program: jit[..., Any] | None = None
+        self._version: tuple[int, int] | None = None  # the version of the program's constants
+        self._kind: Signature | None = (
+            None  # the kind of the last gradients, if they needed no change
+        )
+        self._decisions: list[Any] | None = None  # whether steps were applied, if requested
+        self._again = False  # whether the next gradients are checked, of whatever kind they are
+        self._watch = Watch()
+
+    @property
+    def takes_true_loss(self) -> bool:
+        """Whether the gradients are those of `minimize`, which has the true loss."""
+        return self._decisions is not None
+
+    def check_again(self) -> None:
+        """Lets `checked` not skip the next check, though the gradients may be of the same kind."""
+        self._again = True
+
+    def take(self, apply_gradients: Callable[[WithLoss], object], pairs: WithLoss) -> list[Any]:
+        """Takes a step with what `differentiate` returned, and assigns what the loss assigned.
+
+        Args:
+            apply_gradients: the method that takes the step, with this runner.
+            pairs: the gradients with their variables; if none has a gradient, there is no step.
+
+        Returns:
+            Bool scalars: the step was applied if all are True.
+        """
+        decisions: list[Any] = []
+        self._decisions = decisions
+        try:
+            apply_gradients(pairs)
+        finally:
+            self._decisions = None
+        conditions = [applied for applied in decisions if applied is not None]
+        if decisions and pairs.assigned:
+            assign_if(conditions, pairs.assigned)
+        return conditions
+
+    def checked(
+        self,
+        grads: list[Any],
+        variables: Iterable[Variable] | None,
+        check: Callable[..., list[Any]],
+        order: list[Variable],
+    ) -> list[Any]:
+        """Returns `check(grads, variables)`; skips the check if the kind is that of the last step.
+
+        Args:
+            grads, variables: as in `apply`.
+            check: returns the gradients in the form of a step: one, or None, for each of `order`.
+            order: the variables that the optimizer was built with.
+        """
+        signature = _signature(grads, variables)
+        if signature is not None and signature == self._kind:
+            return grads
+        self._again = False
+        given, grads = grads, check(grads, variables)
+        ordered = signature is not None and signature[0] in (None, order)
+        as_given = ordered and all(map(operator.is_, given, grads))
+        self._kind = signature if as_given and not self._again else None
+        return grads
+
+    def __call__(
+        self,
+        apply: Callable[..., Any],
+        variables: list[Variable],
+        weights: list[Variable],
+        inputs: StepInputs,
+        version: int | None,
+        loss: Any,
+        scale: Callable[[], Any],
+    ) -> None:
+        """Takes a step.
+
+        Args:
+            apply: a method of the inputs that changes `variables` and `weights`, and returns
+                whether the step was applied.
+            variables: the optimizer's variables.
+            weights: the variables that it was built with.
+            inputs: what the step is given.
+            version: the version of the constants of `apply`; None to run it uncompiled.
+            loss: the true loss, or None.
+            scale: a function that returns the loss scale.
+        """
+        inside = any([variable._traces for variable in variables])
+        if not inside:
+            self._watch.look(scale)
+        if inside:
+            self._kind = None  # the shardings of traced gradients were not checked
+            applied = apply(inputs)  # already inside a traced function
+        elif version is None:
+            applied = run(apply, (variables, weights), inputs)
+        else:
+            if self.program is None or self._version != (version, len(variables)):
+                self.program = jit(_weakly(apply), (variables, weights), donate=True)
+                self._version = (version, len(variables))
+            applied = self.program(inputs)
+        if not inside and applied is not None:
+            wanted = inputs.apply_if
+            self._watch.see(applied, loss, True if wanted is None else wanted)
+        if self._decisions is not None:
+            self._decisions.append(applied)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method with a weak reference to its object. An object that holds its own method would be
+    freed, with all of its arrays, only when Python collects cycles."""
+    reference: Any = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return reference()(*args)
+
+    return call
+
+
+def _signature(grads: list[Any], variables: Iterable[Variable] | None) -> Signature | None:
+    """A cheap key of all that is checked about a step's arguments; None if they are not arrays."""
+    classes = set(map(type, grads))
+    if any(issubclass(cls, Tracer) or not issubclass(cls, jax.Array) for cls in classes):
+        return None
+    if variables is not None and not isinstance(variables, (list, tuple)):
+        return None
+    order = None if variables is None else list(variables)
+    # Lists of mostly identical objects are compared quickly; a set would be hashed.
+    return order, [gradient.aval for gradient in grads], [gradient.sharding for gradient in grads]
+
+
+def listed(argument: str, values: Any) -> list[Any]:
+    """A user's list of arrays as a list.
+
+    Raises:
+        InvalidArgumentError: it is one array, a dictionary, or no iterable.
+    """
+    if type(values) in (list, tuple):
+        return list(values)
+    if not isinstance(values, Iterable) or isinstance(values, (str, Mapping, Variable, *ARRAYS)):
+        remedy = f" Write [{argument}]." if isinstance(values, (Variable, *ARRAYS)) else ""
+        raise InvalidArgumentError(
+            f"Expected a list of arrays for {argument}; got {brief(repr(values))}.{remedy}"
+        )
+    return list(values)
+
+
+def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
+    """Returns gradients as arrays that fit their variables; None stays None. Raises otherwise.
+
+    Args:
+        grads: one gradient, or None, per variable.
+        variables: the variables.
+        placed: whether to move gradients to the devices of their variables.
+    """
+    if len(grads) != len(variables):
+        raise wrong_count("gradients", grads, variables)
+    if all(gradient is None for gradient in grads):
+        raise ValueError(
+            f"Expected a gradient for at least one variable; got None for all of "
+            f"{brief([variable.name for variable in variables])}."
+        )
+    arrays: list[Any] = []
+    for gradient, variable in zip(grads, variables, strict=True):
+        if isinstance(gradient, Variable):
+            gradient = gradient.value()
+        if gradient is None:
+            arrays.append(None)
+            continue
+        if not isinstance(gradient, jax.Array) or gradient.weak_type:
+            try:
+                gradient = strong(gradient)
+            except (TypeError, ValueError) as error:
+                raise InvalidArgumentError(
+                    f"Expected an array as the gradient of {variable.name!r}; got "
+                    f"{brief(repr(gradient))}."
+                ) from error
+        if gradient.shape != variable.shape:
+            raise ValueError(
+                f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "
+                f"got shape {gradient.shape}."
+            )
+        if not jnp.issubdtype(gradient.dtype, jnp.floating):
+            raise TypeError(
+                f"Expected a gradient of a floating dtype for variable {variable.name!r}; "
+                f"got dtype {gradient.dtype}."
+            )
+        free = isinstance(gradient, Tracer) or variable._is_bound or variable._is_planned
+        if placed and not free and gradient.sharding.device_set != variable.sharding.device_set:
+            gradient = jax.device_put(gradient, variable.sharding)
+        arrays.append(gradient)
+    return arrays
+
+
+def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variable]) -> list[Any]:
+    """Orders gradients by the optimizer's variables; a missing one is None."""
+    ordered: list[Any] = [None] * len(variables)
+    for gradient, place in zip(grads, places, strict=True):
+        ordered[place] = gradient
+    missing = [variables[p].name for g, p in zip(grads, places, strict=True) if g is None]
+    if missing:
+        warnings.warn(f"No gradient for {brief(missing)}: they do not change.", stacklevel=5)
+    return ordered
+
+
+def check_bound(weights: Sequence[Any], variables: Sequence[Variable]) -> None:
+    """Raises a ValueError if the weights are inside a JAX transformation but the state is not."""
+    bound = [v.name for v in weights if isinstance(v, Variable) and v._is_bound]
+    if bound and not any(variable._is_bound for variable in variables):
+        raise ValueError(
+            f"Expected {variables[0].name!r} to be in the state of the function that is "
+            f"traced or differentiated, as {brief(bound)} are. In `gainstage.jit`: add "
+            f"`optimizer.variables` to `state`. In a loss: move `apply` out of it, after "
+            f"`minimize`."
+        )

@@ -1,0 +1,287 @@
+"""The variables that an optimizer's `build` adds."""
+
+import functools
+import inspect
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.nn import initializers
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+
+from gainstage._base.arrays import ARRAYS
+from gainstage._base.checks import brief
+from gainstage._scaling import gradients
+from gainstage._scaling.packing import join, offsets
+from gainstage._variables.bridge import read
+from gainstage._variables.sharding import sharding_of_state
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.groups import Group, groups_of
+
+Initializer = str | npt.ArrayLike | Variable | Callable[..., Any]
+SlotName = Callable[[str, str, str, int], str]
+
+
+class Slots:
+    """The variables that `build` of an optimizer adds.
+
+    Args:
+        owner: the optimizer's name.
+        named: `(owner, variable, slot, place) -> name` of a slot; `place` is the number of slots
+            that the variable already has.
+        shard_over: the mesh axes over which a variable's state is sharded further.
+    """
+
+    def __init__(self, owner: str, named: SlotName, shard_over: tuple[str, ...]):
+        self.owner, self.named, self.shard_over = owner, named, shard_over
+        self.all: list[Variable] = []
+        self.of: dict[tuple[Variable, str, int], Variable] = {}  # the int counts equal ones
+        self.groups: list[Group] = []  # of small variables, which share buffers
+        self.group_of: dict[Variable, Group] = {}
+        self._apart = False
+        self._added: dict[Any, Variable] = {}  # other variables that builds have added
+        self._asked: Counter[Any] = Counter()  # the number of each kind in this build so far
+
+    def keep_apart(self) -> None:
+        """Gives every variable slots of its own, whatever `group_small` is."""
+        self._apart = True
+
+    def start_build(self) -> None:
+        """Starts a build, which reuses the variables of an earlier build."""
+        self._asked.clear()
+
+    def add(
+        self,
+        shape: Sequence[int],
+        initializer: Initializer,
+        dtype: DTypeLike | None,
+        name: str | None,
+        in_build: bool,
+    ) -> Variable:
+        """Adds a variable; in a build, reuses the one of an earlier build."""
+        dtype, shape = _checked_dtype(dtype), _sizes(shape)
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"Expected a string for name; got {name!r}.")
+        kind = (name, shape, dtype)
+        key = (*kind, self._asked[kind])
+        if in_build:
+            self._asked[kind] += 1
+            if key in self._added:
+                return self._added[key]
+        value = _initialized(initializer, len(self.all), shape, dtype)
+        variable = Variable(value, False, dtype=dtype, name=f"{self.owner}/{name or 'variable'}")
+        if in_build:
+            self._added[key] = variable
+        self.all.append(variable)
+        return variable
+
+    def add_like(self, reference: Variable, name: str, initializer: Initializer) -> Variable:
+        """Adds a slot of a variable, or reuses the one of an earlier build."""
+        if not isinstance(reference, Variable):
+            raise TypeError(
+                f"Expected a gainstage.Variable for the reference of slot {name!r}; "
+                f"got {brief(reference)}."
+            )
+        number = self._asked[reference, name]
+        self._asked[reference, name] += 1
+        key, group = (reference, name, number), self.group_of.get(reference)
+        if key not in self.of:
+            if group is None:
+                self.of[key] = slot = self.like(reference, name, initializer)
+            else:
+                slot = self._of_group(group, *key, initializer)
+            self.all.append(slot)
+        elif group is not None and key not in group.started:
+            self._start_part(group, *key, initializer)
+        return self.of[key]
+
+    def like(self, reference: Variable, name: str, initializer: Initializer = "zeros") -> Variable:
+        """Creates a variable of the shape and sharding of another, in float32 or wider."""
+        dtype = gradients.float32_or_wider(reference.dtype)
+        sharding = sharding_of_state(reference, self.shard_over)
+        seed = len(self.all)
+        start = functools.partial(_initialized, initializer, seed, reference.shape, dtype, sharding)
+        planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
+        value = planned if reference._is_planned else start()
+        place = sum(owner is reference for owner, *_ in self.of)
+        slot = Variable(value, False, name=self.named(self.owner, reference.name, name, place))
+        if slot._is_planned:
+            slot._start_with(start)
+        elif sharding is not None:
+            slot._place(sharding)
+        else:
+            slot._move_to(reference)
+        return slot
+
+    def group(self, variables: Sequence[Variable]) -> None:
+        """Makes small variables share buffers, unless they are kept apart."""
+        self.groups = [] if self._apart else groups_of(variables)
+        for group in self.groups:
+            self.group_of |= dict.fromkeys(group.members, group)
+
+    def _of_group(
+        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
+    ) -> Variable:
+        others = "zeros" if callable(initializer) else initializer  # set by their own request
+        parts = [
+            self.like(variable, name, initializer if variable is reference else others)
+            for variable in group.members
+        ]
+        planned = any(part._is_planned for part in parts)
+        value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
+        slot = Variable(value, name=f"{self.owner}/{group.name}_{name}", trainable=False)
+        if planned:
+            slot._start_with(functools.partial(_joined_first_values, parts))
+        self.of |= {(variable, name, number): slot for variable in group.members}
+        group.slots.append(slot)
+        group.started.add((reference, name, number))
+        return slot
+
+    def _start_part(
+        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
+    ) -> None:
+        """Initializes one variable's part of a buffer that another variable has created."""
+        group.started.add((reference, name, number))
+        if not callable(initializer):
+            return  # all parts have the same initializer
+        slot, place = self.of[reference, name, number], group.members.index(reference)
+        part = self.like(reference, name, initializer)
+        if slot._is_planned:
+            first_value: Any = slot._first_value
+            first_value.args[0][place] = part
+        else:
+            start = offsets(group.shapes)[place]
+            flat = slot.value().at[start : start + part.size].set(part.value().reshape(-1))
+            slot.assign(flat)
+
+
+def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
+    return join(part._first_value() if part._first_value else part._value for part in parts)
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    """A shape as a tuple, from a sequence or a 1-D array of integers."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise TypeError(
+            f"Expected a list or tuple of integers >= 0 for shape; got {brief(shape)}. "
+            f"A scalar has shape ()."
+        )
+    return sizes
+
+
+def _checked_dtype(dtype: DTypeLike | None) -> np.dtype:
+    try:
+        return jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except TypeError as error:
+        raise TypeError(f"Expected a dtype for dtype; got {dtype!r}.") from error
+
+
+def _by_fans(create: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """An initializer that needs two dimensions, also for vectors and scalars, as in Keras."""
+
+    def one(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+        if len(shape) > 1:
+            return create(key, shape, dtype)
+        (size,) = shape or (1,)
+        return create(key, (size, size), dtype)[0].reshape(shape)
+
+    return one
+
+
+def _identity(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    rows, columns = shape
+    return jnp.eye(rows, columns, dtype=dtype)
+
+
+# Keras's names, with Keras's default arguments: functions of (key, shape, dtype).
+INITIALIZERS: dict[str, Callable[..., Any]] = {
+    "zeros": initializers.zeros,
+    "ones": initializers.ones,
+    "constant": initializers.zeros,
+    "identity": _identity,
+    "random_normal": initializers.normal(0.05),
+    "random_uniform": lambda *args: initializers.uniform(0.1)(*args) - 0.05,
+    "truncated_normal": initializers.truncated_normal(0.05),
+    "glorot_normal": _by_fans(initializers.glorot_normal()),
+    "glorot_uniform": _by_fans(initializers.glorot_uniform()),
+    "he_normal": _by_fans(initializers.he_normal()),
+    "he_uniform": _by_fans(initializers.he_uniform()),
+    "lecun_normal": _by_fans(initializers.lecun_normal()),
+    "lecun_uniform": _by_fans(initializers.lecun_uniform()),
+    "variance_scaling": _by_fans(initializers.lecun_normal()),
+    "orthogonal": initializers.orthogonal(),
+}
+
+
+def _named(name: str, seed: int, shape: tuple[int, ...], dtype: DTypeLike) -> Callable[..., Any]:
+    """The initializer of that name, as a function of (shape, dtype)."""
+    if name in ("zeros", "ones", "constant"):
+        return functools.partial(INITIALIZERS[name], None)
+    ndim = 2 if name in ("identity", "orthogonal") else len(shape)
+    if len(shape) < ndim or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"Expected a floating dtype{' and two dimensions' * (ndim > len(shape))} for "
+            f"initializer={name!r}; got {dtype} and shape {shape}."
+        )
+    return functools.partial(INITIALIZERS[name], jax.random.key(seed))
+
+
+def _initialized(
+    initializer: Initializer,
+    seed: int,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    sharding: Sharding | None = None,
+) -> jax.Array:
+    create: Any = initializer
+    value: Any  # an initializer of a user may return anything
+    if isinstance(initializer, (int, float, list, tuple, *ARRAYS, Variable)):
+        first = initializer.value() if isinstance(initializer, Variable) else initializer
+        value = jnp.asarray(first)
+        create = functools.partial(_broadcast, value)
+    if isinstance(initializer, str):
+        snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", initializer).lower()
+        create = _named(snake, seed, shape, dtype) if snake in INITIALIZERS else None
+    if not callable(create):
+        raise ValueError(
+            f"Expected one of {', '.join(INITIALIZERS)}, a value, or a callable of (shape, dtype), "
+            f"for initializer; got {initializer!r}."
+        )
+    if not isinstance(initializer, str) and _takes_key(create):
+        create = functools.partial(create, jax.random.key(seed))
+    if sharding is None:
+        value = create(shape, dtype)
+    else:  # each device creates its own shards: the whole may not fit on one
+        value = jax.jit(lambda: create(shape, dtype), out_shardings=sharding)()
+    found = getattr(value, "shape", None) or np.shape(value)
+    if found != shape:
+        raise ValueError(f"Expected a value of shape {shape} from initializer; got shape {found}.")
+    return value
+
+
+def _broadcast(value: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    if value.shape not in ((), shape):
+        raise ValueError(
+            f"Expected a scalar or a value of shape {shape} for initializer; got shape "
+            f"{value.shape}."
+        )
+    return jnp.broadcast_to(value.astype(dtype), shape)
+
+
+def _takes_key(create: Callable[..., Any]) -> bool:
+    """Whether an initializer is one of `jax.nn.initializers`: of (key, shape, dtype)."""
+    try:
+        return next(iter(inspect.signature(create).parameters), None) == "key"
+    except ValueError:
+        return False

@@ -1,0 +1,391 @@
+"""The store of an optimizer: all that its step reads and changes, and its options."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy.typing as npt
+from jax.sharding import Mesh
+
+from gainstage._base import checks
+from gainstage._base.arrays import Devices, with_devices
+from gainstage._base.checks import brief
+from gainstage._base.warn import warn
+from gainstage._scaling import gradients
+from gainstage._scaling.scaled_step import (
+    WINDOWS,
+    AccumulationWindow,
+    Scaling,
+    ScalingState,
+    Select,
+)
+from gainstage._variables.bridge import read, variables_like
+from gainstage._variables.sharding import check_axes, replicate, sharding_of_state
+from gainstage._variables.types import Rate
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.slots import Slots
+from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
+from gainstage.optimizers._step.undecayed import Undecayed
+from gainstage.rules.loss_scale import start
+
+
+class Computed(Variable):
+    """A read-only variable that is computed from other variables.
+
+    Args:
+        name: as for every variable.
+        compute: returns the current value.
+        set_by: what to do instead of assigning, for the error.
+    """
+
+    def __init__(self, name: str, compute: Callable[[], jax.Array], set_by: str):
+        self.name, self.trainable, self.constraint = name, False, None
+        self._traces, self._shared, self._sharding = [], False, None
+        self._compute, self._set_by = compute, set_by
+
+    @property
+    def _value(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._compute()
+
+    def _read(self) -> jax.Array:
+        return self._compute()
+
+    def assign(self, value: npt.ArrayLike) -> None:
+        raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
+
+
+class Wrapper:
+    """What the store of a wrapped optimizer knows about the object around it.
+
+    Args:
+        owner: the name of that object, which takes the steps.
+        over: its options, which override the optimizer's.
+    """
+
+    trains_several: ClassVar[bool] = False  # whether it is around several optimizers
+
+    def __init__(self, owner: str, over: Mapping[str, Any] | None = None, mesh: Mesh | None = None):
+        self.owner, self.over, self.mesh = owner, dict(over or {}), mesh
+
+    def build(self, store: "Store", variables: Sequence[Variable]) -> None:
+        """Creates the state that depends on the weights; called before the store is built."""
+
+    def changed(self) -> None:
+        """Called when a constant of the optimizer's step has changed."""
+
+
+class ScalingWrapper(Wrapper):
+    """A wrapper with the variables of a loss scale.
+
+    Args:
+        owner: the wrapper's name.
+        over: the wrapper's options.
+        scaling: the loss scale, without the options of a step.
+        mesh: the mesh that replicates its variables, by default that of the weights.
+    """
+
+    # The names of the variables of a rule's public state.
+    documented: ClassVar[Mapping[str, str]] = {
+        "scale": "{owner}/dynamic_scale",
+        "good_steps": "{owner}/step_counter",
+    }
+
+    def __init__(self, owner: str, over: Mapping[str, Any], scaling: Scaling, mesh: Mesh | None):
+        super().__init__(owner, over, mesh)
+        assert scaling.rule is not None
+        self.scaling = scaling
+        self.state = ScalingState(variables_like(start(scaling.rule), owner, self.documented))
+
+    def share(self, scale: Any) -> None:
+        """Shares the rule's state with another object, which holds these variables."""
+        self.state = self.state._replace(scale=scale)
+
+    def build(self, store: "Store", variables: Sequence[Variable]) -> None:
+        scale = self.state.scale
+        first = store.scaling(self.scaling).first(read(scale), len(variables))
+        stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
+        window = {
+            name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
+            for name, value in first.measured.items()
+        }
+        self.state = ScalingState(scale, stats, window)
+        replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
+
+
+COUNT_OF_MICROBATCHES = (
+    "Expected iterations not to be set with gradient_accumulation_steps, where they are computed "
+    "from the number of microbatches. Load a state that was saved, or count for yourself."
+)
+
+
+class Store:
+    """All that an optimizer's step reads and changes, and its options.
+
+    A wrapper uses the store of its inner optimizer. The store has a weak reference to a `Wrapper`,
+    which the object around the optimizer owns.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        learning_rate: Rate,
+        has_own_rate: bool,
+        options: StepOptions,
+        mesh: Mesh | None,
+        slots: Slots,
+    ):
+        self.owner, self.options, self.mesh = owner, options, mesh
+        self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
+        self.version = 0  # of the constants of a compiled step
+        # A program that steps with this count has the options as constants: see `bridge.jit`.
+        self.microbatches = Variable(0, False, dtype=jnp.int32, name=f"{owner}/iteration")
+        self.microbatches._constants_of = weakref.ref(self)
+        self.rate = LearningRate(learning_rate, owner)
+        self.index: dict[Variable, int] = {}  # the trainable variables, with their indices
+        self.shardings: list[Any] = []  # the sharding of each one's state, None off a mesh
+        self.averages: list[Variable] = []
+        self.accumulators: list[Variable] = []
+        self.masters: dict[Variable, Variable] = {}
+        self.window_count: Variable | None = None
+        self.has_own_count = False  # whether the user has set `iterations`
+        self.slots = slots
+        self._wrapper: weakref.ref[Wrapper] | None = None
+        self._copied: object = None  # what the last `note_copy` has returned
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of its owner sets the wrapper again.
+        own = {**vars(self), "_wrapper": None, "_copied": None}
+        return {**own, "mesh": self.mesh and Devices(self.mesh)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(with_devices(state))
+        if self.microbatches._constants_of is None:  # a shallow copy shares the original's
+            self.microbatches._constants_of = weakref.ref(self)
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        """The wrapper, if another object takes the steps of this optimizer."""
+        return None if self._wrapper is None else self._wrapper()
+
+    def set_wrapper(self, wrapper: Wrapper) -> None:
+        """Sets the wrapper, whose options then override those of the optimizer."""
+        self._wrapper = weakref.ref(wrapper)
+        self.changed()
+
+    def changed(self) -> None:
+        """Marks compiled steps as outdated."""
+        if not self.microbatches._is_bound:  # else the step itself is being traced
+            self.version += 1
+            if self.wrapper is not None:
+                self.wrapper.changed()
+
+    def note_copy(self) -> tuple[int, Any]:
+        """Notes that the optimizer is copied; returns what it is now, for `changed_since`."""
+        rate = self.rate.variable
+        copied = self.version, rate and weakref.ref(rate._value)
+        self._copied = copied
+        return copied
+
+    def changed_since(self, copied: tuple[int, Any]) -> bool:
+        """Whether it was changed since it was copied, and neither copied again nor used itself."""
+        version, rate = copied
+        if self._copied is not copied or self.index or self._wrapper is not None:
+            return False
+        now = self.rate.variable
+        same = rate is None if now is None else rate is not None and rate() is now._value
+        return self.version != version or not same
+
+    def set_count(self, count: Any) -> None:
+        """Starts to count at a number, or counts in a variable of the user."""
+        if self.index:
+            raise RuntimeError("Expected iterations to be set before the optimizer is built.")
+        if self.in_force.gradient_accumulation_steps:
+            raise ValueError(COUNT_OF_MICROBATCHES)
+        self.has_own_count = True
+        if not isinstance(count, Variable):
+            self.microbatches.assign(checks.integer("iterations", count, low=0))
+            return
+        if count.shape or not jnp.issubdtype(count.dtype, jnp.integer):
+            raise TypeError(f"Expected an integer scalar for iterations; got {count!r}.")
+        count._constants_of = weakref.ref(self)
+        self.microbatches = count
+
+    def set_options(self, options: StepOptions) -> None:
+        """Sets the options; those of the wrapper stay."""
+        self.options = options
+        self.changed()
+
+    def set_rate(self, learning_rate: Rate) -> None:
+        """Sets the learning rate. A number can be set only where the rate is stored in a variable,
+        and of a variable only the value."""
+        stored = self.rate.source if isinstance(self.rate.source, Variable) else self.rate.variable
+        number = learning_rate.value() if isinstance(learning_rate, Variable) else learning_rate
+        rate = LearningRate(number, self.owner)
+        if rate.variable is None:
+            self.rate = rate
+            self.changed()
+        elif stored is not None:
+            stored.assign(rate.variable)
+        else:
+            raise TypeError(
+                f"Expected a schedule or callable for learning_rate, as the optimizer was created "
+                f"with one; got {learning_rate!r}."
+            )
+
+    def rate_now(self, steps_ago: int = 0) -> Variable:
+        """The learning rate of the next step, or of a schedule that some steps ago."""
+        rate, count = self.rate, self.microbatches
+        if isinstance(rate.source, Variable):
+            return rate.source
+        if rate.variable is not None:
+            return rate.variable
+        set_by = "assign another schedule or callable to the optimizer's `learning_rate`"
+
+        def compute() -> jax.Array:
+            step = count.value()
+            return rate.at(jnp.maximum(step - steps_ago, 0) if steps_ago else step)
+
+        return Computed(f"{self.owner}/learning_rate", compute, set_by)
+
+    @property
+    def in_force(self) -> StepOptions:
+        """The active options."""
+        wrapper = self.wrapper
+        return self.options if wrapper is None else self.options.under(wrapper.over)
+
+    @property
+    def window(self) -> AccumulationWindow | None:
+        """The accumulation window; None if each step is an update."""
+        options = self.in_force
+        steps = options.gradient_accumulation_steps
+        return WINDOWS[options.on_bad_microbatch](steps) if steps else None
+
+    def scaling(self, scaling: Scaling) -> Scaling:
+        """A loss scale with the options of this optimizer's steps."""
+        options, policy = self.in_force, self.window or Select()
+        factor, clip = options.loss_scale_factor, options.clip
+        return dataclasses.replace(scaling, factor=factor, clip=clip, policy=policy)
+
+    def place_of(self, variable: Variable, owner: str) -> int:
+        """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""
+        if variable not in self.index:
+            names = [v.name for v in self.index]
+            name = getattr(variable, "name", variable)
+            again = " It is another variable of that name." if name in names else ""
+            raise ValueError(
+                f"Expected variables that {owner!r} was built with, {brief(names)}; "
+                f"got {name!r}.{again} Call `build` with all variables before the first step, or "
+                f"create a new optimizer. A copied or unpickled one trains copies, its "
+                f"`trainable_variables`: assign to these."
+            )
+        return self.index[variable]
+
+    def has_average(self) -> jax.Array:
+        """Whether any step has updated the moving averages."""
+        count = None if self.window_count is None else self.window_count.value()
+        state = self.state._replace(microbatches=self.microbatches.value(), window_count=count)
+        return (self.window or AccumulationWindow(1)).has_started(state)
+
+    @property
+    def state(self) -> StepState:
+        """The variables, as a `StepState`."""
+        return StepState(
+            weights=list(self.index),
+            microbatches=self.microbatches,
+            rate=self.rate.variable,
+            averages=self.averages,
+            accumulators=self.accumulators,
+            masters=[self.masters.get(variable) for variable in self.index],
+            window_count=self.window_count,
+            slots=self.slots.all,
+        )
+
+    @property
+    def variables(self) -> list[Variable]:
+        """All variables except the weights, in the order of `state`."""
+        rate = [] if self.rate.variable is None else [self.rate.variable]
+        copies = [*self.averages, *self.accumulators, *self.masters.values()]
+        count = [] if self.window_count is None else [self.window_count]
+        return [self.microbatches, *rate, *copies, *count, *self.slots.all]
+
+    def build(
+        self,
+        variables: Sequence[Variable],
+        master_weights: bool,
+        grouped: bool,
+        undecayed: Undecayed,
+    ) -> None:
+        """Creates all state for these variables."""
+        for variable in [v for v in variables if getattr(v, "overwrite_with_gradient", False)]:
+            raise ValueError(
+                f"{variable.name!r} has overwrite_with_gradient, which is for Keras models: use "
+                f"gainstage.interop.keras."
+            )
+        check_axes(self.slots.shard_over, [variable.sharding for variable in variables])
+        options, slots = self.in_force, self.slots
+        if self.has_own_count and options.gradient_accumulation_steps:
+            raise ValueError(COUNT_OF_MICROBATCHES)
+        half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
+        if self.wrapper is None or not self.wrapper.trains_several:
+            if options.weight_decay:
+                undecayed.check(self.owner, variables)
+            if half and not master_weights and not half[0]._is_planned:
+                warn(
+                    f"Half-precision parameters lose small updates: {half[0].name!r} is "
+                    f"{half[0].dtype}, and keeps no update below 2**-"
+                    f"{jnp.finfo(half[0].dtype).nmant + 1} of a weight. Create {self.owner!r} with "
+                    f"master_weights=True, or keep variables in float32 and compute in half "
+                    f"precision. To silence this warning: "
+                    f'warnings.filterwarnings("ignore", message="Half-precision").'
+                )
+        self.window_count = self._counter(self.window, options.on_bad_microbatch)
+        mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
+        alone = [] if mesh is None else [v for v in variables if v._sharding is None]
+        placed = [v for v in variables if v not in alone]
+        replicate(self.owner, mesh, [*self.variables, *alone], placed)
+        if options.use_ema:
+            self.averages = [slots.like(v, "average") for v in variables]
+        if options.gradient_accumulation_steps:
+            self.accumulators = [slots.like(v, "gradient_accumulator") for v in variables]
+        if master_weights:
+            self.masters = {v: slots.like(v, "master") for v in half}
+            for variable, master in self.masters.items():
+                if not variable._is_planned:
+                    master.assign(variable)
+        if self.wrapper is not None:
+            self.wrapper.build(self, variables)
+        self.index = {variable: place for place, variable in enumerate(variables)}
+        self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
+        if grouped:
+            slots.group(variables)
+        self.changed()
+
+    def _counter(self, window: AccumulationWindow | None, policy: str) -> Variable | None:
+        """The window count that `on_bad_microbatch` needs, if any."""
+        skips = self.wrapper is not None or self.in_force.loss_scale_factor is not None
+        if policy != "extend" and not (window and skips):
+            missing = "loss scale" if window else "gradient_accumulation_steps"
+            raise ValueError(
+                f"Expected gradient_accumulation_steps and a loss scale for "
+                f"on_bad_microbatch={policy!r}; got no {missing}."
+            )
+        if window is None or window.counter is None:
+            return None
+        name, first = window.counter
+        return Variable(first, name=f"{self.owner}/{name}", trainable=False)
+
+    def state_of(self, variable: Variable) -> list[Variable]:
+        """The state that belongs to one variable alone."""
+        place = self.index[variable]
+        copies = [kind[place] for kind in (self.averages, self.accumulators) if kind]
+        masters = [self.masters[variable]] if variable in self.masters else []
+        slots = [slot for (owner, *_), slot in self.slots.of.items() if owner is variable]
+        return [*copies, *masters, *(slots if variable not in self.slots.group_of else [])]
+
+    def first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
+        """The first values of all state, given those of the weights."""
+        own = {v: v._first_value() if v._first_value else v._value for v in self.variables}
+        return own | {m: values[v].astype(m.dtype) for v, m in self.masters.items()}

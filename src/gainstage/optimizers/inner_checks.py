@@ -1,0 +1,104 @@
+"""Checks of an optimizer that a wrapper, or an optimizer of several, is given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from gainstage._base.checks import InvalidArgumentError, check_verbs
+from gainstage._variables.bridge import read
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OPTIONS
+from gainstage.optimizers.optax import Optax
+from gainstage.optimizers.optimizer import Optimizer
+from gainstage.optimizers.retries import Retrying
+from gainstage.transforms.loss_scaled_state import states_in
+
+
+def check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
+    """Raises an error if a transformation has a loss scale too."""
+    if isinstance(inner, Optax) and states_in(jax.eval_shape(inner._init, read(list(variables)))):
+        raise ValueError(
+            f"Expected the transformation of {inner.name!r} without gainstage.loss_scaled in it; "
+            f"got a scale within a scale. LossScaleOptimizer takes care of the scale."
+        )
+
+
+def check_inner(inner: object, given: set[str], argument: str) -> None:
+    """Raises an error if a wrapper cannot take an optimizer.
+
+    Args:
+        inner: the optimizer.
+        given: the names of the wrapper's arguments that the user has passed.
+        argument: the name of the wrapper's argument for the optimizer.
+    """
+    if not isinstance(inner, Optimizer) or isinstance(inner, Retrying):
+        advice = ""
+        if hasattr(inner, "init") and hasattr(inner, "update"):
+            advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)."
+        elif type(inner).__module__.partition(".")[0] == "keras":
+            advice = " Use gainstage.interop.keras.LossScaleOptimizer."
+        elif type(inner).__module__.startswith("gainstage.compat."):
+            advice = " Use gainstage.compat.v1.MixedPrecisionLossScaleOptimizer."
+        elif isinstance(inner, str):
+            advice = f" Use gainstage.get({inner!r})."
+        elif isinstance(inner, type):
+            advice = f" Create one: {inner.__name__}(...)."
+        raise InvalidArgumentError(
+            f"Expected an optimizer of gainstage, not wrapped, for {argument}; got "
+            f"{inner!r}.{advice}"
+        )
+    check_verbs(inner, "LossScaleOptimizer")
+    if inner._store.wrapper is not None:
+        raise ValueError(
+            f"{inner.name!r} is already wrapped by {inner._store.wrapper.owner!r}. Create a new "
+            f"optimizer, or reuse the wrapper."
+        )
+    for option in sorted(given & OPTIONS.keys()):
+        both = inner._given & (CLIPS if option in CLIPS else {option})
+        if both:
+            raise ValueError(
+                f"Expected {option} on the LossScaleOptimizer or on the inner optimizer; got "
+                f"{option} here and {', '.join(sorted(both))} on {inner.name!r}."
+            )
+    if inner.built and given & BEFORE_BUILD:
+        raise ValueError(
+            f"Expected {', '.join(sorted(given & BEFORE_BUILD))} before the inner optimizer is "
+            f"built; {inner.name!r} is built."
+        )
+
+
+def check_part(optimizer: Any) -> None:
+    """Raises an error if it cannot be one of several optimizers of a loss."""
+    wraps = isinstance(optimizer, Retrying) or hasattr(optimizer, "optimizers_and_variables")
+    if wraps or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"Expected an optimizer of gainstage without a loss scale in each pair; got "
+            f"{optimizer!r}."
+        )
+    check_verbs(optimizer, "MultiOptimizer")
+    store = optimizer._store
+    if store.wrapper is not None:
+        raise ValueError(
+            f"{optimizer.name!r} is already wrapped by {store.wrapper.owner!r}. Put one "
+            f"LossScaleOptimizer around the MultiOptimizer, and none around its optimizers."
+        )
+    if optimizer.built:
+        raise ValueError(f"Expected {optimizer.name!r} not to be built before MultiOptimizer.")
+    given = {name for name, value in vars(store.options).items() if value != DEFAULTS[name]}
+    given |= {
+        n
+        for n in ("group_small", "master_weights", "shard_state_over", "mesh")
+        if getattr(optimizer, n)
+    }
+    if others := sorted(given - {"weight_decay"}):
+        raise ValueError(
+            f"Expected {', '.join(others)} on the MultiOptimizer, for all variables; got it on "
+            f"{optimizer.name!r}."
+        )
+    if store.rate.is_called:
+        raise ValueError(
+            f"The learning rate of {optimizer.name!r} is a variable or a callable of no argument, "
+            f"which is not read inside a compiled step. Use a number, or a schedule or callable of "
+            f"the step."
+        )

@@ -1,0 +1,400 @@
+"""Loss scaling around any optimizer: scale the loss, skip overflowed steps, adapt the scale."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Self, Unpack
+
+import jax
+
+from gainstage._base import checks
+from gainstage._base.configurable import deserialize, serialize
+from gainstage._scaling import gradients
+from gainstage._scaling.finite_check import all_finite
+from gainstage._scaling.gradients import WithLoss
+from gainstage._scaling.measures import Observed, at_first, check_telemetry
+from gainstage._scaling.scaled_step import Scaling
+from gainstage._variables.sharding import replicate
+from gainstage._variables.types import Given, Grads, PyTree, Rate, Scalar, Values
+from gainstage._variables.variable import Variable
+from gainstage.optimizers._step import saving
+from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.options import (
+    OPTIONS,
+    Fixed,
+    WrapperOptions,
+    check_option,
+    ignore_decay,
+)
+from gainstage.optimizers._step.saving import shown
+from gainstage.optimizers._step.slots import Slots
+from gainstage.optimizers._step.step import OptimizerState, StepInputs
+from gainstage.optimizers._step.store import ScalingWrapper
+from gainstage.optimizers.inner_checks import check_inner, check_one_scale
+from gainstage.optimizers.optimizer import Optimizer
+from gainstage.optimizers.retries import Retrying
+from gainstage.optimizers.scale_warnings import NOT_IN_STATE, ScaleUses
+from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.rules.loss_scale import Rule, as_rule, keras_rule
+from gainstage.transforms.loss_scaled_state import applied_in, observed_in
+
+
+class LossScaleOptimizer(Retrying):
+    """An optimizer for float16: it scales the loss so that small gradients do not underflow.
+
+    `minimize` multiplies the loss by the scale and divides the gradients by it, in float32. A step
+    with a non-finite gradient changes no weight and no slot, and lowers the scale. After
+    `dynamic_growth_steps` finite steps the scale is doubled. It is always finite and positive. In
+    your own loop, differentiate `scale_loss(loss)` and pass the scaled gradients to `apply`.
+
+    Args:
+        inner_optimizer: the optimizer that takes the steps. It belongs to one wrapper; options
+            given here act exactly as if they had been given to it.
+        initial_scale: the first scale, > 0 and at most `2**126`.
+        dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
+        name: the prefix of the names of the wrapper's own variables.
+        dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
+        rule: a `LossScale` instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`.
+        telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
+            that overflowed for `gainstage.report`. Adds eight scalars to the state, and four
+            integers per variable.
+        underflow_every: the number of steps between histograms of each gradient's magnitudes, from
+            which `gainstage.report` computes what float16 loses. Adds 82 numbers per variable to
+            the state; None for no histograms.
+        **options: options of every `Optimizer`, except those that place its state.
+            `loss_scale_factor` multiplies the scale.
+
+    Raises:
+        TypeError: `inner_optimizer` is not an optimizer, is a `LossScaleOptimizer`, or its class
+            overrides `apply` or another method that takes a step, which would not be called.
+        ValueError: another wrapper has the inner optimizer, an option is given to both, `rule` is
+            combined with another scale argument, or an argument is out of range.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> var = gs.Variable(1.0)
+        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0**15)
+        >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> print(var.value(), opt.loss_scale)
+        0.5 32768.0
+        >>> opt.apply([float("inf")], [var])
+        >>> print(var.value(), opt.loss_scale)
+        0.5 16384.0
+
+    Source: `keras.mixed_precision.LossScaleOptimizer`; Micikevicius et al., 2018,
+    arXiv:1710.03740.
+    """
+
+    telemetry: Fixed[bool] = Fixed()
+    underflow_every: Fixed[int | None] = Fixed()
+    _wrapper_type = ScalingWrapper
+    _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
+    _min_scale: ClassVar[float | None] = None  # of a dynamic scale; None for that of `keras_rule`
+    _unscaled = False  # whether `apply` takes gradients that are divided by the scale
+
+    def __init__(
+        self,
+        inner_optimizer: Optimizer,
+        initial_scale: float = 2.0**15,
+        dynamic_growth_steps: int = 2000,
+        name: str | None = None,
+        *,
+        dynamic: bool = True,
+        rule: Rule | None = None,
+        telemetry: bool = False,
+        underflow_every: int | None = None,
+        **options: Unpack[WrapperOptions],
+    ):
+        check_inner(inner_optimizer, self._given, self._inner_argument)
+        self._rule = rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
+        ignore_decay(options)
+        jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
+        jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
+        store = inner_optimizer._store
+        mesh = store.mesh if mesh is None else mesh
+        self._set_arguments({"name": name, "jit_compile": jit_compile, "mesh": mesh})
+        self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
+        over: dict[str, Any] = {}
+        for option, value in options.items():
+            if value is not None:
+                over[option] = check_option(option, value, over)
+        scaling = Scaling(rule, self.telemetry, self.underflow_every, self._unscaled)
+        self._wrapper = self._wrapper_type(self.name, over, scaling, self.mesh)
+        self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
+        if self.mesh is not None:
+            replicate(self.name, self.mesh, jax.tree.leaves(self._wrapper.state), [])
+        self._uses = ScaleUses(self.name, not self.dynamic)
+        if store.index:
+            check_one_scale(inner_optimizer, list(store.index))
+            self._wrapper.build(store, list(store.index))
+        self._store, self._slots = store, Slots(self.name, self._slot_name, store.slots.shard_over)
+        store.set_wrapper(self._wrapper)
+        self._inner = inner_optimizer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._store.wrapper is None:  # a shallow copy shares the original's
+            self._store.set_wrapper(self._wrapper)
+
+    def _chosen_rule(
+        self, initial_scale: float, growth_steps: int, dynamic: bool, rule: Rule | None
+    ) -> LossScale:
+        given = self._given & {"initial_scale", "dynamic_growth_steps", "dynamic"}
+        dynamic = checks.flag("dynamic", dynamic)
+        checks.loss_scale("initial_scale", initial_scale)
+        checks.integer("dynamic_growth_steps", growth_steps, low=1)
+        if rule is not None:
+            return as_rule("rule", rule, given)
+        if dynamic:
+            if self._min_scale is None:
+                return keras_rule(initial_scale, growth_steps)
+            return DynamicLossScale(initial_scale, growth_steps, min_scale=self._min_scale)
+        if "initial_scale" not in given:
+            raise ValueError("Expected initial_scale for dynamic=False; got none.")
+        if "dynamic_growth_steps" in given:
+            raise ValueError(
+                f"Expected no dynamic_growth_steps for dynamic=False; got {growth_steps!r}."
+            )
+        return FixedLossScale(initial_scale)
+
+    # ── the scale ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def inner_optimizer(self) -> Optimizer:
+        """The optimizer that takes the steps."""
+        return self._inner
+
+    @property
+    def rule(self) -> LossScale:
+        """The rule that updates the scale."""
+        return self._rule
+
+    @property
+    def initial_scale(self) -> float:
+        """The first scale."""
+        return self._initial_scale
+
+    @property
+    def dynamic_scale(self) -> Variable:
+        """The rule's scale, a float32 variable."""
+        scale = self._wrapper.state.scale.scale
+        self._uses.read(scale._value)
+        return scale
+
+    @property
+    def step_counter(self) -> Variable | None:
+        """Finite steps in a row since the scale was updated (`AdaptiveLossScale`: its ceiling), an
+        int32 variable; None if the rule does not count them."""
+        return getattr(self._wrapper.state.scale, "good_steps", None)
+
+    dynamic_counter = step_counter
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The factor of the loss: the rule's scale times `loss_scale_factor`."""
+        self._uses.read(self._wrapper.state.scale.scale._value)
+        return self._loss_scale()
+
+    def scale_loss(self, loss: Scalar) -> jax.Array:
+        scaled = gradients.scaled(loss, self._loss_scale())
+        return self._uses.multiply(self._wrapper.state.scale.scale._value, scaled)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the scale can change."""
+        return not isinstance(self.rule, FixedLossScale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """The rule's `increment_period`; None for a rule without one."""
+        return getattr(self.rule, "increment_period", None)
+
+    def check_finite(self, grads: PyTree) -> jax.Array:
+        """Returns whether all gradients, a pytree or iterable of arrays, are finite: a bool scalar.
+        None counts as finite."""
+        alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
+        return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
+
+    def _loss_scale(self) -> jax.Array:
+        scaling, state = self._store.scaling(self._wrapper.scaling), self._wrapper.state.scale
+        try:
+            scale = state.scale.value()
+        except ValueError as error:
+            if state.scale._is_planned:
+                raise
+            raise ValueError(NOT_IN_STATE.format(name=self.name)) from error
+        return scaling.loss_scale(state._replace(scale=scale))
+
+    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
+        before, one = self._uses.has_scaled, self._is_one()
+        loss = loss if one else self._uses.true_loss(loss, how.get("has_aux", False))
+        pairs = super()._loss_and_gradients(loss, var_list, **how)
+        if how:  # of `minimize`, which takes the step itself
+            self._uses.restore(before)
+        return pairs
+
+    def _is_one(self) -> bool:
+        """Whether the loss scale is always 1."""
+        factor = self._store.in_force.loss_scale_factor
+        return self._rule == FixedLossScale(1.0) and factor is None
+
+    def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
+        if not (self._unscaled or self._uses.has_scaled or self._is_one()):
+            self._runner.check_again()
+            if not self._runner.takes_true_loss:
+                self._uses.check_scaled()
+        return super()._checked(grads, trainable_variables)
+
+    @property
+    def learning_rate(self) -> Variable:
+        """The inner optimizer's learning rate."""
+        return self._inner.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Rate) -> None:
+        self._inner.learning_rate = learning_rate
+
+    def _wants_loss(self) -> bool:
+        return "loss" in self._rule.measures or self._inner._wants_loss()
+
+    @property
+    def _step_state(self) -> OptimizerState:
+        return OptimizerState(self._wrapper.state, self._store.state)
+
+    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
+        scaling = self._store.scaling(self._wrapper.scaling)
+        return self._inner._make_step(inputs.loss).scaled(scaling, state, inputs)
+
+    # ── the inner optimizer ──────────────────────────────────────────────────────────────────
+
+    @property
+    def variables(self) -> list[Variable]:
+        """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
+        inner optimizer."""
+        scale = self._wrapper.state.scale.scale
+        first = [v for v in (self.step_counter, scale) if v is not None]
+        rest = [v for v in jax.tree.leaves(self._wrapper.state) if v not in first]
+        return [*first, *rest, *self._slots.all, *self._store.variables]
+
+    def _get_option(self, name: str) -> Any:
+        over = self._wrapper.over
+        return over[name] if name in over else getattr(self._store.options, name)
+
+    def _set_option(self, name: str, value: object) -> None:
+        self._wrapper.over[name] = self._checked_option(name, value)
+        (self._given.discard if value is None else self._given.add)(name)
+        self._store.changed()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        inner = vars(self).get("_inner")
+        if inner is not None and name in vars(inner) and name not in vars(self):
+            raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
+        if name in ("initial_scale", "dynamic_growth_steps", "rule", "inner_optimizer"):
+            raise AttributeError(f"`{name}` can be set only in the constructor.")
+        if name in ("dynamic_scale", "step_counter"):
+            raise AttributeError(f"`{name}` is a variable: write {name}.assign(value).")
+        super().__setattr__(name, value)
+
+    def build(self, var_list: Sequence[Variable]) -> None:
+        """Builds the inner optimizer for these variables."""
+        check_one_scale(self.inner_optimizer, var_list)
+        self._slots.start_build()
+        built = self.built
+        self.inner_optimizer.build(var_list)
+        if not built:
+            replicate(self.name, self.mesh, self._slots.all, list(self._store.index))
+
+    def update_step(
+        self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
+    ) -> None:
+        """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
+        self.inner_optimizer._update_one(gradient, variable, learning_rate)
+
+    def stateless_apply(
+        self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        self._uses.step_without(self._wrapper.state.scale.scale._value)
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+
+    def exclude_from_weight_decay(
+        self,
+        var_list: Iterable[Variable] | None = None,
+        var_names: Iterable[str] | None = None,
+    ) -> None:
+        """Excludes variables from the inner optimizer's weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
+        """Ends the inner optimizer's training: with `use_ema`, sets variables to their averages."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the inner optimizer's slots."""
+        return self.inner_optimizer.get_slot_names()
+
+    def get_slot(self, var: Variable, slot_name: str) -> Variable:
+        """Returns the inner optimizer's slot of a variable."""
+        return self.inner_optimizer.get_slot(var, slot_name)
+
+    def __repr__(self) -> str:
+        scale, rule = shown(self._wrapper.state.scale.scale), type(self.rule).__name__
+        name = type(self).__name__
+        return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
+
+    # ── configuration ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _weight_checks(self) -> saving.Checks:
+        return {**super()._weight_checks, self._wrapper.state.scale.scale: checks.loss_scale}
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the constructor's arguments; each option is with the object that received it."""
+        options = dict(self._wrapper.over)
+        inner = serialize(self.inner_optimizer)
+        inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
+        if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
+            options["weight_decay"] = 0.0
+        config = {"name": self.name, "inner_optimizer": inner, **options}
+        recorded = {"telemetry": self.telemetry, "underflow_every": self.underflow_every}
+        config |= {name: value for name, value in recorded.items() if value}
+        if type(self.rule) is FixedLossScale:
+            return {**config, "initial_scale": self.rule.loss_scale_value, "dynamic": False}
+        if isinstance(self.rule, DynamicLossScale):
+            scale, growth_steps = self.rule.initial_loss_scale, self.rule.increment_period
+            if self.rule == keras_rule(scale, growth_steps):
+                return {**config, "initial_scale": scale, "dynamic_growth_steps": growth_steps}
+        return {**config, "rule": serialize(self.rule)}
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
+    ) -> Self:
+        """Returns the optimizer that `get_config` (or Keras) describes; does not change `config`.
+
+        Args:
+            config: the constructor's arguments.
+            custom_objects: classes by name for the inner optimizer, its schedule and the rule.
+        """
+        config = dict(config)
+        config["inner_optimizer"] = deserialize(
+            config["inner_optimizer"], Optimizer, custom_objects
+        )
+        if isinstance(config.get("rule"), Mapping):
+            config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
+        defaults = {name: p.default for name, p in cls.__signature__.parameters.items()}
+        kept = {k: v for k, v in config.items() if k not in OPTIONS or v != defaults[k]}
+        return cls(**kept)
+
+
+@applied_in.register
+def _(opt: Optimizer) -> Any:
+    return observed_in(opt).info.applied
+
+
+@observed_in.register
+def _(opt: Optimizer) -> Observed:
+    """The telemetry of an optimizer, as variables."""
+    if not isinstance(opt, LossScaleOptimizer):
+        raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
+    if not opt.telemetry:
+        raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
+    observed = opt._wrapper.state.observed
+    return at_first(opt._loss_scale(), 0, None) if observed is None else observed  # not built yet

@@ -1,0 +1,392 @@
+"""Functions in half precision: products in float16, and what needs float32 in float32."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from gainstage._base._jax import JaxprEqn, Tracer, is_batched, is_differentiated
+from gainstage._base.warn import warn
+from gainstage._programs import jaxprs
+from gainstage._programs.in_dtype import converted, in_dtype, is_float32
+from gainstage._programs.jaxprs import AnyJaxpr, Path
+from gainstage._variables.types import P, R
+from gainstage.precision.needs import Need, needs_of
+from gainstage.precision.plan import DTYPES, PrecisionPlan, moves
+from gainstage.precision.policy import Policy
+from gainstage.precision.wide_results import (
+    BOUNDED,
+    PRODUCTS,
+    Width,
+    bounded,
+    broadcast_product,
+    power,
+    power_of,
+    wide_product,
+    width,
+)
+from gainstage.transforms.retrace import (
+    IS_KEPT,
+    KEEP_SCOPE,
+    KEEPS,
+    SINGLE,
+    Kind,
+    Operand,
+    as_written,
+    function_of,
+    replayed,
+)
+
+__all__ = ["autocast", "keep_float32"]
+
+# A constant between these is too large to be added in half precision, and no mask.
+OFFSETS = 16.0, 4096.0
+# A number from here on is too large to multiply half-precision numbers of any size; what is
+# multiplied by a small one is a small part of a sum, as a step of an equation in time.
+LARGE_FACTOR, SMALL_FACTOR = 1024.0, 1 / 32
+# Operations in half precision if their operands are, or may be rounded, as those that move.
+FOLLOWERS = frozenset(
+    ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
+     "tanh", "logistic", "erf", "integer_pow")
+)  # fmt: skip
+# The kinds of results of operations on kinds.
+KINDS: dict[tuple[str | Kind, ...], Kind] = {
+    ("add", Kind.FREE, Kind.FREE): Kind.FREE,
+    ("sub", Kind.FREE, Kind.FREE): Kind.FREE,
+    ("div", Kind.FREE, Kind.ROOT): Kind.INVERSE,
+    ("mul", Kind.FREE, Kind.INVERSE): Kind.INVERSE,
+    ("mul", Kind.INVERSE, Kind.FREE): Kind.INVERSE,
+    ("div", Kind.OTHER, Kind.ROOT): Kind.NORMALISED,
+    ("mul", Kind.OTHER, Kind.INVERSE): Kind.NORMALISED,
+    ("mul", Kind.INVERSE, Kind.OTHER): Kind.NORMALISED,
+}
+
+
+def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16") -> Callable[P, R]:
+    """Returns a function that computes its products and convolutions in half precision.
+
+    Write the model and the loss in float32, with float32 parameters. Products then have operands
+    and results in half precision, and operations that are cheap follow their operands. Sums,
+    means, exponentials, logarithms, quotients and roots stay in float32, and so do normalisations
+    up to their factor and bias. So do powers, norms and counts, which may overflow, and cheap
+    operations on the way to a logarithm, a root or a denominator. It is a
+    transformation like `jax.grad`: use it under or over `jax.jit`, `jax.grad`, `jax.vmap`,
+    `jax.lax.scan`, `jax.checkpoint` and `jax.shard_map`.
+
+    - Results keep their structure and dtypes; so do derivatives.
+    - Float16, bfloat16, float64, integers, booleans and keys of the function stay as they are.
+    - The parameters, the leaves of the first argument and of models, may be rounded where they meet
+      half precision, as a bias does. Other arguments are rounded only for products.
+    - Functions with their own derivatives (`jax.custom_vjp`, `jax.custom_jvp`), callbacks and
+      Pallas kernels are computed in the dtypes that they were written in, but for cheap ones such
+      as `jax.nn.relu`.
+    - What a call changes, a model of Flax NNX or a `gainstage.Variable`, is changed as without it.
+    - `keep_float32` keeps operations in float32.
+
+    Float16 needs loss scaling: `gainstage.train_step(gainstage.autocast(loss_fn), tx)`.
+
+    Args:
+        fun: a function of pytrees or models, such as a loss.
+        plan: "float16" or "bfloat16", the dtype of products; what
+            `gainstage.diagnostics.tune_precision` has measured for `fun`; or a `gainstage.Policy`
+            with float32 variables. `Policy("float32")` leaves `fun` as it is.
+
+    Raises:
+        TypeError: `fun` is not callable.
+        ValueError: another plan, or `fun` is what `self_scaled` returned; from the call, the plan
+            of another function.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+        >>> params = {"w": jnp.full((4, 3), 0.1), "b": jnp.zeros(3)}
+        >>> loss, grads = jax.value_and_grad(gs.autocast(loss_fn))(params, jnp.ones((2, 4)))
+        >>> print(loss.dtype, grads["w"].dtype, f"{loss:.4f}")
+        float32 float32 0.1443
+
+    Source: `torch.autocast`; Micikevicius et al., 2018, arXiv:1710.03740.
+    """
+    if not callable(fun):
+        raise TypeError(f"Expected a function for fun; got {fun!r}.")
+    if getattr(fun, "is_self_scaled", False):
+        raise ValueError(
+            f"Expected a function before self_scaled for fun; got {fun!r}, which autocast cannot "
+            f"look into. Write self_scaled(autocast(loss_fn))."
+        )
+    if isinstance(plan, Policy) and plan.variable_dtype == "float32":
+        plan = plan.compute_dtype
+        if plan == "float32":
+            return fun
+    cast: Any
+    if isinstance(plan, PrecisionPlan):
+        caster = _Caster(DTYPES[plan.dtype], plan)
+        cast = replayed(fun, caster.compute, caster.constant, plan.check)
+    elif isinstance(plan, str) and plan in DTYPES:
+        caster = _Caster(DTYPES[plan])
+        cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell)
+    else:
+        hint = (
+            " Read a plan from its file: PrecisionPlan.load(path)." if ".json" in str(plan) else ""
+        )
+        raise ValueError(
+            f"Expected one of {sorted(DTYPES)}, a PrecisionPlan, or a Policy with float32 "
+            f"variables for plan; got {plan!r}.{hint}"
+        )
+    cast.autocast_plan = plan
+    return cast
+
+
+def plan_of(fun: Callable[..., Any]) -> str | PrecisionPlan | None:
+    """The plan with which `autocast` returned this function; None if it did not."""
+    return getattr(fun, "autocast_plan", None)
+
+
+class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a statement
+    """Operations inside stay in float32 under `autocast`: a context manager and a decorator.
+
+    Examples:
+        >>> import gainstage as gs
+        >>> import jax, jax.numpy as jnp
+        >>> @gs.keep_float32()
+        ... def similarity(a, b):
+        ...     return a @ b.T
+        >>> def loss_fn(params, x):
+        ...     h = x @ params
+        ...     with gs.keep_float32():
+        ...         return similarity(h, h).mean()
+        >>> x = jnp.ones((2, 3))
+        >>> print(str(jax.make_jaxpr(gs.autocast(loss_fn))(jnp.ones((3, 4)), x)).count("f16[2,2]"))
+        0
+
+    Source: `torch.autocast(enabled=False)`.
+    """
+
+    def __enter__(self) -> None:
+        self._scopes = contextlib.ExitStack()
+        self._scopes.enter_context(jax.named_scope(KEEP_SCOPE))  # of operations
+        self._scopes.enter_context(IS_KEPT(True))  # of calls
+
+    def __exit__(self, *error: Any) -> None:
+        self._scopes.close()
+
+    def _recreate_cm(self) -> "keep_float32":
+        return type(self)()  # a decorated function may call itself
+
+
+class _Caster:
+    """Computes operations in half precision, by a plan or by default rules."""
+
+    def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
+        self._dtype, self._plan = dtype, plan
+        self._needs = dict[Path, Need]()  # what must be exact, by operation
+        self._products, self._told = 0, False  # products in half precision; the warning
+
+    def look(self, program: AnyJaxpr) -> None:
+        """Looks at a program before it is computed."""
+        self._needs, self._products = needs_of(program), 0
+
+    def tell(self, program: AnyJaxpr) -> None:
+        """Warns once if no product of a program was computed in half precision."""
+        every = list(jaxprs.equations(program))
+        each = [eqn for eqn in every if eqn.primitive.name in PRODUCTS]
+        dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
+        known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
+        known |= any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
+        if each and not (self._products or known or self._told):
+            self._told = True
+            warn(
+                f"autocast has computed no product in {self._dtype}: {len(each)} are in functions "
+                f"with derivatives of their own, where it casts nothing, or have been cast by the "
+                f"function. Use autocast inside of such a function, or leave its casts out."
+            )
+
+    def constant(self, x: ArrayLike) -> Operand:
+        """Says whether a constant may be rounded."""
+        # What a function closes over and is differentiated is a parameter, as a bound variable is.
+        if isinstance(x, Tracer):
+            return Operand(x, Kind.FREE if is_differentiated(x) else Kind.OTHER)
+        if getattr(x, "dtype", SINGLE) != SINGLE:
+            return Operand(x)
+        # Half precision must hold the sizes of all numbers.
+        sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(self._dtype)
+        held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
+        if not (held | ~np.isfinite(sizes)).all():
+            return Operand(x)
+        is_large = ((sizes > OFFSETS[0]) & (sizes < OFFSETS[1])).any()
+        return Operand(x, Kind.OFFSET if is_large else Kind.FREE)
+
+    def compute(self, eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+        """Computes an operation, in half precision where that is right."""
+        wide = [is_float32(variable) for variable in eqn.invars]
+        floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
+        held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
+        is_half = bool(held) and all(held)
+        self._products += bool(floats) and eqn.primitive.name in PRODUCTS
+        if self._computes(eqn, floats, held, path):
+            if eqn.primitive.name == "mul" and _broadcast(eqn, values):
+                return [Operand(self._product(eqn, *values))]
+            xs = [
+                self._rounded(eqn, value) if is_wide else value.x
+                for value, is_wide in zip(values, wide, strict=True)
+            ]
+            return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
+        if self._plan is None:
+            known = self._known(eqn, floats, held, path)
+            if known is not None:
+                return [known]
+        elif is_half and power_of(eqn):
+            return [Operand(power(eqn, floats[0]))]
+        if is_half and _is_activation(eqn) and path not in self._needs:
+            return [Operand(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
+        results = [value.x for value in as_written(eqn, values)]
+        if is_half and eqn.primitive.name.startswith("custom_"):
+            # Operations follow the result of a function with its own derivative, as of `softplus`.
+            shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}
+            results = [
+                x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
+                for v, x in zip(eqn.outvars, results, strict=True)
+            ]
+        kinds = [Kind.FREE if h else v.kind for v, h in zip(floats, held, strict=True)]
+        kind = (
+            Kind.POWER if _is_cheap_of_power(eqn, kinds) else _kind(eqn, [v.kind for v in floats])
+        )
+        return [Operand(x, kind) for x in results]
+
+    def _known(
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+    ) -> Operand | None:
+        """The result of an operation that the default rules know; None if they do not."""
+        name, is_half = eqn.primitive.name, bool(held) and all(held)
+        if is_half and power_of(eqn):
+            return Operand(power(eqn, floats[0]), Kind.POWER)
+        if name in PRODUCTS and self._width(eqn, floats, held, path) is Width.RESULT:
+            return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
+        of_power = any(value.kind is Kind.POWER for value in floats)
+        if of_power and name in BOUNDED and path not in self._needs:
+            return Operand(bounded(eqn, floats[0].x, self._dtype))
+        return None
+
+    def _width(
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+    ) -> Width:
+        """What of a product is in float32, by the default rules."""
+        need = self._needs.get(path, Need.NOTHING)
+        if Need.ALL in need:
+            return Width.ALL
+        return width(eqn, held, is_batched=_is_batched(floats), leads=Need.RESULT in need)
+
+    def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
+        """An operand of an operation in half precision."""
+        x = value.x
+        if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
+            # The derivative of a bias is a sum over an axis, which stays in float32.
+            x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
+        return converted(x, self._dtype)
+
+    def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
+        """A product with a broadcast operand. A factor of a layer, which may be small, stays in
+        float32, unless a plan has measured it; that of a normalisation is about 1."""
+        is_measured = self._plan is not None or any(v.kind is Kind.NORMALISED for v in values)
+        wide = (bool(_broadcast(eqn, [v])) for v in values)
+        pairs = zip(values, wide, strict=True)
+        xs = [v.float32 if w else converted(v.x, self._dtype) for v, w in pairs]
+        return broadcast_product(eqn, xs, self._dtype if is_measured else SINGLE, self._dtype)
+
+    def _computes(
+        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+    ) -> bool:
+        """Whether an equation is computed in half precision.
+
+        Args:
+            eqn: an equation without a program inside.
+            floats: its operands that are float32 in the program.
+            held: whether each of them is in half precision.
+            path: where it is.
+        """
+        if self._plan is not None and not moves(eqn):
+            return self._plan.is_half(path)
+        if eqn.primitive.name in PRODUCTS:
+            return self._width(eqn, floats, held, path) is Width.HALF
+        if path in self._needs or power_of(eqn) or _is_by_an_extreme_number(eqn, floats):
+            return False
+        if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
+            return False
+        free = {v.kind for v, is_held in zip(floats, held, strict=True) if not is_held}
+        if Kind.OFFSET in free and eqn.primitive.name not in ("add", "sub"):
+            free = free - {Kind.OFFSET} | {Kind.FREE}
+        # The factors and biases after a normalisation are parameters that are broadcast.
+        is_normalised = free == {Kind.FREE, Kind.NORMALISED} and bool(_broadcast(eqn, floats))
+        return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
+
+
+def _is_by_an_extreme_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
+    """Whether a product of elements has a number of the program that may make it overflow, or a
+    small part of a sum."""
+    numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
+    sizes = [abs(float(x)) for x in numbers] if eqn.primitive.name == "mul" else []
+    return any(size >= LARGE_FACTOR or 0 < size < SMALL_FACTOR for size in sizes)
+
+
+def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:
+    """The kind of the result of an operation in float32."""
+    name = eqn.primitive.name
+    if name in ("sqrt", "rsqrt"):
+        return Kind.ROOT if name == "sqrt" else Kind.INVERSE
+    if moves(eqn) and len(set(kinds)) == 1:
+        return kinds[0]
+    return KINDS.get((name, *kinds), Kind.OTHER)
+
+
+def _broadcast(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
+    """Those arrays among the operands that an equation broadcasts."""
+    shape = jaxprs.array(eqn.outvars[0]).shape
+    return [v for v in values if isinstance(v.x, jax.Array) and v.x.shape != shape]
+
+
+def _is_activation(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a function such as `relu`: cheap, with its own derivative."""
+    if eqn.primitive.name != "custom_jvp_call" or not all(map(is_float32, eqn.invars)):
+        return False
+    parts = jaxprs.equations(eqn.params["call_jaxpr"])
+    return all(moves(e) or e.primitive.name in FOLLOWERS or jaxprs.called(e) for e in parts)
+
+
+def _activated(eqn: JaxprEqn, dtype: np.dtype, xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The results of an activation and its derivative in half precision, by default rules."""
+    caster = _Caster(dtype)
+
+    def half(program: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        evaluate = function_of(caster.compute, caster.constant, program, ())
+        return [value.x.astype(dtype) for value in evaluate(*map(Operand, xs))]
+
+    @jax.custom_jvp
+    def activation(*xs: jax.Array) -> list[jax.Array]:
+        return half(eqn.params["call_jaxpr"], xs)
+
+    @activation.defjvp
+    def derivative(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> Any:
+        def pushed(primals: Any, tangents: Any) -> Any:
+            return jax.jvp(lambda *xs: jaxprs.bind(eqn, list(xs)), primals, tangents)
+
+        wide = [jax.ShapeDtypeStruct(x.shape, SINGLE) for x in primals]
+        found = half(jax.make_jaxpr(pushed)(tuple(wide), tuple(wide)), [*primals, *tangents])
+        return found[: len(found) // 2], found[len(found) // 2 :]
+
+    return activation(*xs)
+
+
+def _is_cheap_of_power(eqn: JaxprEqn, kinds: Sequence[Kind]) -> bool:
+    """Whether an operation adds or multiplies powers and what may be rounded."""
+    is_cheap = eqn.primitive.name in ("add", "sub", "mul", "neg")
+    return is_cheap and Kind.POWER in kinds and set(kinds) <= {Kind.POWER, Kind.FREE}
+
+
+def _is_batched(values: Sequence[Operand]) -> bool:
+    """Whether `jax.vmap` around the function gives some operands another axis."""
+    return any(is_batched(value.x) for value in values)

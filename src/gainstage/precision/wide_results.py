@@ -1,0 +1,183 @@
+"""Operations on half-precision arrays that are computed in float32, because their results may be
+too large for half precision. The backward pass keeps the half-precision arrays."""
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gainstage._base._jax import JaxprEqn, Primitive
+from gainstage._programs import jaxprs
+from gainstage.transforms.retrace import SINGLE, Operand
+
+# Operations that compute in half precision.
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+# Bounded functions, whose results are in half precision: each with its derivative, by its result.
+BOUNDED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tanh": lambda y: 1 - y * y,
+    "logistic": lambda y: y * (1 - y),
+}
+
+
+def power_of(eqn: JaxprEqn) -> int:
+    """The integer to whose power an equation raises its operand, such as 2 in a variance; 0 if it
+    does something else."""
+    name = eqn.primitive.name
+    twice = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    if twice or name == "square":
+        return 2
+    exponent = eqn.params["y"] if name == "integer_pow" else 0
+    return 0 if exponent == 1 else exponent
+
+
+def power(eqn: JaxprEqn, value: Operand) -> jax.Array:
+    """The power in float32 of a half-precision array, which the backward pass keeps instead."""
+    with jaxprs.inside(eqn):
+        return _power(power_of(eqn))(value.float32, value.x)
+
+
+@functools.cache
+def _power(exponent: int) -> Callable[..., jax.Array]:
+    """A power of an array, from the array in float32 and in half precision."""
+
+    @jax.custom_jvp
+    def raised(wide: jax.Array, kept: jax.Array) -> jax.Array:
+        return lax.integer_pow(wide, exponent)
+
+    @raised.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def product(kept: jax.Array, tangent: jax.Array) -> jax.Array:
+            factor = lax.integer_pow(kept.astype(SINGLE), exponent - 1)
+            return exponent * factor * tangent
+
+        return raised(*primals), product(primals[1], tangents[0])
+
+    return jax.jit(raised, inline=True)
+
+
+def bounded(eqn: JaxprEqn, wide: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The result in half precision of a bounded function of a float32 array. The backward pass
+    keeps the result, and computes with it in half precision: XLA would keep float32 otherwise."""
+    with jaxprs.inside(eqn):
+        return _bounded(eqn.primitive, tuple(eqn.params.items()), dtype)(wide)
+
+
+@functools.cache
+def _bounded(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], dtype: np.dtype
+) -> Callable[..., jax.Array]:
+    """A bounded function of a float32 array."""
+    slope = BOUNDED[primitive.name]
+
+    @jax.custom_jvp
+    def function(wide: jax.Array) -> jax.Array:
+        return primitive.bind(wide, **dict(params)).astype(dtype)
+
+    @function.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        result = function(*primals)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def product(kept: jax.Array, tangent: jax.Array) -> jax.Array:
+            return slope(kept) * tangent.astype(dtype)
+
+        return result, product(result, tangents[0])
+
+    return jax.jit(function, inline=True)
+
+
+def broadcast_product(
+    eqn: JaxprEqn, xs: Sequence[jax.Array], within: np.dtype, dtype: np.dtype
+) -> jax.Array:
+    """A product with a broadcast operand, whose derivative is summed in float32.
+
+    Args:
+        eqn: a product of elements.
+        xs: its operands.
+        within: the dtype in which it is computed.
+        dtype: the dtype of the result, in half precision.
+    """
+    with jaxprs.inside(eqn):
+        return _broadcast_product(within, dtype)(*xs)
+
+
+@functools.cache
+def _broadcast_product(within: np.dtype, dtype: np.dtype) -> Callable[..., jax.Array]:
+    """A product of elements."""
+
+    @jax.custom_jvp
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.mul(x.astype(within), y.astype(within)).astype(dtype)
+
+    @product.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def pushed(xs: Any, tangents: Any) -> jax.Array:
+            x, y = (x.astype(within) for x in xs)
+            shape = jnp.broadcast_shapes(x.shape, y.shape)
+            dx, dy = (jnp.broadcast_to(d, shape).astype(within) for d in tangents)
+            return (dx * y + x * dy).astype(dtype)
+
+        return product(*primals), pushed(primals, tangents)
+
+    return jax.jit(product, inline=True)
+
+
+class Width(enum.Enum):
+    """What of a product is in float32."""
+
+    HALF = enum.auto()  # nothing
+    RESULT = enum.auto()  # not the operands
+    ALL = enum.auto()
+
+
+def width(eqn: JaxprEqn, held: Sequence[bool], *, is_batched: bool, leads: bool) -> Width:
+    """What of a product is in float32, by the default rules.
+
+    Args:
+        eqn: a product.
+        held: for each operand that is float32 in the program, whether it is in half precision.
+        is_batched: whether `jax.vmap` gives an operand another axis.
+        leads: whether its result must be exact, for what is computed with it.
+    """
+    axes = _free_axes(eqn)
+    # An outer product may be one of positions and frequencies, of which follows a sine.
+    is_outer = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
+    if not held or _is_precise(eqn) or (is_outer and not any(held)):
+        return Width.ALL
+    is_square = eqn.invars[0] is eqn.invars[1] or not any(axes)
+    # A norm, a count, or a matrix times a vector: it may be large, and costs little in float32.
+    may_be_large = bool(axes) and not is_batched and (is_square or not all(axes))
+    if not may_be_large and not leads:
+        return Width.HALF
+    # The operands of a norm may be large too.
+    return Width.ALL if is_square and not all(held) else Width.RESULT
+
+
+def _is_precise(eqn: JaxprEqn) -> bool:
+    """Whether the user asks for a product as exact as float32, as by `precision="highest"`."""
+    precision = eqn.params.get("precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in each
+
+
+def _free_axes(eqn: JaxprEqn) -> list[int]:
+    """How many axes of each operand of a `dot_general` are neither summed nor those of a batch;
+    none of another product."""
+    if eqn.primitive.name != "dot_general":
+        return []
+    contracted, batch = eqn.params["dimension_numbers"]
+    operands = zip(eqn.invars, contracted, batch, strict=True)
+    return [len(jaxprs.array(v).shape) - len(c) - len(b) for v, c, b in operands]
+
+
+def wide_product(eqn: JaxprEqn, xs: Sequence[jax.Array]) -> jax.Array:
+    """A product of half-precision operands with a result in float32."""
+    params = {**eqn.params, "preferred_element_type": SINGLE, "precision": None}
+    return jaxprs.bind_shared(eqn, list(xs), params)[0]

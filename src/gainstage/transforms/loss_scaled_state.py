@@ -1,0 +1,223 @@
+"""The state of `loss_scaled`, and the search for it in an optax state."""
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gainstage._base.checks import brief
+from gainstage._scaling.measures import Observed
+from gainstage._variables.types import OptState, PyTree, RuleState
+from gainstage._variables.variable import Variable
+from gainstage.rules.loss_scale import LossScale
+
+# The rule of each transformation of `loss_scaled`, by its `update`.
+RULE_OF: weakref.WeakKeyDictionary[Callable[..., Any], LossScale] = weakref.WeakKeyDictionary()
+# The mesh axes of its `shard_state_over`, likewise.
+OVER_OF: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, ...]]
+OVER_OF = weakref.WeakKeyDictionary()
+
+
+class LossScaledState(NamedTuple):
+    """The state of `loss_scaled`."""
+
+    loss_scale: RuleState
+    inner: OptState  # the state of the wrapped transformation
+    applied: Any = True  # bool scalar: whether the last step was applied, True before the first
+    observed: Any = None  # the telemetry, if enabled
+
+
+def loss_scaled_state(opt_state: OptState) -> LossScaledState:
+    """The only state of `loss_scaled` inside an optax state; raises a ValueError otherwise."""
+
+    found = states_in(opt_state)
+    if len(found) != 1:
+        remedy = (
+            "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
+            "scaling, loss_scaled(tx, FixedLossScale(1.0))."
+        )
+        if found:
+            remedy = "One loss has one scale: loss_scaled(optax.multi_transform(...))."
+        inside = jax.tree.structure(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+        raise ValueError(
+            f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
+            f"got {len(found)}. {remedy} It was a {type(opt_state).__name__} of {brief(inside)}."
+        )
+    state = found[0]
+    return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+
+
+# What keeps or hides a non-finite gradient if it stands around `loss_scaled`, by the name of its
+# state: what to write instead, and why.
+_AROUND = {
+    "MultiStepsState": (
+        "optax.MultiSteps(tx, k)",
+        "A non-finite microbatch would stay in its sum.",
+    ),
+    "ApplyIfFiniteState": ("tx", "It skips non-finite steps itself."),
+    "MaskedState": ("optax.masked(tx, mask)", "It checks only the gradients that it gets."),
+    "PartitionState": (
+        "optax.multi_transform(...)",
+        "It checks only the gradients that it gets, those of one group.",
+    ),
+    "MechanicState": (
+        "optax.contrib.mechanize(tx)",
+        "A skipped step would enter its sums.",
+    ),
+    "SAMState": ("optax.contrib.sam(...)", "A skipped step would enter its cache."),
+    "ScheduleFreeState": (
+        "optax.contrib.schedule_free(tx, learning_rate)",
+        "A skipped step would enter its average.",
+    ),
+    "LookaheadState": (
+        "optax.lookahead(tx, sync_period, slow_step_size)",
+        "It would count a skipped step.",
+    ),
+    "ConditionallyTransformState": (
+        "optax.conditionally_transform(tx, condition)",
+        "A step without tx would not be checked.",
+    ),
+}
+
+
+def state_to_scale_by(opt_state: OptState) -> LossScaledState:
+    """`loss_scaled_state`, for code that scales a loss by it and lets it decide on the step.
+
+    Raises:
+        ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
+    """
+    if isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array):
+        return opt_state  # there is nothing around it, and nothing boxed
+    state, node = loss_scaled_state(opt_state), opt_state
+    while not isinstance(node, LossScaledState):
+        kind = type(node).__name__
+        if kind in _AROUND:
+            instead, why = _AROUND[kind]
+            raise ValueError(
+                f"Expected loss_scaled around all; got its state in a {kind}. Write "
+                f"gainstage.loss_scaled({instead}). {why}"
+            )
+        parts = list(node.values() if isinstance(node, Mapping) else _parts(node))
+        place = next((i for i, part in enumerate(parts) if states_in(part)), None)
+        if place is None:
+            break
+        if place and (type(node) is tuple or isinstance(node, Mapping)):
+            raise ValueError(
+                f"Expected loss_scaled around a chain, or first in it; got it as number "
+                f"{place + 1}. What comes before it, such as optax.clip, can hide an overflow. "
+                f"Write gainstage.loss_scaled(optax.chain(...))."
+            )
+        node = parts[place]
+    return state
+
+
+def _parts(node: OptState) -> Sequence[Any]:
+    """The parts of a tuple or another node."""
+    return node if isinstance(node, tuple) else list(getattr(node, "__dict__", {}).values())
+
+
+@functools.singledispatch
+def applied_in(opt_state: OptState) -> jax.Array | Variable:
+    """Whether the last step was applied, by an optax state; optimizers are registered by theirs."""
+    return loss_scaled_state(opt_state).applied
+
+
+@functools.singledispatch
+def observed_in(opt_state: OptState) -> Observed:
+    """The telemetry in an optax state; optimizers are registered by their own module."""
+    observed: Observed | None = loss_scaled_state(opt_state).observed
+    if observed is None:
+        raise ValueError("Expected telemetry=True for loss_scaled; got a state without it.")
+    return observed
+
+
+def states_in(tree: PyTree) -> list[LossScaledState]:
+    """All states of `loss_scaled` inside an optax state."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
+    return [node for node in nodes if isinstance(node, LossScaledState)]
+
+
+def retried(opt_state: OptState) -> OptState:
+    """The state after a skipped step that is taken again: its telemetry counts a retry instead."""
+
+    def changed(state: LossScaledState) -> LossScaledState:
+        if state.observed is None:
+            return state
+        info = state.observed.info
+        skipped, again = info.skipped_steps - 1, info.retried_steps + 1
+        info = info._replace(skipped_steps=skipped, retried_steps=again)
+        return state._replace(observed=state.observed._replace(info=info))
+
+    return _with_states(changed, opt_state)
+
+
+def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
+    """The state after the last try of a step, with the loss scale after the first if none was
+    applied."""
+    (once,) = states_in(first)
+
+    def changed(state: LossScaledState) -> LossScaledState:
+        chosen = functools.partial(jnp.where, state.applied)
+        scale = jax.tree.map(chosen, state.loss_scale, once.loss_scale)
+        return state._replace(loss_scale=scale)
+
+    return _with_states(changed, last)
+
+
+def _with_states(
+    changed: Callable[[LossScaledState], LossScaledState], opt_state: OptState
+) -> OptState:
+    """An optax state with `changed` applied to each state of `loss_scaled` in it."""
+
+    def one(node: OptState) -> OptState:
+        return changed(node) if isinstance(node, LossScaledState) else node
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+
+
+def without_scalars(opt_state: OptState) -> tuple[OptState, list[Any]]:
+    """Splits an optax state into the arrays of a step, and the scalars that describe it: scale and
+    telemetry. A program that donates the first leaves the second readable."""
+    scalars = []
+
+    def split(node: OptState) -> OptState:
+        if not isinstance(node, LossScaledState):
+            return node
+        stats = node.observed
+        scalars.append((node.loss_scale, node.applied, stats and stats.info))
+        return node._replace(
+            loss_scale=None, applied=None, observed=stats and stats._replace(info=None)
+        )
+
+    return jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState)), scalars
+
+
+def with_scalars(opt_state: OptState, scalars: list[Any]) -> OptState:
+    """The optax state that `without_scalars` has split."""
+    each = iter(scalars)
+
+    def join(node: OptState) -> OptState:
+        if not isinstance(node, LossScaledState):
+            return node
+        scale, applied, info = next(each)
+        stats = node.observed
+        return node._replace(
+            loss_scale=scale, applied=applied, observed=stats and stats._replace(info=info)
+        )
+
+    return jax.tree.map(join, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+
+
+def _unboxed(state: LossScaledState) -> LossScaledState:
+    """The scalars of a state, out of the boxes that a library such as Flax puts them in."""
+
+    def unboxed(x: Any) -> Any:
+        if x is None or hasattr(x, "_fields"):
+            return x and type(x)(*map(unboxed, x))
+        return jax.tree.leaves(x)[0]
+
+    more = map(unboxed, (state.applied, state.observed))
+    return LossScaledState(unboxed(state.loss_scale), state.inner, *more)

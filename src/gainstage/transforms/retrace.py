@@ -1,0 +1,216 @@
+"""Functions that are traced, and run again with some operations computed in another way."""
+
+import dataclasses
+import enum
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import ArrayLike
+
+from gainstage._base import checks
+from gainstage._base._jax import AbstractValue, ClosedJaxpr, JaxprEqn
+from gainstage._base.arrays import partition
+from gainstage._base.warn import warn
+from gainstage._programs import jaxprs
+from gainstage._programs.in_dtype import converted
+from gainstage._programs.jaxprs import AnyJaxpr, Path
+from gainstage._variables.bridge import assign, read, recorded
+from gainstage._variables.types import P, PyTree, R
+from gainstage._variables.variable import is_tracing
+from gainstage.transforms import models, nnx_objects
+
+SINGLE = np.dtype(np.float32)
+KEEP_SCOPE = "keep_float32"  # the scope of operations that stay in float32
+# A whole name in a path of scopes, also inside of the names of transformations: "a/jvp(b)/c".
+KEEPS = re.compile(rf"(^|[/(]){KEEP_SCOPE}([/)]|$)")
+# Whether a call is made inside of `keep_float32`. Compiled functions are traced for each of both.
+IS_KEPT: Any = jax.make_user_context(False)
+EAGER_CALLS = 16  # calls outside of a compiled function before a warning
+
+
+class Kind(enum.Enum):
+    """What a value is, as far as rounding is concerned."""
+
+    OTHER = enum.auto()
+    # a parameter in any shape, a constant that half precision holds, or a sum of them
+    FREE = enum.auto()
+    OFFSET = enum.auto()  # such a constant, but too large to be added to numbers of size one
+    ROOT = enum.auto()
+    INVERSE = enum.auto()  # of a root, perhaps times what is free
+    NORMALISED = enum.auto()  # another value divided by a root, so its size is about one
+    POWER = enum.auto()  # of half-precision values, perhaps times and plus what may be rounded
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A value of a program."""
+
+    x: Any  # an array, perhaps in half precision though it is float32 in the program
+    kind: Kind = dataclasses.field(default=Kind.OTHER, metadata={"static": True})
+
+    @functools.cached_property
+    def float32(self) -> jax.Array:
+        """The value in float32. One cast serves all uses, so cotangents are added in float32."""
+        return converted(self.x, SINGLE)
+
+
+# `(equation, operands, path) -> results` of an operation.
+Compute = Callable[[JaxprEqn, list[Operand], Path], list[Operand]]
+
+
+def replayed(
+    fun: Callable[P, R],
+    compute: Compute,
+    constant: Callable[[Any], Operand] = Operand,
+    check: Callable[[AnyJaxpr], None] = lambda program: None,
+    done: Callable[[AnyJaxpr], None] = lambda program: None,
+) -> Callable[P, R]:
+    """Returns `fun` with its operations computed by `compute`.
+
+    It is traced and run again in the context of the caller: it can be differentiated, batched and
+    compiled. Variables and models of NNX that it changes are changed by the second run.
+
+    Args:
+        fun: a function of pytrees or models.
+        compute: computes an operation, unless it contains a program, or the user keeps it.
+        constant: makes a value of a constant of the program.
+        check: called with the program before it is run again.
+        done: called with the program after that.
+    """
+
+    def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
+        if IS_KEPT.value:
+            return jaxprs.run(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
+        check(program)
+        pairs = zip(arrays, _kinds(arguments), strict=True)
+        types = [variable.aval for variable in program.outvars]
+        evaluate = function_of(compute, constant, program, types)
+        found = evaluate(*(Operand(x, kind) for x, kind in pairs))
+        done(program)
+        return [value.x for value in found]
+
+    return traced(fun, run)
+
+
+def traced(
+    fun: Callable[P, R],
+    run: Callable[[ClosedJaxpr, Sequence[Any], PyTree], list[Any]],
+    prepare: Callable[[Any], Any] = lambda x: x,
+) -> Callable[P, R]:
+    """Returns `fun`, traced to a program that `run` evaluates.
+
+    Variables and models of NNX that `fun` changes get what `run` returns for them.
+
+    Args:
+        fun: a function of pytrees or models.
+        run: `(program, its arguments, (args, kwargs) of fun) -> results`.
+        prepare: called with each array of the arguments, before the program is traced.
+    """
+    untyped: Callable[..., R] = fun
+    eager = 0  # calls outside of a compiled function
+
+    @functools.wraps(fun)
+    def again(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal eager
+        original = args, kwargs
+        arrays, static = partition(original)
+        variables: list[Any] = []
+        runs_now = not is_tracing()  # otherwise an outer trace keeps what it reads
+        eager += runs_now
+        if eager == EAGER_CALLS:
+            eager += 1
+            warn(
+                f"{checks.brief(fun)} under autocast or self_scaled was called {EAGER_CALLS} "
+                f"times outside of jax.jit, and traced each time. Put the step that calls it into "
+                f"jax.jit."
+            )
+
+        def pure(arrays: Sequence[ArrayLike]) -> tuple[R, PyTree, PyTree]:
+            args, kwargs = nnx_objects.sharing_as(original, static.combine(arrays))
+            before = nnx_objects.values_in((args, kwargs))
+            with recorded(runs_now) as assigned:
+                result = untyped(*args, **kwargs)
+                variables[:] = assigned
+                return result, read(assigned), nnx_objects.changes((args, kwargs), before)
+
+        arrays = list(map(prepare, arrays))
+        try:
+            program, shapes = jax.make_jaxpr(pure, return_shape=True)(arrays)
+        except Exception as error:
+            nnx_objects.explain(error)
+            raise
+        found = run(program, arrays, original)
+        result, new, changed = jax.tree.unflatten(jax.tree.structure(shapes), found)
+        assign(variables, new)
+        nnx_objects.change(original, changed)
+        return result
+
+    return again
+
+
+def function_of(
+    compute: Compute,
+    constant: Callable[[Any], Operand],
+    program: AnyJaxpr,
+    types: Sequence[AbstractValue],
+    path: Path = (),
+    keeps: bool = False,
+) -> Callable[..., list[Operand]]:
+    """The function of a program, on values.
+
+    Args:
+        compute, constant: as for `replayed`.
+        program: a jaxpr.
+        types: the types of its first results; others may be in half precision.
+        path: the indices of the equations around it.
+        keeps: whether the user keeps it in float32.
+    """
+
+    def equation(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+        kept = keeps or bool(KEEPS.search(jaxprs.scopes(eqn)))
+
+        def inner(
+            program: AnyJaxpr, types: Sequence[AbstractValue], number: int | None
+        ) -> Callable[..., list[Operand]]:
+            own = path if number is None else (*path, number)
+            return function_of(compute, constant, program, types, own, kept)
+
+        with jaxprs.inside(eqn), eqn.ctx.manager:
+            found = jaxprs.rebuilt(eqn, values, inner, settled)
+        if found is not None:
+            return found
+        return as_written(eqn, values) if kept else compute(eqn, values, path)
+
+    def evaluate(*values: Operand) -> list[Operand]:
+        own = [Operand(value.x, value.kind) for value in values]  # casts belong to one trace
+        found = jaxprs.run(program, own, equation, constant, constant, path)
+        return [*map(settled, found, types), *found[len(types) :]]
+
+    return evaluate
+
+
+def as_written(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
+    """The results of an operation in the dtypes that it has in the program."""
+    settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
+    return [Operand(x) for x in jaxprs.bind_shared(eqn, list(settled_values))]
+
+
+def settled(value: Operand, aval: AbstractValue) -> Operand:
+    """A value in the dtype that it has in the program."""
+    is_float32 = getattr(aval, "dtype", None) == SINGLE and hasattr(value.x, "dtype")
+    is_rounded = is_float32 and value.x.dtype != SINGLE
+    return Operand(value.float32 if is_rounded else value.x)
+
+
+def _kinds(arguments: PyTree) -> list[Kind]:
+    """For each array of (args, kwargs), what it is: parameters may be rounded."""
+    args, kwargs = arguments
+    parts = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    own = [(i == 0 and bool(args)) or bool(models.library(part)) for i, part in enumerate(parts)]
+    kinds = [Kind.FREE if o else Kind.OTHER for o in own]
+    return [kind for kind, part in zip(kinds, parts, strict=True) for _ in partition(part)[0]]
