@@ -12,10 +12,9 @@ from jax.typing import ArrayLike
 from gainstage._base._jax import JaxprEqn
 from gainstage._base.checks import LARGEST
 from gainstage._programs import jaxprs
-from gainstage._variables.types import PyTree
 
 
-def largest_scale(fun: Callable[..., Any], *args: PyTree) -> float:
+def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
     """Returns the largest loss scale that does not overflow by itself, whatever the gradients are.
 
     The backward pass starts with the scale and multiplies it by derivatives of the loss. The first
@@ -44,13 +43,13 @@ def largest_scale(fun: Callable[..., Any], *args: PyTree) -> float:
         inf
     """
 
-    def scalar(*args: PyTree) -> jax.Array:
+    def scalar(*args: Any) -> jax.Array:
         loss = jax.tree.leaves(fun(*args))[0]
         if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise TypeError(f"Expected a floating scalar from fun; got {loss!r}.")
         return loss.astype(jnp.float32)
 
-    def backward(scale: jax.Array, *args: PyTree) -> list[jax.Array]:
+    def backward(scale: jax.Array, *args: Any) -> list[jax.Array]:
         grads = jax.tree.leaves(jax.vjp(scalar, *args)[1](scale))
         return [gradient for gradient in grads if gradient.dtype != jax.dtypes.float0]
 

@@ -13,10 +13,9 @@ from jax.dtypes import float0
 from jax.sharding import Sharding
 
 from gainstage._base._jax import Layout, Tracer, with_layout_constraint
-from gainstage._base.arrays import partition
+from gainstage._scaling.float8_states import Seen
 from gainstage._variables.types import PyTree, Scalar
 from gainstage._variables.variable import Variable, placed
-from gainstage.precision.float8 import Seen
 
 
 def float32_or_wider(dtype: np.dtype) -> np.dtype:
@@ -124,18 +123,6 @@ def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
         value = value if jnp.iscomplexobj(value) else value.astype(dtype)
         true.append(value * inverse(dtype).astype(value.dtype))
     return jax.tree.unflatten(structure, true)
-
-
-def places_of_counts(tree: PyTree) -> set[int]:
-    """Which arrays of a pytree are counts of float8 casts, as indices in its `partition`."""
-    places: set[int] = set()
-    count = 0
-    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Seen)):
-        arrays = partition(node)[0]
-        if isinstance(node, Seen):
-            places.update(range(count, count + len(arrays)))
-        count += len(arrays)
-    return places
 
 
 def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:

@@ -9,7 +9,7 @@ keeping a maximum. Counts may be added or averaged, by autodiff (if a state is u
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
+from gainstage._scaling.float8_states import DotScaling, Scaling, Seen
 from gainstage._variables.sharding import typed_sharding, varying_like
 from gainstage._variables.types import Given, PyTree
 
@@ -30,36 +31,6 @@ Scalings = TypeVar("Scalings")  # a pytree of them
 
 BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals flush to 0
 MOST_STEPS = 2**24  # steps: float32 cannot count further
-
-
-class Seen(NamedTuple):
-    """The counts of a cast; add them to those of other microbatches and devices."""
-
-    sizes: jax.Array  # float32[253]: tensors whose best factor is 2**-126, ..., 2**126
-    clamped: jax.Array  # float32: finite elements beyond the range of the dtype
-    nonfinite: jax.Array  # float32: elements that are inf or NaN
-
-
-class Scaling(NamedTuple):
-    """The delayed scaling of one tensor, all in float32, because `jax.grad` takes nothing else.
-
-    `dot` returns its counts as the gradient of `seen`; the gradients of the others are 0.
-    """
-
-    factor: jax.Array  # the power of two that multiplies the tensor before the cast
-    history: jax.Array  # [253]: for each power of two, the steps since it was last the best factor
-    clamped: jax.Array  # clamped elements in the last step
-    clamped_steps: jax.Array  # steps with clamped elements
-    stale: jax.Array  # steps since a tensor last had a usable maximum
-    seen: Seen  # zeros
-
-
-class DotScaling(NamedTuple):
-    """The scalings of `dot`: of its two operands, and of the cotangent of its result."""
-
-    x: Scaling
-    w: Scaling
-    cotangent: Scaling
 
 
 def scaling() -> Scaling:
@@ -281,16 +252,6 @@ def update(
         )
 
     return jax.tree.map(one, states, seen, is_leaf=lambda node: isinstance(node, Scaling))
-
-
-def place_of_state(tree: PyTree) -> str | None:
-    """Where the first float8 state in a pytree is, such as `['hidden'].x`; None without one."""
-
-    def is_leaf(node: PyTree) -> bool:
-        return isinstance(node, Scaling | DotScaling)
-
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return next((jax.tree_util.keystr(path) for path, leaf in leaves if is_leaf(leaf)), None)
 
 
 def _range(dtype: DTypeLike) -> tuple[np.dtype, float, float]:

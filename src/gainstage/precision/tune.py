@@ -2,9 +2,10 @@
 
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax.typing import ArrayLike
 from gainstage._base import checks
 from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._base.arrays import partition
-from gainstage._base.checks import as_power
 from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
@@ -24,19 +24,14 @@ from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.plan import DTYPES, Operation, PrecisionPlan, operations_of
+from gainstage.precision.sums import Sums
 from gainstage.precision.wide_results import PRODUCTS
 from gainstage.transforms.retrace import SINGLE, Operand, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
-from gainstage.xray.remedies import Remedy, whole_error
 
 __all__ = ["tune_precision"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
-# Sums stay in float32: their error and their size grow with the batch.
-SUMS = frozenset(
-    ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
-     "scatter-add", "scatter_add")
-)  # fmt: skip
 MAX_ERROR = 0.005  # the default of `tune_precision`
 TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
@@ -114,15 +109,26 @@ def tune_precision(
     return plan
 
 
-def remedy_by_plan(
+class PlanTrial(NamedTuple):
+    """A plan that was measured on the arguments of a bad step, and its outcome there."""
+
+    plan: PrecisionPlan
+    lines: tuple[str, ...]  # of the operations whose numbers come near the largest one
+    scale: float  # that of the step, or a lower one at which all is finite
+    is_finite: bool
+    loss: float
+    error: float  # of the gradients, relative to float32
+
+
+def try_plan(
     fun: Callable[..., Any],
     args: Sequence[Any],
     scale: float,
     has_aux: bool,
     using: Using | None,
     progress: bool,
-) -> tuple[PrecisionPlan, Remedy]:
-    """Tries a plan that is measured on the arguments of a bad step.
+) -> PlanTrial:
+    """Measures a plan on the arguments of a bad step, and tries it.
 
     Args:
         fun: a function under `autocast`. What its own plan keeps in float32 stays so.
@@ -137,17 +143,13 @@ def remedy_by_plan(
     with counted(tuner.groups, "tune_precision", shows=progress) as tick:
         tuner.measure(tick)
     plan = tuner.plan(dtype, MAX_ERROR)
-    wide = [o for o in plan.operations if o.dtype != dtype]
-    places = tuple(dict.fromkeys(o.line for o in wide if o.path in tuner.hot))
-    lines = f", such as {'; '.join(places[:3])}" if places else ""
-    change = f"autocast with this X-ray's plan: {len(wide)} operations in float32{lines}"
+    hot = (o.line for o in plan.operations if o.dtype != dtype and o.path in tuner.hot)
     fits, found = scale, tuner.run(plan, jnp.float32(scale))
     while not _finite(found) and fits > scale / 16.0**TRIES:
         fits /= 16.0
         found = tuner.run(plan, jnp.float32(fits))
-    change += f", under a loss scale of {as_power(fits)}" if fits < scale else ""
     outcome = _finite(found), float(found[0]), tuner.error(found)
-    return plan, Remedy("plan", change, places, fits, *outcome)
+    return PlanTrial(plan, tuple(dict.fromkeys(hot)), fits, *outcome)
 
 
 class _Tuner:
@@ -168,7 +170,7 @@ class _Tuner:
         programs: list[Any] = []
         visited = set()
 
-        sums = _Sums()
+        sums = Sums()
 
         def visit(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
             visited.add(path)
@@ -355,25 +357,18 @@ def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
     return eqn.primitive.name, frames_of(eqn), tuple(v.aval.str_short() for v in eqn.outvars)
 
 
-class _Sums:
-    """Finds sums, and what is computed with a sum before it is divided or broadcast.
-
-    They grow with the batch, and may overflow on a larger one; and they are small.
-    """
-
-    def __init__(self) -> None:
-        self.paths: set[Path] = set()
-        self._known: dict[int, Any] = {}  # the sums, which stay alive, by `id`
-
-    def follow(
-        self, eqn: JaxprEqn, values: Sequence[Operand], results: Sequence[Operand], path: Path
-    ) -> None:
-        """Notes an operation, if it is a sum or computes with one."""
-        name = eqn.primitive.name
-        known = [jnp.size(value.x) for value in values if id(value.x) in self._known]
-        largest = max(jnp.size(result.x) for result in results) if results else 0
-        of_sum = bool(known) and name not in PRODUCTS and largest <= max(known)
-        if name in SUMS or of_sum or largest == 1:
-            self.paths.add(path)
-        if name in SUMS or (of_sum and name != "div"):
-            self._known |= {id(result.x): result.x for result in results}
+def whole_error(
+    gradients: Sequence[Any], scale: float, references: Sequence[Any], scale_of_references: float
+) -> float:
+    """The norm of the difference of all gradients, relative to that of the references."""
+    difference = norm = 0.0
+    for gradient, reference in zip(gradients, references, strict=True):
+        if not hasattr(gradient, "dtype") or gradient.dtype.kind not in "fVc":
+            continue
+        wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
+        g, r = (np.asarray(jax.device_get(x)).astype(wide) for x in (gradient, reference))
+        r = r / scale_of_references
+        with np.errstate(all="ignore"):
+            difference += float(np.square(np.abs(g / scale - r)).sum())
+        norm += float(np.square(np.abs(r)).sum())
+    return math.sqrt(difference / norm) if norm else math.nan if difference else 0.0

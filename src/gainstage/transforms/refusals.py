@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
+from gainstage._scaling.float8_states import place_of_state
 from gainstage._scaling.unscaled_warning import PLAIN_GRAD_FN, is_plain
 from gainstage._variables.types import OptState, PyTree, Structure, Transformation
-from gainstage.precision import float8 as fp8
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.loss_scaled_state import LossScaledState
@@ -19,7 +19,7 @@ from gainstage.transforms.loss_scaled_state import LossScaledState
 
 def check_leaves(params: PyTree) -> None:
     """Raises a TypeError for parameters that cannot be trained."""
-    if (place := fp8.place_of_state(params)) is not None:
+    if (place := place_of_state(params)) is not None:
         raise TypeError(
             f"Expected params without float8 states, which would be trained and decayed; got one "
             f"in `params{place}`. Keep them apart, and write states = gainstage.fp8.update(states, "

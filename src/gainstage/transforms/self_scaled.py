@@ -16,6 +16,7 @@ from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
+from gainstage._scaling.float8_states import places_of_counts
 from gainstage._scaling.unscaled_warning import scales_itself
 from gainstage._variables.sharding import everywhere, varying_like
 from gainstage._variables.types import P, PyTree, R
@@ -136,7 +137,7 @@ def _with_own_scale(
     carried = [closed_over + i for i in places_of_scales(arguments)]
     beside = places_beside(arguments, carried[0] - closed_over) if carried else range(0)
     beside = range(beside.start + closed_over, beside.stop + closed_over)
-    counts = {closed_over + i for i in gradients.places_of_counts(arguments)}
+    counts = {closed_over + i for i in places_of_counts(arguments)}
     avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
 
     def results_of(*values: Any) -> list[Any]:

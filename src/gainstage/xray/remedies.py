@@ -10,6 +10,7 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
+from gainstage.precision.tune import PlanTrial, whole_error
 from gainstage.xray.causes import Cause, importance, lost_share
 from gainstage.xray.program import Program
 from gainstage.xray.walk import Changes, Ran, Result, run
@@ -68,6 +69,17 @@ def remedies_for(
             found.append(trial.with_scale(2.0 ** (fits.high - MARGIN)))
             found += trial.with_local_scales(windows)
     return [*found, *trial.in_float32(causes)]
+
+
+def remedy_by_plan(trial: PlanTrial, scale: float) -> Remedy:
+    """What became of a step at this loss scale with a plan that was measured on it."""
+    plan = trial.plan
+    wide = sum(o.dtype != plan.dtype for o in plan.operations)
+    lines = f", such as {'; '.join(trial.lines[:3])}" if trial.lines else ""
+    change = f"autocast with this X-ray's plan: {wide} operations in float32{lines}"
+    change += f", under a loss scale of {as_power(trial.scale)}" if trial.scale < scale else ""
+    outcome = trial.is_finite, trial.loss, trial.error
+    return Remedy("plan", change, trial.lines, trial.scale, *outcome)
 
 
 class _Trial:
@@ -131,23 +143,6 @@ class _Trial:
         error = max(error, whole_error([ran.loss], 1.0, [loss_of_reference], 1.0))
         loss = float(np.asarray(jax.device_get(ran.loss)))
         return Remedy(kind, change, places, changes.scale, ran.is_finite, loss, error)
-
-
-def whole_error(
-    gradients: Sequence[Any], scale: float, references: Sequence[Any], scale_of_references: float
-) -> float:
-    """The norm of the difference of all gradients, relative to that of the references."""
-    difference = norm = 0.0
-    for gradient, reference in zip(gradients, references, strict=True):
-        if not hasattr(gradient, "dtype") or gradient.dtype.kind not in "fVc":
-            continue
-        wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
-        g, r = (np.asarray(jax.device_get(x)).astype(wide) for x in (gradient, reference))
-        r = r / scale_of_references
-        with np.errstate(all="ignore"):
-            difference += float(np.square(np.abs(g / scale - r)).sum())
-        norm += float(np.square(np.abs(r)).sum())
-    return math.sqrt(difference / norm) if norm else math.nan if difference else 0.0
 
 
 def _outside(ran: Ran) -> list[Result]:

@@ -18,17 +18,17 @@ from gainstage._programs.jaxprs import OPAQUE
 from gainstage._variables.types import OptState, PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
 from gainstage.precision.plan import PrecisionPlan
-from gainstage.precision.tune import remedy_by_plan
+from gainstage.precision.tune import PlanTrial, try_plan, whole_error
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.program import Program, program_of
-from gainstage.xray.remedies import Remedy, remedies_for, whole_error
+from gainstage.xray.remedies import Remedy, remedies_for, remedy_by_plan
 from gainstage.xray.walk import Changes, Ran, run
 from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
-ByPlan = Callable[[], tuple[PrecisionPlan, Remedy]]
+TryPlan = Callable[[], PlanTrial]
 SHOWN_CAUSES = 3  # causes that are printed
 
 
@@ -93,13 +93,11 @@ def xray(
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
-    by_plan: ByPlan | None = None
+    trial: TryPlan | None = None
     if plan_of(loss_fn) is not None and argnums == 0:
-        by_plan = functools.partial(
-            remedy_by_plan, loss_fn, args, float(value), has_aux, using, progress
-        )
+        trial = functools.partial(try_plan, loss_fn, args, float(value), has_aux, using, progress)
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
-        return Xray(program, float(value), tick, prescribe, compiled, by_plan)
+        return Xray(program, float(value), tick, prescribe, compiled, trial)
 
 
 class Xray:
@@ -128,7 +126,7 @@ class Xray:
         tick: Callable[[], Any],
         prescribe: bool = True,
         compiled: bool = True,
-        by_plan: ByPlan | None = None,
+        trial: TryPlan | None = None,
     ):
         self.scale = scale
         self.compiled_finite: bool | None = None
@@ -145,9 +143,10 @@ class Xray:
         if prescribe:
             windows = self.windows()
             self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick)
-            if self.remedies and windows and by_plan is not None:
-                self.plan, remedy = by_plan()
-                self.remedies.append(remedy)
+            if self.remedies and windows and trial is not None:
+                tried = trial()
+                self.plan = tried.plan
+                self.remedies.append(remedy_by_plan(tried, scale))
 
     def windows(self, error: float = 0.01) -> dict[str, Window]:
         """Returns the scales that fit each layer; empty if a float32 reference is not finite.
