@@ -128,14 +128,14 @@ def test_one_place_reads_decides_and_advances():
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if name in imported or name in ("policy.take", "policy.scale_due"):
                 calls[name].append(path.relative_to(SRC).as_posix())
-    for name in ("inspect", "policy.take", "policy.scale_due"):
+    for name in ("read_gradients", "policy.take", "policy.scale_due"):
         assert calls[name] == ["_scaling/scaled_step.py"]
     # A recorded run is replayed with other rules: there is no step to be skipped.
     assert calls["advance"] == ["_scaling/scaled_step.py", "runs/other_rules.py"]
     # Each face makes its loss scale in one place: rule, telemetry and policy are one value.
     faces = ["compat/stateful_scale.py", "interop/keras_loss_scale.py"]
     faces += ["optimizers/loss_scale_optimizer.py", "optimizers/optimizer.py"]
-    assert calls["Scaling"] == [*faces, "transforms/loss_scaled.py"]
+    assert calls["ScaledStep"] == [*faces, "transforms/loss_scaled.py"]
 
 
 def test_one_module_runs_through_programs():

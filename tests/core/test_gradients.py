@@ -72,9 +72,12 @@ def test_a_float64_gradient_beside_float16_ones():
     """Dtypes may be mixed in any order: the sums are those of float64."""
     with jax.enable_x64(True):
         grads = [jnp.ones(1, jnp.float64), jnp.ones(2**15, jnp.float16), jnp.ones(3, jnp.float32)]
-        norm = jax.jit(lambda grads: readings.inspect(grads, 1.0, norm=True).norm)(grads)
+        norm = jax.jit(lambda grads: readings.read_gradients(grads, 1.0, norm=True).norm)(grads)
         assert float(norm) == pytest.approx((2**15 + 4) ** 0.5, rel=1e-6)
-        assert bool(readings.inspect([*grads, jnp.array([jnp.inf], jnp.float16)]).finite) is False
+        assert (
+            bool(readings.read_gradients([*grads, jnp.array([jnp.inf], jnp.float16)]).finite)
+            is False
+        )
 
 
 # Asked for in pytorch#74739 (float16 gradients).
@@ -106,7 +109,9 @@ def test_clipping_is_that_of_numpy(name, limit, rng):
     grads = [rng.normal(size=(4, 3)), np.zeros(5), rng.normal(size=7) * 3]
     arrays, clip = [None, *map(jnp.float32, grads)], gradients.Clip(name, limit)
     norms = readings.norms(arrays, clip)
-    clipped = [g and g.value() for g in gradients.clipped(gradients.divided(arrays), clip, norms)]
+    clipped = [
+        g and g.value() for g in gradients.clipped(gradients.as_gradients(arrays), clip, norms)
+    ]
     assert clipped[0] is None
     norm = np.sqrt(sum((g**2).sum() for g in grads))
     for actual, g in zip(clipped[1:], grads, strict=True):
@@ -130,7 +135,7 @@ def test_an_infinite_norm_is_not_finite(name):
     assert float(opt.loss_scale) == 1.0
     clip = gradients.Clip(name, 1.0)
     norms = readings.norms(huge, clip)
-    (clipped,) = gradients.clipped(gradients.divided(huge), clip, norms)
+    (clipped,) = gradients.clipped(gradients.as_gradients(huge), clip, norms)
     assert jnp.isnan(clipped.value()).all()
 
 
@@ -221,7 +226,7 @@ def test_norms_at_any_scale(element, scale):
     """The norm of true gradients is right if it is a float32 number, at any scale."""
     gradient = np.float32(2.0**element * np.random.default_rng(0).uniform(0.5, 1, 9000))
     clip = gradients.Clip("clipnorm", 2.0**-100)
-    found = readings.inspect([jnp.asarray(gradient)], jnp.float32(2.0**scale), clip)
+    found = readings.read_gradients([jnp.asarray(gradient)], jnp.float32(2.0**scale), clip)
     expected = np.linalg.norm(gradient.astype(float)) / 2.0**scale
     assert bool(found.finite)
     np.testing.assert_allclose(np.float64(found.norms[0]), expected, rtol=1e-6)

@@ -142,7 +142,7 @@ def test_one_bad_element_anywhere_is_found_everywhere(kind, dtype):
     """NaN, inf and -inf in the first, middle or last element of any leaf, on any device."""
     layouts = layouts_on(mesh_of((4, 2), kind))
     arrays = random(np.random.default_rng(4), np.float32)
-    check = jax.jit(lambda g: readings.inspect(g, jnp.float32(8), None, (), layouts).finite)
+    check = jax.jit(lambda g: readings.read_gradients(g, jnp.float32(8), None, (), layouts).finite)
     good = put([jnp.asarray(a, dtype) for a in arrays], layouts)
     assert check(good)
     for leaf, array in enumerate(arrays):
@@ -162,7 +162,7 @@ def test_a_bad_replica_skips_everywhere(size):
     """A NaN in one replica only of a replicated gradient is found, on each of the devices."""
     mesh = mesh_of((4, 2))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    check = jax.jit(lambda g: readings.inspect([g], 1.0, None, (), [everywhere]).finite)
+    check = jax.jit(lambda g: readings.read_gradients([g], 1.0, None, (), [everywhere]).finite)
     for device in jax.devices():
         good = np.ones(size, np.float32)
         bad = good.copy()

@@ -56,7 +56,7 @@ SMALLEST_SUM = 2.0**-60  # a smaller sum of squares may miss some that were flus
 
 
 @compiled_if_eager
-def inspect(
+def read_gradients(
     grads: Sequence[Any],
     scale: jax.Array | float = 1.0,
     clip: Clip | None = None,
@@ -129,7 +129,7 @@ def inspect(
 
 def all_finite(tree: PyTree) -> jax.Array:
     """Returns whether every element of a pytree is finite: a bool scalar, True if it is empty."""
-    return inspect([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]).finite
+    return read_gradients([jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]).finite
 
 
 @compiled_if_eager
@@ -138,7 +138,7 @@ def norms(
 ) -> list[jax.Array]:
     """Returns the norms that `gradients.clipped` divides by, for unscaled gradients."""
     needed = clip is not None and clip.by_norm
-    return inspect(grads, 1.0, clip, shardings=shardings).norms if needed else []
+    return read_gradients(grads, 1.0, clip, shardings=shardings).norms if needed else []
 
 
 class Reader(NamedTuple):

@@ -125,7 +125,7 @@ def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
     return jax.tree.unflatten(structure, true)
 
 
-def divided(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
+def as_gradients(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:
     """Wraps arrays, or None, as gradients of a loss that was multiplied by `scale`."""
     inverse = functools.cache(lambda dtype: () if scale is None else (1 / scale.astype(dtype),))
     return [None if g is None else Gradient(g, inverse(float32_or_wider(g.dtype))) for g in grads]

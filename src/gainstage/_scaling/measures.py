@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base import checks
 from gainstage._scaling.finite_check import Reader, bundle, fold
-from gainstage._scaling.gradients import divided, upcast
+from gainstage._scaling.gradients import as_gradients, upcast
 from gainstage._variables.bridge import compiled_if_eager
 from gainstage._variables.sharding import on_one_device, varying, varying_like
 from gainstage._variables.types import Given, PyTree
@@ -153,7 +153,7 @@ def _of_gradients(
         arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
 
     def more(so_far: dict[str, jax.Array], array: jax.Array) -> dict[str, jax.Array]:
-        (gradient,) = divided([array], scale)
+        (gradient,) = as_gradients([array], scale)
         assert gradient is not None
         true = gradient.value()
         return {n: _MEASURES[n].combine(so_far[n], _MEASURES[n].of(true)) for n in names}
@@ -167,7 +167,9 @@ def _of_gradients(
             return in_chunks()
         quickly = dict(nothing)
         if "max_abs" in names:
-            sizes = [g.value() for g in divided([*map(_largest, arrays)], scale) if g is not None]
+            sizes = [
+                g.value() for g in as_gradients([*map(_largest, arrays)], scale) if g is not None
+            ]
             each = [size.astype(jnp.float32) for size in sizes]
             quickly["max_abs"] = functools.reduce(jnp.maximum, each, nothing["max_abs"])
         return quickly if finite is True else lax.cond(finite, lambda: quickly, in_chunks)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage._base.checks import LARGEST, SMALLEST
-from gainstage._scaling.finite_check import inspect
+from gainstage._scaling.finite_check import read_gradients
 from gainstage._scaling.gradients import Clip
 from gainstage._scaling.measures import at_first, measure, measured_of_both, observed
 from gainstage._variables.bridge import select
@@ -147,8 +147,8 @@ def may_help(applied: jax.Array, loss: Given, before: jax.Array, after: jax.Arra
     return everywhere(~jnp.asarray(applied) & is_finite & (before != after))
 
 
-class ScalingState(NamedTuple):
-    """The state of a `Scaling`, as arrays or as variables."""
+class ScaledStepState(NamedTuple):
+    """The state of a `ScaledStep`, as arrays or as variables."""
 
     scale: RuleState  # the rule's state, None without a rule
     observed: Any = None  # the telemetry, if enabled
@@ -160,13 +160,13 @@ class StepResult(NamedTuple):
 
     result: Any
     inner: PyTree  # the state that the update changes, new or unchanged
-    state: ScalingState
+    state: ScaledStepState
     finite: jax.Array  # whether the gradients were finite
     applied: jax.Array  # whether they were used, for an update or for the one of their window
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaling:
+class ScaledStep:
     """A loss scale: the rule that updates it, what it records, and what a skipped step does.
 
     Each optimizer or transformation makes one; `step` alone skips steps and updates the scale.
@@ -197,16 +197,16 @@ class Scaling:
             return state.scale
         return jnp.clip(state.scale * self.factor, SMALLEST, LARGEST)
 
-    def first(self, state: RuleState, count: int) -> ScalingState:
+    def first(self, state: RuleState, count: int) -> ScaledStepState:
         """The state before the first step, by the rule's state and the number of gradients."""
         stats = at_first(self.loss_scale(state), count, self.every) if self.telemetry else None
         names = () if self.rule is None or self.policy.counter is None else self.rule.measures
-        return ScalingState(state, stats, measure(names, [], True, 0.0))
+        return ScaledStepState(state, stats, measure(names, [], True, 0.0))
 
     def step(
         self,
         update: Callable[..., tuple[Any, Any]],
-        state: ScalingState,
+        state: ScaledStepState,
         inner: PyTree,
         grads: Sequence[Any],
         scale: jax.Array | float = 1.0,
@@ -238,7 +238,7 @@ class Scaling:
         """
         with_norm = state.observed is not None
         arrays = grads if checked is None else checked
-        finite, norms, norm = inspect(arrays, scale, self.clip, onto, shardings, with_norm)
+        finite, norms, norm = read_gradients(arrays, scale, self.clip, onto, shardings, with_norm)
         applies = finite if apply_if is None else finite & apply_if
         # A microbatch that was only vetoed does not count in its window. A non-finite one counts,
         # even if it was vetoed: that may be the reason for the veto.
@@ -279,4 +279,4 @@ class Scaling:
         moved = advance(rule, state.scale, good, **measured)
         if due is not None:
             moved = jax.tree.map(lambda n, o: jnp.where(due, n, o), moved, state.scale)
-        return StepResult(result, new, ScalingState(moved, stats, so_far), finite, applied)
+        return StepResult(result, new, ScaledStepState(moved, stats, so_far), finite, applied)

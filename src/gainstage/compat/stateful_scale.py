@@ -12,7 +12,7 @@ from gainstage._base.checks import LARGEST, brief
 from gainstage._base.configurable import explained, explains_arguments
 from gainstage._scaling import gradients
 from gainstage._scaling.gradients import WithLoss
-from gainstage._scaling.scaled_step import Scaling, ScalingState
+from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import assign, read
 from gainstage._variables.types import Given, PyTree
 from gainstage._variables.variable import Variable
@@ -172,8 +172,8 @@ class DynamicLossScale(LossScale):
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
-        state = ScalingState(read(self._state))
-        done = Scaling(self.rule).step(_nothing, state, (), leaves)
+        state = ScaledStepState(read(self._state))
+        done = ScaledStep(self.rule).step(_nothing, state, (), leaves)
         assign(jax.tree.leaves(self._state), jax.tree.leaves(done.state.scale))
         return None, done.finite
 

@@ -15,7 +15,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
-from gainstage._scaling.scaled_step import Branch, Scaling, ScalingState
+from gainstage._scaling.scaled_step import Branch, ScaledStep, ScaledStepState
 from gainstage._variables.types import Given, PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import keras
@@ -225,8 +225,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
         known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
         sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
-        scaling = Scaling(self.rule, clip=clip, policy=Branch())
-        now = ScalingState(state)
+        scaling = ScaledStep(self.rule, clip=clip, policy=Branch())
+        now = ScaledStepState(state)
         done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
         weights, inner = done.inner
         for field, value in done.state.scale._asdict().items():

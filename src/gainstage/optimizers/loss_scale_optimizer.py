@@ -11,7 +11,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.gradients import WithLoss
 from gainstage._scaling.measures import Observed, at_first, check_telemetry
-from gainstage._scaling.scaled_step import Scaling
+from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Given, Grads, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
@@ -116,7 +116,7 @@ class LossScaleOptimizer(Retrying):
         for option, value in options.items():
             if value is not None:
                 over[option] = check_option(option, value, over)
-        scaling = Scaling(rule, self.telemetry, self.underflow_every, self._unscaled)
+        scaling = ScaledStep(rule, self.telemetry, self.underflow_every, self._unscaled)
         self._wrapper = self._wrapper_type(self.name, over, scaling, self.mesh)
         self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
         if self.mesh is not None:

@@ -15,7 +15,7 @@ from gainstage._base.checks import brief, missing, overrides
 from gainstage._base.configurable import Configurable, deserialize, without_legacy
 from gainstage._scaling import gradients
 from gainstage._scaling.gradients import Gradients, WithLoss, loss_of
-from gainstage._scaling.scaled_step import Scaling, ScalingState
+from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.bridge import assign, bound, functional, read, write
 from gainstage._variables.sharding import replicate
@@ -709,8 +709,8 @@ class Optimizer(Configurable, Arguments, Saved):
         step = self._make_step(inputs.loss)
         if self._store.in_force.loss_scale_factor is None:
             return step.plain(state, inputs)
-        both = OptimizerState(ScalingState(None), state)
-        scaling = self._store.scaling(Scaling())
+        both = OptimizerState(ScaledStepState(None), state)
+        scaling = self._store.scaling(ScaledStep())
         (_, state), applied = step.scaled(scaling, both, inputs)
         return state, applied
 

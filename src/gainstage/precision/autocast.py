@@ -35,7 +35,7 @@ from gainstage.transforms.retrace import (
     KEEPS,
     SINGLE,
     Kind,
-    Operand,
+    Retraced,
     as_written,
     function_of,
     replayed,
@@ -206,22 +206,22 @@ class _Caster:
                 f"function. Use autocast inside of such a function, or leave its casts out."
             )
 
-    def constant(self, x: ArrayLike) -> Operand:
+    def constant(self, x: ArrayLike) -> Retraced:
         """Says whether a constant may be rounded."""
         # What a function closes over and is differentiated is a parameter, as a bound variable is.
         if isinstance(x, Tracer):
-            return Operand(x, Kind.FREE if is_differentiated(x) else Kind.OTHER)
+            return Retraced(x, Kind.FREE if is_differentiated(x) else Kind.OTHER)
         if getattr(x, "dtype", SINGLE) != SINGLE:
-            return Operand(x)
+            return Retraced(x)
         # Half precision must hold the sizes of all numbers.
         sizes, limits = np.abs(np.asarray(x, np.float64)), jnp.finfo(self._dtype)
         held = (sizes == 0) | (sizes >= float(limits.tiny)) & (sizes <= float(limits.max))
         if not (held | ~np.isfinite(sizes)).all():
-            return Operand(x)
+            return Retraced(x)
         is_large = ((sizes > OFFSETS[0]) & (sizes < OFFSETS[1])).any()
-        return Operand(x, Kind.OFFSET if is_large else Kind.FREE)
+        return Retraced(x, Kind.OFFSET if is_large else Kind.FREE)
 
-    def compute(self, eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+    def compute(self, eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         """Computes an operation, in half precision where that is right."""
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
@@ -230,20 +230,20 @@ class _Caster:
         self._products += bool(floats) and eqn.primitive.name in PRODUCTS
         if self._computes(eqn, floats, held, path):
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
-                return [Operand(self._product(eqn, *values))]
+                return [Retraced(self._product(eqn, *values))]
             xs = [
                 self._rounded(eqn, value) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
             ]
-            return [Operand(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
+            return [Retraced(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
         if self._plan is None:
             known = self._known(eqn, floats, held, path)
             if known is not None:
                 return [known]
         elif is_half and power_of(eqn):
-            return [Operand(power(eqn, floats[0]))]
+            return [Retraced(power(eqn, floats[0]))]
         if is_half and _is_activation(eqn) and path not in self._needs:
-            return [Operand(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
+            return [Retraced(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
         results = [value.x for value in as_written(eqn, values)]
         if is_half and eqn.primitive.name.startswith("custom_"):
             # Operations follow the result of a function with its own derivative, as of `softplus`.
@@ -256,24 +256,24 @@ class _Caster:
         kind = (
             Kind.POWER if _is_cheap_of_power(eqn, kinds) else _kind(eqn, [v.kind for v in floats])
         )
-        return [Operand(x, kind) for x in results]
+        return [Retraced(x, kind) for x in results]
 
     def _known(
-        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
-    ) -> Operand | None:
+        self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
+    ) -> Retraced | None:
         """The result of an operation that the default rules know; None if they do not."""
         name, is_half = eqn.primitive.name, bool(held) and all(held)
         if is_half and power_of(eqn):
-            return Operand(power(eqn, floats[0]), Kind.POWER)
+            return Retraced(power(eqn, floats[0]), Kind.POWER)
         if name in PRODUCTS and self._width(eqn, floats, held, path) is Width.RESULT:
-            return Operand(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
+            return Retraced(wide_product(eqn, [converted(v.x, self._dtype) for v in floats]))
         of_power = any(value.kind is Kind.POWER for value in floats)
         if of_power and name in BOUNDED and path not in self._needs:
-            return Operand(bounded(eqn, floats[0].x, self._dtype))
+            return Retraced(bounded(eqn, floats[0].x, self._dtype))
         return None
 
     def _width(
-        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+        self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
     ) -> Width:
         """What of a product is in float32, by the default rules."""
         need = self._needs.get(path, Need.NOTHING)
@@ -281,7 +281,7 @@ class _Caster:
             return Width.ALL
         return width(eqn, held, is_batched=_is_batched(floats), leads=Need.RESULT in need)
 
-    def _rounded(self, eqn: JaxprEqn, value: Operand) -> jax.Array:
+    def _rounded(self, eqn: JaxprEqn, value: Retraced) -> jax.Array:
         """An operand of an operation in half precision."""
         x = value.x
         if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
@@ -289,7 +289,7 @@ class _Caster:
             x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
         return converted(x, self._dtype)
 
-    def _product(self, eqn: JaxprEqn, *values: Operand) -> jax.Array:
+    def _product(self, eqn: JaxprEqn, *values: Retraced) -> jax.Array:
         """A product with a broadcast operand. A factor of a layer, which may be small, stays in
         float32, unless a plan has measured it; that of a normalisation is about 1."""
         is_measured = self._plan is not None or any(v.kind is Kind.NORMALISED for v in values)
@@ -299,7 +299,7 @@ class _Caster:
         return broadcast_product(eqn, xs, self._dtype if is_measured else SINGLE, self._dtype)
 
     def _computes(
-        self, eqn: JaxprEqn, floats: Sequence[Operand], held: Sequence[bool], path: Path
+        self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
     ) -> bool:
         """Whether an equation is computed in half precision.
 
@@ -325,7 +325,7 @@ class _Caster:
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
 
 
-def _is_by_an_extreme_number(eqn: JaxprEqn, values: Sequence[Operand]) -> bool:
+def _is_by_an_extreme_number(eqn: JaxprEqn, values: Sequence[Retraced]) -> bool:
     """Whether a product of elements has a number of the program that may make it overflow, or a
     small part of a sum."""
     numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
@@ -343,7 +343,7 @@ def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:
     return KINDS.get((name, *kinds), Kind.OTHER)
 
 
-def _broadcast(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
+def _broadcast(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[Retraced]:
     """Those arrays among the operands that an equation broadcasts."""
     shape = jaxprs.array(eqn.outvars[0]).shape
     return [v for v in values if isinstance(v.x, jax.Array) and v.x.shape != shape]
@@ -363,7 +363,7 @@ def _activated(eqn: JaxprEqn, dtype: np.dtype, xs: Sequence[jax.Array]) -> list[
 
     def half(program: Any, xs: Sequence[jax.Array]) -> list[jax.Array]:
         evaluate = function_of(caster.compute, caster.constant, program, ())
-        return [value.x.astype(dtype) for value in evaluate(*map(Operand, xs))]
+        return [value.x.astype(dtype) for value in evaluate(*map(Retraced, xs))]
 
     @jax.custom_jvp
     def activation(*xs: jax.Array) -> list[jax.Array]:
@@ -387,6 +387,6 @@ def _is_cheap_of_power(eqn: JaxprEqn, kinds: Sequence[Kind]) -> bool:
     return is_cheap and Kind.POWER in kinds and set(kinds) <= {Kind.POWER, Kind.FREE}
 
 
-def _is_batched(values: Sequence[Operand]) -> bool:
+def _is_batched(values: Sequence[Retraced]) -> bool:
     """Whether `jax.vmap` around the function gives some operands another axis."""
     return any(is_batched(value.x) for value in values)

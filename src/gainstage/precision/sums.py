@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs.jaxprs import Path
 from gainstage.precision.wide_results import PRODUCTS
-from gainstage.transforms.retrace import Operand
+from gainstage.transforms.retrace import Retraced
 
 # Sums stay in float32: their error and their size grow with the batch.
 SUMS = frozenset(
@@ -17,7 +17,7 @@ SUMS = frozenset(
 )  # fmt: skip
 
 
-class Sums:
+class SumFinder:
     """Finds sums, and what is computed with a sum before it is divided or broadcast.
 
     They grow with the batch, and may overflow on a larger one; and they are small.
@@ -28,7 +28,7 @@ class Sums:
         self._known: dict[int, Any] = {}  # the sums, which stay alive, by `id`
 
     def follow(
-        self, eqn: JaxprEqn, values: Sequence[Operand], results: Sequence[Operand], path: Path
+        self, eqn: JaxprEqn, values: Sequence[Retraced], results: Sequence[Retraced], path: Path
     ) -> None:
         """Notes an operation, if it is a sum or computes with one."""
         name = eqn.primitive.name

@@ -24,9 +24,9 @@ from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.plan import DTYPES, Operation, PrecisionPlan, operations_of
-from gainstage.precision.sums import Sums
+from gainstage.precision.sums import SumFinder
 from gainstage.precision.wide_results import PRODUCTS
-from gainstage.transforms.retrace import SINGLE, Operand, as_written, replayed
+from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
 __all__ = ["tune_precision"]
@@ -170,9 +170,9 @@ class _Tuner:
         programs: list[Any] = []
         visited = set()
 
-        sums = Sums()
+        sums = SumFinder()
 
-        def visit(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+        def visit(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             visited.add(path)
             results = as_written(eqn, values)
             sums.follow(eqn, values, results, path)
@@ -253,7 +253,7 @@ class _Tuner:
 
         numbers = {path: n for n, path in enumerate(paths)}
 
-        def compute(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+        def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             results = as_written(eqn, values)
             if path in numbers:
                 both = (*values, *results), (*eqn.invars, *eqn.outvars)
@@ -277,7 +277,7 @@ class _Tuner:
         def compiled(
             switches: jax.Array, scale: jax.Array, arrays: Sequence[jax.Array]
         ) -> list[jax.Array]:
-            def compute(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+            def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
                 if path not in self._group or path in self._wide:
                     return as_written(eqn, values)
                 is_on = switches[self._group[path]]
@@ -289,7 +289,7 @@ class _Tuner:
 
                 xs = [rounded(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
                 found = zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True)
-                return [Operand(rounded(x, var)) for x, var in found]
+                return [Retraced(rounded(x, var)) for x, var in found]
 
             return self._gradients_of(replayed(self._fun, compute), scale, arrays)
 

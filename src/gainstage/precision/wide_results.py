@@ -13,7 +13,7 @@ from jax import lax
 
 from gainstage._base._jax import JaxprEqn, Primitive
 from gainstage._programs import jaxprs
-from gainstage.transforms.retrace import SINGLE, Operand
+from gainstage.transforms.retrace import SINGLE, Retraced
 
 # Operations that compute in half precision.
 PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
@@ -35,7 +35,7 @@ def power_of(eqn: JaxprEqn) -> int:
     return 0 if exponent == 1 else exponent
 
 
-def power(eqn: JaxprEqn, value: Operand) -> jax.Array:
+def power(eqn: JaxprEqn, value: Retraced) -> jax.Array:
     """The power in float32 of a half-precision array, which the backward pass keeps instead."""
     with jaxprs.inside(eqn):
         return _power(power_of(eqn))(value.float32, value.x)

@@ -16,7 +16,7 @@ from gainstage._base.loop_warnings import SAME_STATE, Repeats
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
 from gainstage._scaling.measures import check_telemetry, leaves_and_none
-from gainstage._scaling.scaled_step import Scaling, ScalingState
+from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.unscaled_warning import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._variables.sharding import (
     axis_names,
@@ -158,7 +158,7 @@ def loss_scaled_within(
     checks.transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     telemetry, every = check_telemetry(telemetry, underflow_every)
-    scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
+    scaling = ScaledStep(rule, telemetry, every, unscaled=True, clip=clip)
     warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
     told, repeats = (
         set[str](),
@@ -253,7 +253,7 @@ def loss_scaled_within(
 
         updates, inner, after, _, applied = scaling.step(
             step,
-            ScalingState(state.loss_scale, state.observed),
+            ScaledStepState(state.loss_scale, state.observed),
             state.inner,
             arrays,
             1.0 if loss_scale is None else loss_scale,

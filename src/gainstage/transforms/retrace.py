@@ -47,7 +47,7 @@ class Kind(enum.Enum):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Operand:
+class Retraced:
     """A value of a program."""
 
     x: Any  # an array, perhaps in half precision though it is float32 in the program
@@ -60,13 +60,13 @@ class Operand:
 
 
 # `(equation, operands, path) -> results` of an operation.
-Compute = Callable[[JaxprEqn, list[Operand], Path], list[Operand]]
+Compute = Callable[[JaxprEqn, list[Retraced], Path], list[Retraced]]
 
 
 def replayed(
     fun: Callable[P, R],
     compute: Compute,
-    constant: Callable[[Any], Operand] = Operand,
+    constant: Callable[[Any], Retraced] = Retraced,
     check: Callable[[AnyJaxpr], None] = lambda program: None,
     done: Callable[[AnyJaxpr], None] = lambda program: None,
 ) -> Callable[P, R]:
@@ -90,7 +90,7 @@ def replayed(
         pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
         evaluate = function_of(compute, constant, program, types)
-        found = evaluate(*(Operand(x, kind) for x, kind in pairs))
+        found = evaluate(*(Retraced(x, kind) for x, kind in pairs))
         done(program)
         return [value.x for value in found]
 
@@ -155,12 +155,12 @@ def traced(
 
 def function_of(
     compute: Compute,
-    constant: Callable[[Any], Operand],
+    constant: Callable[[Any], Retraced],
     program: AnyJaxpr,
     types: Sequence[AbstractValue],
     path: Path = (),
     keeps: bool = False,
-) -> Callable[..., list[Operand]]:
+) -> Callable[..., list[Retraced]]:
     """The function of a program, on values.
 
     Args:
@@ -171,12 +171,12 @@ def function_of(
         keeps: whether the user keeps it in float32.
     """
 
-    def equation(eqn: JaxprEqn, values: list[Operand], path: Path) -> list[Operand]:
+    def equation(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
         kept = keeps or bool(KEEPS.search(jaxprs.scopes(eqn)))
 
         def inner(
             program: AnyJaxpr, types: Sequence[AbstractValue], number: int | None
-        ) -> Callable[..., list[Operand]]:
+        ) -> Callable[..., list[Retraced]]:
             own = path if number is None else (*path, number)
             return function_of(compute, constant, program, types, own, kept)
 
@@ -186,25 +186,25 @@ def function_of(
             return found
         return as_written(eqn, values) if kept else compute(eqn, values, path)
 
-    def evaluate(*values: Operand) -> list[Operand]:
-        own = [Operand(value.x, value.kind) for value in values]  # casts belong to one trace
+    def evaluate(*values: Retraced) -> list[Retraced]:
+        own = [Retraced(value.x, value.kind) for value in values]  # casts belong to one trace
         found = jaxprs.run(program, own, equation, constant, constant, path)
         return [*map(settled, found, types), *found[len(types) :]]
 
     return evaluate
 
 
-def as_written(eqn: JaxprEqn, values: Sequence[Operand]) -> list[Operand]:
+def as_written(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[Retraced]:
     """The results of an operation in the dtypes that it has in the program."""
     settled_values = (settled(v, var.aval).x for v, var in zip(values, eqn.invars, strict=True))
-    return [Operand(x) for x in jaxprs.bind_shared(eqn, list(settled_values))]
+    return [Retraced(x) for x in jaxprs.bind_shared(eqn, list(settled_values))]
 
 
-def settled(value: Operand, aval: AbstractValue) -> Operand:
+def settled(value: Retraced, aval: AbstractValue) -> Retraced:
     """A value in the dtype that it has in the program."""
     is_float32 = getattr(aval, "dtype", None) == SINGLE and hasattr(value.x, "dtype")
     is_rounded = is_float32 and value.x.dtype != SINGLE
-    return Operand(value.float32 if is_rounded else value.x)
+    return Retraced(value.float32 if is_rounded else value.x)
 
 
 def _kinds(arguments: PyTree) -> list[Kind]:

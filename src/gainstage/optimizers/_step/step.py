@@ -14,7 +14,7 @@ from gainstage._base.configurable import serialize
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
 from gainstage._scaling.gradients import Gradients
-from gainstage._scaling.scaled_step import AccumulationWindow, Scaling, ScalingState, run_if
+from gainstage._scaling.scaled_step import AccumulationWindow, ScaledStep, ScaledStepState, run_if
 from gainstage._variables.types import Given, Rate
 from gainstage._variables.variable import Variable, is_tracing, placed
 from gainstage.optimizers._step.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
@@ -180,7 +180,7 @@ class StepInputs(NamedTuple):
 class OptimizerState(NamedTuple):
     """All that a step of an optimizer with a loss scale reads and changes."""
 
-    scaling: ScalingState
+    scaling: ScaledStepState
     step: StepState
 
 
@@ -215,14 +215,14 @@ class Step:
         read = norms_of(grads, clip, self.shardings)
 
         def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
-            return None, self(state, gradients.divided(grads), read, rate)
+            return None, self(state, gradients.as_gradients(grads), read, rate)
 
         new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
         return new, apply_if
 
     def scaled(
         self,
-        scaling: Scaling,
+        scaling: ScaledStep,
         state: OptimizerState,
         inputs: StepInputs,
     ) -> tuple[OptimizerState, jax.Array]:
@@ -233,7 +233,7 @@ class Step:
 
         def update(norms: Any, state: StepState, mask: Given = None) -> tuple[None, StepState]:
             true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
-            return None, self(state, gradients.divided(true, scale), norms, inputs.rate)
+            return None, self(state, gradients.as_gradients(true, scale), norms, inputs.rate)
 
         done = scaling.step(
             update,
@@ -312,7 +312,7 @@ class Step:
             norms = norms_of(means, self.options.clip, self.shardings)
 
             def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
-                return None, self._update(state, gradients.divided(means), norms, rate)
+                return None, self._update(state, gradients.as_gradients(means), norms, rate)
 
             return update(state) if whole is None else (None, run_if(whole, update, state))
 

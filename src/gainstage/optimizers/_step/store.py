@@ -18,8 +18,8 @@ from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import (
     WINDOWS,
     AccumulationWindow,
-    Scaling,
-    ScalingState,
+    ScaledStep,
+    ScaledStepState,
     Select,
 )
 from gainstage._variables.bridge import read, variables_like
@@ -93,11 +93,11 @@ class ScalingWrapper(Wrapper):
         "good_steps": "{owner}/step_counter",
     }
 
-    def __init__(self, owner: str, over: Mapping[str, Any], scaling: Scaling, mesh: Mesh | None):
+    def __init__(self, owner: str, over: Mapping[str, Any], scaling: ScaledStep, mesh: Mesh | None):
         super().__init__(owner, over, mesh)
         assert scaling.rule is not None
         self.scaling = scaling
-        self.state = ScalingState(variables_like(start(scaling.rule), owner, self.documented))
+        self.state = ScaledStepState(variables_like(start(scaling.rule), owner, self.documented))
 
     def share(self, scale: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
@@ -111,7 +111,7 @@ class ScalingWrapper(Wrapper):
             name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
             for name, value in first.measured.items()
         }
-        self.state = ScalingState(scale, stats, window)
+        self.state = ScaledStepState(scale, stats, window)
         replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
 
 
@@ -263,7 +263,7 @@ class Store:
         steps = options.gradient_accumulation_steps
         return WINDOWS[options.on_bad_microbatch](steps) if steps else None
 
-    def scaling(self, scaling: Scaling) -> Scaling:
+    def scaling(self, scaling: ScaledStep) -> ScaledStep:
         """A loss scale with the options of this optimizer's steps."""
         options, policy = self.in_force, self.window or Select()
         factor, clip = options.loss_scale_factor, options.clip
