@@ -61,6 +61,48 @@ def harmonics(w, x):
 TIMES = jnp.linspace(0, 4, 200)[:, None]
 
 
+def precision_of_processes(w):
+    """The likelihood of a Gaussian process, by products of the same numbers."""
+    z, y = 4 * X[:100, :3] * w, X[:100, 3]
+    squares = (z * z).sum(1)
+    kernel = jnp.exp(-(squares[:, None] + squares - 2 * z @ z.T) / 2) + 0.04 * jnp.eye(100)
+    root = jnp.linalg.cholesky(kernel)
+    return (jax.scipy.linalg.solve_triangular(root, y, lower=True) ** 2).sum() / 1e3
+
+
+def rolled_out(w):
+    """A linear system whose matrix is one and a small step, in a scan."""
+    turned = jnp.eye(16) + 0.01 * w
+    return lax.scan(lambda x, _: (x @ turned, None), X, None, length=50)[0]
+
+
+def surprise(w, x):
+    """The error of a value by the value that follows, both of which are large."""
+    value = lambda x: x @ w["w"] + w["b"]  # noqa: E731
+    return value(x) - lax.stop_gradient(0.96 + 0.1 * x[:, :1] + 0.99 * value(x + 0.1 * x[::-1]))
+
+
+def blur(x):
+    rows = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, WINDOW, (1,), "VALID", dimension_numbers=rows)
+
+
+WINDOW = jnp.ones((11, 1, 1)) / 11
+SIGNAL = 0.75 + 0.03 * draw(7, 16, 64, 1)
+
+
+def filtered(log_noise):
+    """A Kalman filter of a position and a speed."""
+    moves, sees, spread, loss = jnp.eye(2) + 0.1 * jnp.eye(2, k=1), jnp.eye(1, 2), 100.0, 0.0
+    spread = spread * jnp.eye(2)
+    for _ in range(3):
+        spread = moves @ spread @ moves.T
+        seen = sees @ spread @ sees.T + jnp.exp(log_noise)
+        spread = (jnp.eye(2) - (spread @ sees.T / seen) @ sees) @ spread
+        loss += jnp.log(seen).sum()
+    return loss
+
+
 def scanned(w, x):
     def turn(h, row):
         p = jax.nn.sigmoid(row @ w)
@@ -133,6 +175,24 @@ LOSSES = {
     "many harmonics": (
         lambda w: jnp.mean((harmonics(w, X[:, :1]) - X) ** 2), draw(4, 128, 16) / 6
     ),
+    "a covariance": (
+        lambda w: jnp.log(w @ jnp.cov(100 + 30 * X, rowvar=False) @ w), 1 + jnp.abs(draw(1, 16))
+    ),
+    "features that should not correlate": (
+        lambda w: jnp.mean(((h := jax.nn.relu(X @ w)).T @ h / 512 - jnp.eye(16)) ** 2),
+        8 * draw(1, 16, 16),
+    ),
+    "a Gaussian process": (precision_of_processes, jnp.ones(3)),
+    "one and a small step": (lambda w: jnp.mean((rolled_out(w) - X[::-1]) ** 2), draw(1, 16, 16)),
+    "an error of two large values": (
+        lambda w: jnp.mean(surprise(w, X) ** 2),
+        {"w": draw(4, 16, 1) / 20, "b": jnp.full((1,), 96.3)},
+    ),
+    "a local variance": (
+        lambda w: jnp.log(jnp.mean(blur((x := SIGNAL + w) * x) - blur(x) ** 2) + 1e-3),
+        draw(2, 64, 1) / 100,
+    ),
+    "a filter": (filtered, jnp.float32(-4)),
     "a negative power": (lambda w: jnp.mean((0.003 + (X @ w) / 1e4) ** -2) / 1e6, draw(4, 16, 4)),
 }  # fmt: skip
 
@@ -143,10 +203,13 @@ def test_the_gradient_is_that_of_float32(name, dtype):
     """Within 2 % in float16, and within 10 % in bfloat16, which rounds eight times as coarsely."""
     loss, w = LOSSES[name]
     cast = gs.autocast(loss, dtype)
-    scaled = jax.jit(lambda w, scale: jax.grad(lambda w: cast(w) * scale)(w) / scale)
+    flat = lambda tree: jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
+    scaled = jax.jit(lambda w, scale: flat(jax.grad(lambda w: cast(w) * scale)(w)) / scale)
     tried = (scaled(w, 2.0**exponent) for exponent in range(15, -1, -3))  # as loss scaling does
     found = next(grads for grads in tried if bool(jnp.isfinite(grads).all()))
-    assert error(found, jax.jit(jax.grad(loss))(w)) < {"float16": 0.02, "bfloat16": 0.1}[dtype]
+    assert (
+        error(found, flat(jax.jit(jax.grad(loss))(w))) < {"float16": 0.02, "bfloat16": 0.1}[dtype]
+    )
     np.testing.assert_allclose(cast(w), loss(w), rtol={"float16": 0.01, "bfloat16": 0.05}[dtype])
 
 
@@ -187,8 +250,20 @@ def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
         lambda w, x: jnp.mean((x @ w - (x @ w).max(1, keepdims=True)) * 8.0),
         lambda w, x: jnp.mean(jnp.sin(x @ w)),
         lambda w, x: (0.125 * (x @ w) + x @ w).sum(),
+        lambda w, x: jnp.mean(jax.nn.leaky_relu(x @ w) ** 2),
+        lambda w, x: jax.nn.log_softmax(x @ w)[:, 0].mean(),
+        lambda w, x: jnp.mean((x @ w - (x @ w).mean(0)) ** 2),
     ],
-    ids=["to a target", "of similarities", "to the maximum", "a sine", "a factor"],
+    ids=[
+        "to a target",
+        "of similarities",
+        "to the maximum",
+        "a sine",
+        "a factor",
+        "leaky",
+        "log softmax",
+        "to the mean",
+    ],
 )
 def test_other_differences_and_angles_stay_in_half_precision(loss):
     """A residual, a similarity over a temperature, or a sine of features is no reason."""

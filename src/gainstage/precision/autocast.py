@@ -45,9 +45,7 @@ __all__ = ["autocast", "keep_float32"]
 
 # A constant between these is too large to be added in half precision, and no mask.
 OFFSETS = 16.0, 4096.0
-# A number from here on is too large to multiply half-precision numbers of any size; what is
-# multiplied by a small one is a small part of a sum, as a step of an equation in time.
-LARGE_FACTOR, SMALL_FACTOR = 1024.0, 1 / 32
+LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
 # Operations in half precision if their operands are, or may be rounded, as those that move.
 FOLLOWERS = frozenset(
     ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
@@ -231,6 +229,12 @@ class _Caster:
         if self._computes(eqn, floats, held, path):
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
                 return [Retraced(self._product(eqn, *values))]
+            if any(float(self._dtype.type(x)) != x for x in _numbers(eqn, values)):
+                xs = [
+                    converted(v.x, self._dtype if isinstance(v.x, jax.Array) else SINGLE)
+                    for v in values
+                ]
+                return [Retraced(broadcast_product(eqn, xs, SINGLE, self._dtype))]
             xs = [
                 self._rounded(eqn, value) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
@@ -277,9 +281,10 @@ class _Caster:
     ) -> Width:
         """What of a product is in float32, by the default rules."""
         need = self._needs.get(path, Need.NOTHING)
-        if Need.ALL in need:
+        if need & (Need.ALL | Need.OPERANDS):
             return Width.ALL
-        return width(eqn, held, is_batched=_is_batched(floats), leads=Need.RESULT in need)
+        is_batched, is_square = _is_batched(floats), Need.SQUARE in need
+        return width(eqn, held, is_batched, is_square, leads=Need.RESULT in need)
 
     def _rounded(self, eqn: JaxprEqn, value: Retraced) -> jax.Array:
         """An operand of an operation in half precision."""
@@ -313,7 +318,8 @@ class _Caster:
             return self._plan.is_half(path)
         if eqn.primitive.name in PRODUCTS:
             return self._width(eqn, floats, held, path) is Width.HALF
-        if path in self._needs or power_of(eqn) or _is_by_an_extreme_number(eqn, floats):
+        is_by_much = any(abs(x) >= LARGE_FACTOR for x in _numbers(eqn, floats))
+        if path in self._needs or power_of(eqn) or is_by_much:
             return False
         if not (moves(eqn) or eqn.primitive.name in FOLLOWERS):
             return False
@@ -325,12 +331,10 @@ class _Caster:
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
 
 
-def _is_by_an_extreme_number(eqn: JaxprEqn, values: Sequence[Retraced]) -> bool:
-    """Whether a product of elements has a number of the program that may make it overflow, or a
-    small part of a sum."""
-    numbers = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
-    sizes = [abs(float(x)) for x in numbers] if eqn.primitive.name == "mul" else []
-    return any(size >= LARGE_FACTOR or 0 < size < SMALL_FACTOR for size in sizes)
+def _numbers(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[float]:
+    """The numbers of the program in a product of elements."""
+    each = (v.x for v in values if not isinstance(v.x, jax.Array) and np.ndim(v.x) == 0)
+    return [float(x) for x in each] if eqn.primitive.name == "mul" else []
 
 
 def _kind(eqn: JaxprEqn, kinds: Sequence[Kind]) -> Kind:

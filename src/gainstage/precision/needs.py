@@ -8,17 +8,16 @@ all pairs, as in a distance: near numbers are subtracted there.
 
 import enum
 import functools
-import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Sequence
 
 from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import AnyJaxpr, Path
+from gainstage.precision import patterns
+from gainstage.precision.patterns import AMPLIFIES, FEW, number_of
 from gainstage.precision.plan import moves
-from gainstage.precision.wide_results import PRODUCTS, power_of
+from gainstage.precision.wide_results import PRODUCTS
 
 # Operations that pass on how exact their operands are.
 PASSES = frozenset(
@@ -33,8 +32,6 @@ SINGULAR = {
     "erf_inv": (0,), "lgamma": (0,), "digamma": (0,), "reduce_prod": (0,), "cumprod": (0,),
 }  # fmt: skip
 PERIODIC = frozenset(("sin", "cos", "tan"))
-FEW = 4  # terms of a sum of products, which cost little in float32
-AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 
 
 class Need(enum.Flag):
@@ -42,15 +39,26 @@ class Need(enum.Flag):
 
     NOTHING = 0
     RESULT = enum.auto()  # the value, through cheap operations
+    OPERANDS = enum.auto()  # the product that it is, with its operands
     ALL = enum.auto()  # all that it is made of
     ANGLE = enum.auto()  # a product with few terms, from which it comes
     SMALL = enum.auto()  # both sides, if it is a difference: what multiplies it is large
+    STEP = enum.auto()  # the value, if a small number multiplies: it is added to others
+    SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
+
+
+class Fact(enum.Flag):
+    """What is known of a value from what it is made of."""
+
+    NOTHING = 0
+    OF_PRODUCTS = enum.auto()  # it is computed from products
+    HAS_A_STEP = enum.auto()  # it is a sum with a small step, not of products
 
 
 def needs_of(program: AnyJaxpr) -> dict[Path, Need]:
     """What must be exact in each operation of a program for which something must."""
     jaxpr, needs = jaxprs.open_jaxpr(program), dict[Path, Need]()
-    reader = _Reader(program, [False] * len(jaxpr.invars), (), needs)
+    reader = _Reader(program, [Fact.NOTHING] * len(jaxpr.invars), (), needs)
     reader.read([Need.NOTHING] * len(jaxpr.outvars))
     return needs
 
@@ -60,24 +68,21 @@ class _Reader:
 
     Args:
         program: a program, or one inside of it.
-        products: for each argument, whether it is computed from products.
+        facts: what is known of each argument.
         path: where the program is.
         needs: what must be exact in each operation, to which this adds.
     """
 
     def __init__(
-        self, program: AnyJaxpr, products: Sequence[bool], path: Path, needs: dict[Path, Need]
+        self, program: AnyJaxpr, facts: Sequence[Fact], path: Path, needs: dict[Path, Need]
     ):
         self._jaxpr, self._path, self._needs = jaxprs.open_jaxpr(program), path, needs
         self._equations = list(jaxprs.backwards(program))
         self._made = {v: eqn for _, eqn in self._equations for v in eqn.outvars}
         self._known: dict[Var, Need] = {}
-        self._from_products = {
-            v for v, is_known in zip(self._jaxpr.invars, products, strict=True) if is_known
-        }
+        self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
         for _, eqn in reversed(self._equations):
-            if any(self._is_from_products(v) for v in eqn.invars) or _contains_products(eqn):
-                self._from_products.update(eqn.outvars)
+            self._facts |= dict.fromkeys(eqn.outvars, self._fact_of(eqn))
 
     def read(self, results: Sequence[Need]) -> list[Need]:
         """What is needed of the arguments, for what is needed of the results."""
@@ -90,6 +95,7 @@ class _Reader:
                 self._add(self._of_part(eqn, part, number, found, own))
             if not parts:
                 need = functools.reduce(operator.or_, found, Need.NOTHING)
+                need |= self._by_itself(eqn)
                 self._add(self._of_operands(eqn, need))
                 exact = self._of_operation(eqn, need)
                 if exact:
@@ -102,38 +108,78 @@ class _Reader:
             if need and not isinstance(variable, Literal):
                 self._known[variable] = self._known.get(variable, need) | need
 
-    def _is_from_products(self, variable: Var | Literal) -> bool:
-        return not isinstance(variable, Literal) and variable in self._from_products
+    def _fact(self, variable: Var | Literal) -> Fact:
+        known = Fact.NOTHING if isinstance(variable, Literal) else self._facts.get(variable)
+        return known or Fact.NOTHING
+
+    def _fact_of(self, eqn: JaxprEqn) -> Fact:
+        """What is known of the results of an operation."""
+        given = functools.reduce(operator.or_, map(self._fact, eqn.invars), Fact.NOTHING)
+        inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
+        if Fact.OF_PRODUCTS in given or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
+            return Fact.OF_PRODUCTS
+        if any(patterns.has_a_step(v, self._made) for v in eqn.outvars):
+            return Fact.HAS_A_STEP
+        return given if moves(eqn) else Fact.NOTHING
+
+    def _by_itself(self, eqn: JaxprEqn) -> Need:
+        """What a product needs, whatever is computed with it."""
+        if eqn.primitive.name not in PRODUCTS:
+            return Need.NOTHING
+        has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
+        need = Need.OPERANDS if has_a_step or patterns.is_tiny(eqn) else Need.NOTHING
+        return need | (Need.SQUARE if patterns.is_square(eqn, self._made) else Need.NOTHING)
 
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
         """What of an operation must be exact."""
-        name = eqn.primitive.name
-        if Need.ALL in need or (Need.ANGLE in need and _terms(eqn) <= FEW):
-            return Need.ALL
-        is_passed = name in PASSES or moves(eqn) or name == "dot_general"
-        return Need.RESULT if Need.RESULT in need and is_passed else Need.NOTHING
+        name, exact = eqn.primitive.name, need & Need.ALL
+        if name in PRODUCTS:
+            exact |= need & (Need.RESULT | Need.OPERANDS | Need.SQUARE)
+            if Need.ANGLE in need and patterns.sizes_of(eqn)[-1] <= FEW:
+                exact |= Need.OPERANDS
+        elif name in PASSES or moves(eqn):
+            exact |= need & Need.RESULT
+        if Need.STEP in need and patterns.is_step(eqn):
+            exact |= Need.RESULT
+        return exact
 
     def _of_operands(self, eqn: JaxprEqn, need: Need) -> Iterator[tuple[Var | Literal, Need]]:
         """What an operation needs of its operands."""
         name, passed = eqn.primitive.name, need & Need.ALL
         if name in PASSES or moves(eqn):
             passed |= need & Need.RESULT
-        if name in PERIODIC:
-            passed |= Need.ANGLE
         if name in ("add", "sub", "mul", "neg", "div") or moves(eqn):
             passed |= need & Need.ANGLE
-        if _amplifies(eqn):
+        if name in ("add", "sub"):
+            passed |= Need.STEP
+        if name == "neg" or moves(eqn):
+            passed |= need & Need.STEP
+        if name in PERIODIC:
+            passed |= Need.ANGLE
+        if number_of(eqn) >= AMPLIFIES:
             passed |= Need.SMALL
+        if Need.OPERANDS in need and name in PRODUCTS:
+            passed |= Need.RESULT
         yield from ((v, passed) for v in eqn.invars)
         yield from ((eqn.invars[i], Need.RESULT) for i in SINGULAR.get(name, ()))
         if name == "integer_pow" and eqn.params["y"] < 0:
             yield eqn.invars[0], Need.RESULT
-        yield from ((v, Need.RESULT) for v in _pairs(eqn, self._made))
+        yield from ((v, Need.RESULT) for v in patterns.near_pairs(eqn, self._made))
+        if name == "sub" or Need.SMALL in need:
+            yield from self._of_sides(patterns.sides_of(eqn, self._made), need)
+
+    def _of_sides(
+        self, sides: list[patterns.Side], need: Need
+    ) -> Iterator[tuple[Var | Literal, Need]]:
+        """What a difference needs of its sides."""
+        if patterns.cancelling(sides):
+            yield from ((side.value, Need.RESULT) for side in sides)
+        moments = patterns.moments(sides, self._made)
+        yield from ((value, Need.OPERANDS | Need.RESULT) for value in moments)
         if Need.SMALL in need:
-            sides = list(_sides(eqn, self._made))
-            are_near = any(is_less for _, is_less in sides)
-            are_near &= sum(self._is_from_products(v) for v, _ in sides) > 1
-            yield from ((v, Need.ALL if are_near else Need.SMALL) for v, _ in sides)
+            of_products = [Fact.OF_PRODUCTS in self._fact(side.value) for side in sides]
+            are_near = any(side.is_less for side in sides) and sum(of_products) > 1
+            yield from ((side.value, Need.ALL if are_near else Need.SMALL) for side in sides)
 
     def _of_part(
         self,
@@ -158,10 +204,9 @@ class _Reader:
                 first, carries = bodies, len(results)
         elif name == "scan":
             first, carries = jaxprs.scan_counts(eqn.params, len(operands))
-        products = [self._is_from_products(v) for v in operands]
-        of_carries = map(self._is_from_products, eqn.outvars)
-        products[first : first + carries] = list(of_carries)[:carries]
-        reader = _Reader(part, products, path, self._needs)
+        facts = [self._fact(v) for v in operands]
+        facts[first : first + carries] = [self._fact(v) for v in eqn.outvars[:carries]]
+        reader = _Reader(part, facts, path, self._needs)
         arguments = reader.read(results)
         while any(
             a & ~r for a, r in zip(arguments[first : first + carries], results, strict=False)
@@ -170,62 +215,3 @@ class _Reader:
             results = [*(a | r for a, r in again), *results[carries:]]
             arguments = reader.read(results)
         return zip(operands, arguments, strict=True)
-
-
-def _contains_products(eqn: JaxprEqn) -> bool:
-    """Whether an operation is a product, or has one inside."""
-    inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
-    return any(e.primitive.name in PRODUCTS for e in (eqn, *inside))
-
-
-def _terms(eqn: JaxprEqn) -> float:
-    """How many products are summed for a number of a `dot_general`; many for other operations."""
-    if eqn.primitive.name != "dot_general":
-        return float("inf")
-    shape, (axes, _) = jaxprs.array(eqn.invars[0]).shape, eqn.params["dimension_numbers"][0]
-    return math.prod(shape[axis] for axis in axes)
-
-
-def _amplifies(eqn: JaxprEqn) -> bool:
-    """Whether an operation multiplies by a large number, or divides by a small one."""
-    name, numbers = eqn.primitive.name, [v.val for v in eqn.invars if isinstance(v, Literal)]
-    if len(numbers) != 1 or np.ndim(numbers[0]) or name not in ("mul", "div"):
-        return False
-    size = abs(float(numbers[0]))
-    return size >= AMPLIFIES if name == "mul" else 0 < size <= 1 / AMPLIFIES
-
-
-def _sides(
-    eqn: JaxprEqn, made: Mapping[Var, JaxprEqn], is_less: bool = False
-) -> Iterator[tuple[Var, bool]]:
-    """What is added up in an operation, each with whether it is subtracted."""
-    name = eqn.primitive.name
-    is_scaled = name in ("mul", "div") and any(isinstance(v, Literal) for v in eqn.invars)
-    if not (name in ("add", "sub", "neg") or is_scaled or moves(eqn)):
-        return
-    for place, variable in enumerate(eqn.invars):
-        if isinstance(variable, Literal):
-            continue
-        is_negative = is_less ^ (name == "neg" or (name == "sub" and place == 1))
-        sides = list(_sides(made[variable], made, is_negative)) if variable in made else []
-        yield from sides or [(variable, is_negative)]
-
-
-def _pairs(eqn: JaxprEqn, made: Mapping[Var, JaxprEqn]) -> list[Var]:
-    """The operand of a square of a difference of all pairs, such as `(x[:, None] - y) ** 2`."""
-    operand = eqn.invars[0] if eqn.invars else None
-    if not isinstance(operand, Var) or power_of(eqn) != 2:
-        return []
-    difference = made.get(operand)
-    if difference is None or difference.primitive.name != "sub":
-        return []
-    size = jaxprs.array(operand).size
-    return [operand] if all(_source(v, made) < size for v in difference.invars) else []
-
-
-def _source(variable: Var | Literal, made: Mapping[Var, JaxprEqn]) -> int:
-    """The size of what an operand was before it was broadcast."""
-    eqn = None if isinstance(variable, Literal) else made.get(variable)
-    if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape", "expand_dims"):
-        return _source(eqn.invars[0], made)
-    return jaxprs.array(variable).size

@@ -137,13 +137,16 @@ class Width(enum.Enum):
     ALL = enum.auto()
 
 
-def width(eqn: JaxprEqn, held: Sequence[bool], *, is_batched: bool, leads: bool) -> Width:
+def width(
+    eqn: JaxprEqn, held: Sequence[bool], is_batched: bool, is_square: bool, leads: bool
+) -> Width:
     """What of a product is in float32, by the default rules.
 
     Args:
         eqn: a product.
         held: for each operand that is float32 in the program, whether it is in half precision.
         is_batched: whether `jax.vmap` gives an operand another axis.
+        is_square: whether it multiplies an array with itself.
         leads: whether its result must be exact, for what is computed with it.
     """
     axes = _free_axes(eqn)
@@ -151,7 +154,7 @@ def width(eqn: JaxprEqn, held: Sequence[bool], *, is_batched: bool, leads: bool)
     is_outer = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
     if not held or _is_precise(eqn) or (is_outer and not any(held)):
         return Width.ALL
-    is_square = eqn.invars[0] is eqn.invars[1] or not any(axes)
+    is_square |= not any(axes)
     # A norm, a count, or a matrix times a vector: it may be large, and costs little in float32.
     may_be_large = bool(axes) and not is_batched and (is_square or not all(axes))
     if not may_be_large and not leads:

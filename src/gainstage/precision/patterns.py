@@ -1,0 +1,175 @@
+"""What a few operations of a program are together, such as a square or a difference of near
+numbers.
+
+Each function looks from an operation to those that have made its operands, in one program.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from gainstage._base._jax import JaxprEqn, Literal, Var
+from gainstage._programs import jaxprs
+from gainstage.precision.plan import moves
+from gainstage.precision.wide_results import PRODUCTS, power_of
+
+Made = Mapping[Var, JaxprEqn]  # by which operation a value was made
+# Operations whose result is the operand seen in another way.
+VIEWS = frozenset(
+    ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "neg")
+)
+# Operations that move numbers, but are not linear.
+CHOICES = frozenset(
+    ("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
+)
+FEW = 4  # rows, columns or terms of a product, which cost little in float32
+AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
+STEP = 1 / 32  # the factor below which what is added is a small step
+MOST_SIDES = 64  # of a sum that is looked at
+
+
+class Side(NamedTuple):
+    """One of the values that are added up in an operation."""
+
+    value: Var
+    is_less: bool  # whether it is subtracted
+
+
+def number_of(eqn: JaxprEqn) -> float:
+    """The size of the number by which an operation multiplies; 0 if it does something else."""
+    name, numbers = eqn.primitive.name, [v.val for v in eqn.invars if isinstance(v, Literal)]
+    if len(numbers) != 1 or np.ndim(numbers[0]) or name not in ("mul", "div"):
+        return 0.0
+    size = abs(float(numbers[0]))
+    return 1 / size if name == "div" and size else size
+
+
+def maker(value: Var | Literal, made: Made) -> JaxprEqn | None:
+    """The operation that has made a value, before it was moved."""
+    eqn = None if isinstance(value, Literal) else made.get(value)
+    if eqn is not None and moves(eqn) and len(eqn.invars) == 1:
+        return maker(eqn.invars[0], made)
+    return eqn
+
+
+def root(value: Var | Literal, made: Made) -> Var | Literal:
+    """The value of which another is a view, or a multiple by a number."""
+    eqn = None if isinstance(value, Literal) else made.get(value)
+    if eqn is not None and (eqn.primitive.name in VIEWS or number_of(eqn)):
+        return next((root(v, made) for v in eqn.invars if not isinstance(v, Literal)), value)
+    return value
+
+
+def is_square(eqn: JaxprEqn, made: Made) -> bool:
+    """Whether an operation is a product of an array with itself, such as `x.T @ x`."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    a, b = (root(v, made) for v in eqn.invars)
+    return a is b
+
+
+def is_tiny(eqn: JaxprEqn) -> bool:
+    """Whether a product is one of small matrices, as of rotations."""
+    return max(sizes_of(eqn)) <= FEW
+
+
+def sizes_of(eqn: JaxprEqn) -> tuple[float, float, float]:
+    """The rows, columns and terms of a product of matrices; infinite for other operations."""
+    if eqn.primitive.name != "dot_general":
+        return np.inf, np.inf, np.inf
+    contracted, batch = eqn.params["dimension_numbers"]
+    rows, columns = (
+        np.prod([n for axis, n in enumerate(jaxprs.array(v).shape) if axis not in (*c, *b)])
+        for v, c, b in zip(eqn.invars, contracted, batch, strict=True)
+    )
+    terms = np.prod([jaxprs.array(eqn.invars[0]).shape[axis] for axis in contracted[0]])
+    return float(rows), float(columns), float(terms)
+
+
+def is_step(eqn: JaxprEqn | None) -> bool:
+    """Whether an operation multiplies by a small number."""
+    return eqn is not None and 0 < number_of(eqn) < STEP
+
+
+def has_a_step(value: Var | Literal, made: Made) -> bool:
+    """Whether a value is a sum with a small step, such as `eye + 0.01 * w`."""
+    eqn = maker(value, made)
+    if eqn is None or eqn.primitive.name not in ("add", "sub"):
+        return False
+    return any(is_step(maker(v, made)) for v in eqn.invars)
+
+
+def sides_of(eqn: JaxprEqn, made: Made) -> list[Side]:
+    """What is added up in an operation, through other sums and what is linear in them."""
+    return list(itertools.islice(_sides(eqn, made, False), MOST_SIDES))
+
+
+def _sides(eqn: JaxprEqn, made: Made, is_less: bool) -> Iterator[Side]:
+    name = eqn.primitive.name
+    is_linear = moves(eqn) and name not in CHOICES
+    if not (name in ("add", "sub", "neg") or number_of(eqn) or is_linear):
+        return
+    for place, value in enumerate(eqn.invars):
+        if isinstance(value, Literal):
+            continue
+        is_negative = is_less ^ (name == "neg" or (name == "sub" and place == 1))
+        inner = _sides(made[value], made, is_negative) if value in made else iter(())
+        first = next(inner, None)
+        yield Side(value, is_negative) if first is None else first
+        yield from inner
+
+
+def cancelling(sides: list[Side]) -> bool:
+    """Whether a value is both added and subtracted, so that what is left is small."""
+    added = {side.value for side in sides if not side.is_less}
+    return any(side.is_less and side.value in added for side in sides)
+
+
+def moments(sides: list[Side], made: Made) -> list[Var]:
+    """The products in a mean of squares less the square of a mean, as in a local variance."""
+    found: list[Var] = []
+    squares = [(side, _factors(side.value, made)) for side in sides]
+    for square, factors in squares:
+        for side in sides:
+            kernels = _operands(side.value, made)
+            if side.is_less != square.is_less and factors and kernels:
+                shared = [kernels & _operands(factor, made) for factor in factors]
+                found += [side.value, *factors] if all(shared) else []
+    return found
+
+
+def _factors(value: Var, made: Made) -> list[Var]:
+    """The factors of a product of elements, or of a square."""
+    eqn = maker(value, made)
+    if eqn is None or not (power_of(eqn) == 2 or eqn.primitive.name == "mul"):
+        return []
+    return [v for v in eqn.invars if not isinstance(v, Literal)]
+
+
+def _operands(value: Var, made: Made) -> set[Var]:
+    """What a product multiplies, before it was moved."""
+    eqn = maker(value, made)
+    each = eqn.invars if eqn is not None and eqn.primitive.name in PRODUCTS else []
+    return {r for r in (root(v, made) for v in each) if not isinstance(r, Literal)}
+
+
+def near_pairs(eqn: JaxprEqn, made: Made) -> list[Var]:
+    """The operand of a square of a difference of all pairs, such as `(x[:, None] - y) ** 2`."""
+    operand = eqn.invars[0] if eqn.invars else None
+    if not isinstance(operand, Var) or power_of(eqn) != 2:
+        return []
+    difference = made.get(operand)
+    if difference is None or difference.primitive.name != "sub":
+        return []
+    size = jaxprs.array(operand).size
+    return [operand] if all(_size(v, made) < size for v in difference.invars) else []
+
+
+def _size(value: Var | Literal, made: Made) -> int:
+    """The size of what an operand was before it was broadcast."""
+    eqn = None if isinstance(value, Literal) else made.get(value)
+    if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape", "expand_dims"):
+        return _size(eqn.invars[0], made)
+    return jaxprs.array(value).size
