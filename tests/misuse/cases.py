@@ -603,6 +603,45 @@ for fn in [*fns, *fns]: fn()
 v = gs.Variable(1.0); opt = gs.SGD(0.1)
 for n in range(12): opt.weight_decay = 0.1 / (n + 1); opt.apply([1.0], [v])
 """),
+    "a batch that gs.jit reads from outside": ("warns", "`x` has changed.*lambda x: ..., state", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+step = gs.jit(lambda: opt.minimize(lambda: jnp.sum((v.value() * x) ** 2), [v]), ([v], opt.variables))
+for n in range(6): x = w * n; step()
+"""),
+    "batches of numpy that a function of the loss reads from outside": ("warns", "`x, y` has changed", """
+def batch_loss(w): return jnp.sum((w * x - y) ** 2)
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: batch_loss(w), tx)
+for n in range(6): x, y = np.full(3, n), np.full(3, 2.0 * n); w, state, _ = step(w, state)
+"""),
+    "a number that a loss reads from outside": ("warns", "`beta` has changed.*step\\(params, opt_state, ..., beta", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: beta * plain(w), tx)
+for n in range(6): beta = n / 6; w, state, _ = step(w, state)
+"""),
+    "a model that a loss closes over and others train": ("warns", "`other` has changed", """
+tx, other, m = gs.loss_scaled(sgd), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+state, step = tx.init(m), gs.train_step(lambda m, x: jnp.mean(m(other(x))), tx)
+for n in range(70): m, state, _ = step(m, state, X); other.kernel[...] = other.kernel[...] * 0.9
+"""),
+    "random keys that a loss reads from outside": ("warns", "`key` has changed", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: plain(w * jax.random.normal(key, (3,))), tx)
+for n in range(6): key = jax.random.key(n); w, state, _ = step(w, state)
+"""),
+    "what a loss reads from outside and may": ("works", "", """
+tx = gs.loss_scaled(sgd, gs.FixedLossScale(1.0)); state, seen, traces = tx.init(w), [], 0
+def loss(w, x):
+    global traces; traces += 1
+    jax.debug.callback(lambda: seen.append(n))
+    return jnp.sum((mask * x) ** 2) * plain(w) * shaped.shape[0] * frozen[0].sum()
+step, frozen = gs.train_step(loss, tx, donate=False), [jnp.ones(3)]
+for n in range(70): mask, shaped = jnp.ones(3), w * n; step(w * n, tx.init(w * n), jnp.ones(3))
+def curriculum(w, x): return plain(w) / length
+step = gs.train_step(curriculum, tx)
+for length in [*range(1, 7), *range(1, 7)]: w, state, _ = step(w, state, jnp.ones(length))
+steps = [gs.train_step(lambda w, n=n: n * plain(w), tx) for n in range(4)]
+for n in range(8): w, state, _ = steps[n % 4](w, state)
+v = gs.Variable(w); fn = gs.jit(lambda: v.assign_add(np.ones(3) + mask), [v])
+for n in range(8): mask = np.full(3, 0.1); fn()
+"""),
     "parameters that train_step returns in vain": ("warns", "got the same params", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 for _ in range(12): _, state, loss = step(w, state)

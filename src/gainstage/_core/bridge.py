@@ -20,6 +20,7 @@ from gainstage._core import jaxprs
 from gainstage._core._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
 from gainstage._core.arguments import variables_in
 from gainstage._core.arrays import Static, partition
+from gainstage._core.captured import Captured
 from gainstage._core.checks import brief
 from gainstage._core.sharding import tell_if_whole
 from gainstage._core.signals import deferred_signals
@@ -161,6 +162,10 @@ _MADE_IN_LOOP = (
     "{n} functions of gainstage.jit with the same code and state were made and called once each, "
     "and each was compiled. Create it before the loop: step = gainstage.jit(fn, state)."
 )
+_CAPTURED = (
+    "this function of gainstage.jit",
+    "step = gainstage.jit(lambda {names}: ..., state), and step({names})",
+)
 
 
 class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
@@ -200,8 +205,8 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         found = [variable._constants_of for variable in self._state]
         self._constants = [reference for reference in found if reference is not None]
         self._pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
+        self._calls, self._captured = Calls(fn, _MADE_IN_LOOP), Captured(fn, *_CAPTURED)
         self._compile()
-        self._calls = Calls(fn, _MADE_IN_LOOP)
         functools.update_wrapper(self, fn, updated=())
 
     def _versions(self) -> list[int]:
@@ -211,12 +216,14 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     def _compile(self) -> None:
         """Makes new programs, which are compiled when they are called."""
         pure, donate, self._compiled_for = self._pure, self._donate, self._versions()
+        captured = self._captured
 
         def program(
             values: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[PyTree, R]:
             # XLA gives a donated buffer to the first result of its shape. With the state first, in
             # the order of the arguments, each new value takes the buffer of its old one.
+            captured.traced()
             result, values = pure(values, *args, **kwargs)
             return values, result
 
@@ -248,9 +255,12 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         first = self._calls.note(self._state[:1])
         if self._calls_back is None:
             traced = self._compiled.trace(values, args, kwargs).jaxpr
+            self._captured.begin(lambda: traced)
             self._calls_back = jaxprs.calls_back(traced)
             if first:
                 tell_if_whole(values, (args, kwargs), lambda: traced)
+        elif self._captured.watched:
+            self._captured.look()
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from gainstage._core._jax import Tracer
+from gainstage._core.captured import Captured
 from gainstage._core.checks import as_power
 from gainstage._core.warn import inside, warn
 
@@ -177,6 +178,10 @@ _SAME_PARAMS = (
     "{n} calls of gainstage.train_step in a row got the same params, so no step builds on the one "
     "before. Pass on what each call returns: params, opt_state, loss = step(params, opt_state, x)."
 )
+_CAPTURED = (
+    "this step of gainstage.train_step",
+    "loss_fn(params, ..., {names}), and step(params, opt_state, ..., {names})",
+)
 # The watch of the newest step of each transformation, by its `update`.
 _WATCH_OF: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
 
@@ -193,6 +198,7 @@ class Loop:
         self._calls = Calls(loss_fn, _STEP_REMADE)
         self._states = Repeats(SAME_STATE, name="gainstage.train_step")
         self._params = Repeats(_SAME_PARAMS)
+        self.captured = Captured(loss_fn, *_CAPTURED)
         self._is_first = self._same_state = False
 
     def look(self, scale: Callable[[], Any]) -> None:
@@ -203,8 +209,12 @@ class Loop:
         """Whether this is the flag of the state that the last step returned."""
         return self._watch.ended_with(applied)
 
-    def before(self, applied: Any) -> None:
-        """Notes a step that starts from the state with this flag."""
+    def before(self, applied: Any, trace: Callable[[], Any]) -> None:
+        """Notes a step that starts from the state with this flag; `trace` returns its program."""
+        if self.captured.watched is None:
+            self.captured.begin(lambda: trace().jaxpr)
+        elif self.captured.watched:
+            self.captured.look()
         self._is_first = self._same_state = False
         if not isinstance(applied, jax.Array):  # one of another library, or of the host
             return

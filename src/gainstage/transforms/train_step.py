@@ -197,8 +197,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._over = OVER_OF.get(tx.update, ())
         self._loop = Loop(loss_fn, tx.update)
-        self._told = False  # whether it has warned of a loss that varies
-        self._placed = False  # whether it has looked where a batch lies
+        self._told = self._placed = False  # of a loss that varies; whether it saw a batch's place
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -230,13 +229,14 @@ class TrainStep(Generic[Params, P, *More]):
                 rest, scalars = without_scalars(state)
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
-                if scalars and not inside:
-                    self._loop.before(scalars[0][1])
                 program = self._program_for(donates, shardings)
+                trace = functools.partial(program.trace, model, arrays, rest, scalars, *batch)
+                if scalars and not inside:
+                    self._loop.before(scalars[0][1], trace)
                 if shardings is not None and not self._placed:  # in the first call
-                    self._placed, all_of_it = True, (model, arrays, rest, scalars, *batch)
-                    tell_if_whole(given, batch, lambda: program.trace(*all_of_it).jaxpr)
-                arrays, *results, changed = program(model, arrays, rest, scalars, *batch)
+                    self._placed = True
+                    tell_if_whole(given, batch, lambda: trace().jaxpr)
+                arrays, *results, changed = program(*trace.args)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
@@ -254,9 +254,8 @@ class TrainStep(Generic[Params, P, *More]):
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
         arrays, opt_state, shardings = on_one_mesh(arrays, opt_state, batch)
-        rest, scalars = without_scalars(opt_state)
-        program = self._program_for(self._donates, shardings)
-        return program.lower(model, arrays, rest, scalars, *batch)
+        program, states = self._program_for(self._donates, shardings), without_scalars(opt_state)
+        return program.lower(model, arrays, *states, *batch)
 
     def _program_for(self, donates: bool, shardings: Shardings | None) -> Wrapped:
         """The program that returns the parameters and the state with these shardings."""
@@ -304,6 +303,7 @@ class TrainStep(Generic[Params, P, *More]):
         scalars: list[Any],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
+        self._loop.captured.traced()
         opt_state = with_scalars(opt_state, scalars)
         first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:
