@@ -367,6 +367,36 @@ for _ in range(30):
     (w,), state = opt.stateless_apply([x.value() for x in opt.variables], grads, [v.value()])
     for x, new in zip([v, *opt.variables], [w, *state]): x.assign(new)
 """),
+    "a checkpoint of variables that stateless_apply does not change": ("warns", "Assign them first", """
+import tempfile; from gainstage.interop.orbax import Checkpoints
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
+step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
+checkpoints = Checkpoints(tempfile.mkdtemp())
+for n in range(1, 4): tv, ov = step(tv, ov); checkpoints.save(n, [v], opt)
+"""),
+    "variables that stateless_apply does not change, saved": ("warns", "Assign them first", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
+step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
+tv, ov = step(tv, ov); opt.save_own_variables({})
+"""),
+    "a checkpoint of what stateless_apply returns": ("works", "", """
+import tempfile; from gainstage.interop.orbax import Checkpoints
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
+step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
+checkpoints = Checkpoints(tempfile.mkdtemp()); step.lower(tv, ov); checkpoints.save(0, [v], opt)
+for n in range(1, 4):
+    tv, ov = step(tv, ov)
+    for x, new in zip([v, *opt.variables], [*tv, *ov]): x.assign(new)
+    checkpoints.save(n, [v], opt); opt.save_own_variables({})
+other = gs.SGD(0.1); other.stateless_apply([x.value() for x in (other.build([v]), other)[1].variables], [w], [v.value()])
+other.apply([w], [v]); other.save_own_variables({})
+"""),
     "float16 times a scale": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
