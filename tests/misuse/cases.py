@@ -807,6 +807,25 @@ info = gs.telemetry(state)
 with Alarms() as alarms:
     for n in range(20): w, state, loss = step(w, state); alarms.write(n, info, loss=loss)
 """),
+    "steps that begin again in each epoch": ("warns", "epoch \\* steps_per_epoch", """
+from gainstage.diagnostics import JsonLines; import tempfile
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
+for n in [0, 1, 2, 3, 4] * 4: w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss)
+run.close()
+"""),
+    "steps that go back to a checkpoint": ("works", "", """
+from gainstage.diagnostics import JsonLines; import tempfile
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
+kept = w, state
+for n in range(10):
+    w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss); run.write(n, validation=1.0)
+for first in (0, 5):
+    w, state = kept
+    for n in range(first, 10): w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss)
+run.close()
+"""),
     "telemetry of a scan and of an optimizer": ("works", "", """
 from gainstage.diagnostics import Alarms
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
