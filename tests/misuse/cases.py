@@ -936,6 +936,17 @@ tx = gs.loss_scaled(sgd); state = tx.init(m)
 step = gs.train_step(lambda m, x: jnp.mean(m(x) ** 2), tx)
 m, state, loss = step(m, state, X); assert (m.kernel[...] != before).any()
 """),
+    "all variables of a Linen module as params": ("warns", "Pass variables\\['params'\\]", """
+tx, variables = gs.loss_scaled(optax.adam(0.1)), {"params": {"a": w}, "batch_stats": {"mean": w}}
+for _ in range(2): tx.init(variables)
+"""),
+    "all variables of a Linen module, of which some are trained": ("works", "", """
+variables = {"params": {"a": w}, "batch_stats": {"mean": w}}
+for kind in (optax.masked(sgd, {"params": True, "batch_stats": False}),
+             optax.partition({"a": sgd, "b": optax.set_to_zero()}, {"params": "a", "batch_stats": "b"})):
+    gs.loss_scaled(optax.chain(optax.clip(1.0), kind)).init(variables)
+gs.loss_scaled(sgd).init({"params": variables})
+"""),
     "autocast inside of train_step": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(W)
 step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), tx)

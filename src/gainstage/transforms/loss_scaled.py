@@ -34,6 +34,7 @@ from gainstage.transforms.refusals import (
     check_leaves,
     explain,
     half_in,
+    statistics_in,
     told_if_plain,
     wrong_rule,
     wrong_state,
@@ -168,10 +169,11 @@ def loss_scaled_within(
         carries = scale_at_first(params)
         params = models.trainable(params)
         check_leaves(params)
-        if (half := half_in(params)) and half not in told:
-            told.add(half)
-            warn(half)
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
+        for wrong in (half_in(params), statistics_in(params, inner)):
+            if wrong and wrong not in told:
+                told.add(wrong)
+                warn(wrong)
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = scaling.first(start(rule), len(leaves_and_none(params)))
