@@ -698,6 +698,12 @@ for _ in range(5):
     step = gs.train_step(plain, tx)
     for _ in range(40): w, state, _ = step(w, state, NAN)
 """),
+    "a run without a step, with a new transformation in each epoch": ("warns", "in a row were skipped", """
+state = gs.loss_scaled(sgd).init(w)
+for epoch in range(5):
+    step = gs.train_step(plain, gs.loss_scaled(optax.sgd(0.1 * 0.9**epoch)))
+    for _ in range(40): w, state, _ = step(w, state, NAN)
+"""),
     "short runs of one transformation": ("works", "", """
 tx = gs.loss_scaled(sgd)
 for _ in range(5):

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -182,8 +183,7 @@ _CAPTURED = (
     "this step of gainstage.train_step",
     "loss_fn(params, ..., {names}), and step(params, opt_state, ..., {names})",
 )
-# The watch of the newest step of each transformation, by its `update`.
-_WATCH_OF: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+_WATCHES: deque[Watch] = deque(maxlen=16)  # those of the newest steps
 
 
 class Loop:
@@ -220,10 +220,11 @@ class Loop:
             return
         self._is_first = self._calls.note((self._update, applied))
         if self._is_first:
-            earlier = _WATCH_OF.get(self._update)
-            if earlier is not None and earlier.ended_with(applied):
+            earlier = next((watch for watch in _WATCHES if watch.ended_with(applied)), None)
+            if earlier is None:
+                _WATCHES.append(self._watch)
+            else:
                 self._watch = earlier  # the run of another step goes on
-            _WATCH_OF[self._update] = self._watch
         self._same_state = self._states.note(applied)
 
     def after(self, applied: Any, loss: Any, params: Any) -> None:
