@@ -676,6 +676,17 @@ for n in range(8): mask = np.full(3, 0.1); fn()
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 for _ in range(12): _, state, loss = step(w, state)
 """),
+    "two models with one state": ("warns", "two models share one state", """
+tx = gs.loss_scaled(optax.adam(0.1)); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); state = tx.init(a)
+for _ in range(12): a, state, _ = step(a, state); b, state, _ = step(b, state)
+"""),
+    "two models with a state each, or with a scale alone, and weights that are changed": ("works", "", """
+tx = gs.loss_scaled(optax.adam(0.1)); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); one, two = tx.init(a), tx.init(b)
+for _ in range(24): a, one, _ = step(a, one); b, two, _ = step(b, two)
+for n in range(24): a, one, _ = step(a * 1.0 if n % 2 else a, one)
+tx = gs.loss_scaled(sgd); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); state = tx.init(a)
+for _ in range(12): a, state, _ = step(a, state); b, state, _ = step(b, state)
+"""),
     "neither parameters nor state are passed on": ("warns", "returns the new opt_state", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 for _ in range(12): step(w, state)

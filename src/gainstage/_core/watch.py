@@ -125,6 +125,37 @@ class Repeats:
         return self._steps > 1
 
 
+_SHARED = (
+    "{n} calls of gainstage.train_step in a row got the opt_state of the call before, but the "
+    "params of the one before that, so two models share one state. Give each its own: "
+    "a, state_a, loss = step(a, state_a, x), and b, state_b, loss = step(b, state_b, x)."
+)
+
+
+class Models:
+    """Sees a loop that trains two models in turn with one state."""
+
+    def __init__(self) -> None:
+        self._applied: weakref.ref[Any] | None = None  # the flag of the last result
+        self._arrays: list[weakref.ref[Any]] = []  # the first array of each of the last two
+        self._steps = 0
+
+    def before(self, applied: Any, arrays: Sequence[Any], state: Any) -> None:
+        """Notes what a step gets: the flag of its state, the parameters, and the inner state."""
+        known = [reference() for reference in self._arrays]
+        goes_on = self._applied is not None and self._applied() is applied
+        alone = len(known) < 2 or known[0] is known[1] or known[0] is None
+        of_before = not alone and bool(arrays) and known[0] is arrays[0]
+        self._steps = self._steps + 1 if goes_on and of_before else 0
+        if self._steps == REMADE and any(np.ndim(x) for x in jax.tree.leaves(state)):
+            warn(_SHARED.format(n=REMADE))
+
+    def after(self, applied: Any, arrays: Sequence[Any]) -> None:
+        """Notes what a step returns."""
+        self._applied = weakref.ref(applied)
+        self._arrays = [*self._arrays[-1:], *map(weakref.ref, arrays[:1])]
+
+
 _TIMES = itertools.count()
 # The steps of one code that were called once each, one made after the call of the other: their
 # number, the time of the last call, and what that used and returned.
@@ -198,7 +229,7 @@ class Loop:
         self._calls = Calls(loss_fn, _STEP_REMADE)
         self._states = Repeats(SAME_STATE, name="gainstage.train_step")
         self._params = Repeats(_SAME_PARAMS)
-        self.captured = Captured(loss_fn, *_CAPTURED)
+        self._models, self.captured = Models(), Captured(loss_fn, *_CAPTURED)
         self._is_first = self._same_state = False
 
     def look(self, scale: Callable[[], Any]) -> None:
@@ -209,8 +240,16 @@ class Loop:
         """Whether this is the flag of the state that the last step returned."""
         return self._watch.ended_with(applied)
 
-    def before(self, applied: Any, trace: Callable[[], Any]) -> None:
-        """Notes a step that starts from the state with this flag; `trace` returns its program."""
+    def before(
+        self, applied: Any, trace: Callable[[], Any], arrays: Sequence[Any], state: Any
+    ) -> None:
+        """Notes a step.
+
+        Args:
+            applied: the flag of the state that it starts from.
+            trace: returns its program.
+            arrays, state: the parameters, and the rest of the state.
+        """
         if self.captured.watched is None:
             self.captured.begin(lambda: trace().jaxpr)
         elif self.captured.watched:
@@ -226,17 +265,21 @@ class Loop:
             else:
                 self._watch = earlier  # the run of another step goes on
         self._same_state = self._states.note(applied)
+        self._models.before(applied, arrays, state)
 
-    def after(self, applied: Any, loss: Any, params: Any) -> None:
+    def after(self, applied: Any, loss: Any, params: Any, arrays: Sequence[Any]) -> None:
         """Notes its result.
 
         Args:
             applied: whether it was applied.
             loss: its true loss.
             params: the first array of those that it got and did not return, None if unknown.
+            arrays: the parameters that it returns.
         """
-        if self._is_first and isinstance(applied, jax.Array):
-            self._calls.gave(applied)
+        if isinstance(applied, jax.Array):
+            self._models.after(applied, arrays)
+            if self._is_first:
+                self._calls.gave(applied)
         if isinstance(params, jax.Array) and not self._same_state:
             self._params.note(params)
         self._watch.see(applied, loss)

@@ -31,9 +31,9 @@ _SAME_INFO = (
     "step: write(n, gainstage.telemetry(opt_state), loss=loss), with the newest opt_state."
 )
 _BEGAN_AGAIN = (
-    "The step of {writer}.write began again at {step}, but the counts of the telemetry go on. A step "
-    "that goes back replaces all later records, as after a checkpoint. Count steps over all epochs: "
-    "write(epoch * steps_per_epoch + n, ...)."
+    "The step of {writer}.write began again at {step}, but the counts of the telemetry go on. A "
+    "step that goes back replaces all later records, as after a checkpoint. Count steps over all "
+    "epochs: write(epoch * steps_per_epoch + n, ...)."
 )
 
 

@@ -232,7 +232,7 @@ class TrainStep(Generic[Params, P, *More]):
                 program = self._program_for(donates, shardings)
                 trace = functools.partial(program.trace, model, arrays, rest, scalars, *batch)
                 if scalars and not inside:
-                    self._loop.before(scalars[0][1], trace)
+                    self._loop.before(scalars[0][1], trace, given, rest)
                 if shardings is not None and not self._placed:  # in the first call
                     self._placed = True
                     tell_if_whole(given, batch, lambda: trace().jaxpr)
@@ -244,7 +244,7 @@ class TrainStep(Generic[Params, P, *More]):
                 new = without_scalars(results[0])[1]
                 pairs = () if donates else zip(given, arrays, strict=True)
                 first = next((old for old, x in pairs if x is not old), None)
-                self._loop.after(new[0][1], results[1], first)
+                self._loop.after(new[0][1], results[1], first, arrays)
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             nnx_objects.change(batch, changed)
