@@ -687,6 +687,19 @@ for n in range(24): a, one, _ = step(a * 1.0 if n % 2 else a, one)
 tx = gs.loss_scaled(sgd); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); state = tx.init(a)
 for _ in range(12): a, state, _ = step(a, state); b, state, _ = step(b, state)
 """),
+    "a batch of another shape in each step": ("warns", r"`batch/0` is \(21,\) of float32, and was \(20,\)", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w, x: plain(w) * x.mean(), tx)
+for n in range(1, 25): w, state, _ = step(w, state, jnp.ones(n))
+"""),
+    "a model of which a number changes in each step": ("warns", "is an array: jnp.float32", """
+m = nnx.Linear(1, 1, rngs=nnx.Rngs(0)); m.seen = 0; tx = gs.loss_scaled(sgd)
+state, step = tx.init(m), gs.train_step(lambda m: jnp.mean(m(jnp.ones(1))), tx)
+for _ in range(25): m, state, _ = step(m, state); m.seen += 1
+"""),
+    "batches of a few shapes": ("works", "", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w, x: plain(w) * x.mean(), tx)
+for n in range(1, 40): w, state, _ = step(w, state, jnp.ones(n // 2 + 1))
+"""),
     "neither parameters nor state are passed on": ("warns", "returns the new opt_state", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 for _ in range(12): step(w, state)

@@ -37,7 +37,7 @@ class Captured:
 
     def __init__(self, fn: Callable[..., Any], what: str, remedy: str):
         self._what, self._remedy, self._calls = what, remedy, 0
-        self._traces = 0
+        self.traces = 0  # how often it was traced
         self._names = _names_of(fn)
         self.watched: list[_Name] | None = None  # None before the first call
 
@@ -59,13 +59,13 @@ class Captured:
 
     def traced(self) -> None:
         """Notes that the function is being traced, with the values of now."""
-        self._traces += 1
+        self.traces += 1
 
     def look(self) -> None:
         """Looks at the names before a call, and warns of one that has changed in vain."""
         self._calls += 1
         looks_inside = self._calls % _LOOKS == 0
-        stale = [x.name for x in self.watched or () if x.is_stale(self._traces, looks_inside)]
+        stale = [x.name for x in self.watched or () if x.is_stale(self.traces, looks_inside)]
         if stale:
             self._names, self.watched, names = [], [], ", ".join(stale)
             remedy = self._remedy.format(names=names)

@@ -1,5 +1,6 @@
 """What a loop is told: that the run is dead, or that it compiles the step in each turn."""
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -156,6 +157,47 @@ class Models:
         self._arrays = [*self._arrays[-1:], *map(weakref.ref, arrays[:1])]
 
 
+COMPILED = 20  # calls in a row that are compiled, with which shapes or values count as too many
+_COMPILED = (
+    "{n} calls of gainstage.train_step in a row were compiled, each for another kind of arguments: "
+    "{change}. Pad arrays to one shape, or to a few; a number that changes is an array: "
+    "jnp.float32(x)."
+)
+
+
+class Compilations:
+    """Sees a loop whose arguments are of another kind in each step, so that each is compiled."""
+
+    def __init__(self) -> None:
+        self._traces = self._row = 0
+        self._kind: dict[str, str] = {}  # of the arguments before
+
+    def note(self, traces: int, arguments: Sequence[Any]) -> None:
+        """Notes that a step begins, after so many compilations, with these arguments."""
+        config: Any = jax.config  # of which type checkers know no flags
+        self._row = self._row + 1 if traces > self._traces else 0
+        self._traces = traces
+        if self._row == COMPILED - 1:
+            self._kind = _kind(arguments)
+        elif self._row == COMPILED and not config.jax_disable_jit:
+            new = _kind(arguments)
+            changed = [name for name in new if new[name] != self._kind.get(name)]
+            change = "what is not an array in params or batch has changed"
+            if changed:
+                name = changed[0]
+                change = f"`{name}` is {new[name]}, and was {self._kind.get(name, 'not there')}"
+            warn(_COMPILED.format(n=COMPILED, change=change))
+
+
+def _kind(arguments: Sequence[Any]) -> dict[str, str]:
+    """The shapes and dtypes of the arguments of a step, by their names."""
+    _, params, _, _, *batch = arguments
+    flat = jax.tree_util.tree_flatten_with_path({"params": params, "batch": batch})[0]
+    names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat)
+    kinds = (f"{np.shape(x)} of {getattr(x, 'dtype', type(x).__name__)}" for _, x in flat)
+    return dict(zip(names, kinds, strict=True))
+
+
 _TIMES = itertools.count()
 # The steps of one code that were called once each, one made after the call of the other: their
 # number, the time of the last call, and what that used and returned.
@@ -229,7 +271,8 @@ class Loop:
         self._calls = Calls(loss_fn, _STEP_REMADE)
         self._states = Repeats(SAME_STATE, name="gainstage.train_step")
         self._params = Repeats(_SAME_PARAMS)
-        self._models, self.captured = Models(), Captured(loss_fn, *_CAPTURED)
+        self._models, self._compilations = Models(), Compilations()
+        self.captured = Captured(loss_fn, *_CAPTURED)
         self._is_first = self._same_state = False
 
     def look(self, scale: Callable[[], Any]) -> None:
@@ -241,15 +284,16 @@ class Loop:
         return self._watch.ended_with(applied)
 
     def before(
-        self, applied: Any, trace: Callable[[], Any], arrays: Sequence[Any], state: Any
+        self, applied: Any, trace: functools.partial[Any], arrays: Sequence[Any], state: Any
     ) -> None:
         """Notes a step.
 
         Args:
             applied: the flag of the state that it starts from.
-            trace: returns its program.
+            trace: returns its program, for its arguments.
             arrays, state: the parameters, and the rest of the state.
         """
+        self._compilations.note(self.captured.traces, trace.args)
         if self.captured.watched is None:
             self.captured.begin(lambda: trace().jaxpr)
         elif self.captured.watched:
