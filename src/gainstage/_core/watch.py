@@ -102,6 +102,28 @@ SAME_STATE = (
 )
 
 
+EAGER_STEPS = 1000  # updates outside of a compiled function, with which a loop is no trial
+_EAGER = (
+    "{n} updates of gainstage.loss_scaled ran outside of jax.jit, where each operation runs alone, "
+    "which takes many times longer. Put gainstage.value_and_grad, tx.update and "
+    "gainstage.apply_updates into one function under jax.jit, or use gainstage.train_step."
+)
+
+
+class Eager:
+    """Counts the updates of a transformation outside of a compiled function, and warns once."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def note(self) -> None:
+        """Notes an update."""
+        self._steps += 1
+        config: Any = jax.config  # of which type checkers know no flags
+        if self._steps == EAGER_STEPS and not config.jax_disable_jit:
+            warn(_EAGER.format(n=EAGER_STEPS))
+
+
 class Repeats:
     """Sees a loop in which each step gets one array, because the new one is not passed on.
 

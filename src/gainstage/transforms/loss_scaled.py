@@ -28,7 +28,7 @@ from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Tra
 from gainstage._core.unscaled import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
-from gainstage._core.watch import SAME_STATE, Repeats
+from gainstage._core.watch import SAME_STATE, Eager, Repeats
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms.refusals import (
     check_leaves,
@@ -159,10 +159,8 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = Scaling(rule, telemetry, every, unscaled=True, clip=clip)
     warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
-    told, repeats = (
-        set[str](),
-        Repeats(SAME_STATE, name="tx.update"),
-    )  # the warnings that were given, and one more
+    told = set[str]()  # the warnings that were given
+    repeats, eager = Repeats(SAME_STATE, name="tx.update"), Eager()
     is_fixed = isinstance(rule, FixedLossScale)
 
     def init(params: PyTree) -> LossScaledState:
@@ -268,6 +266,8 @@ def loss_scaled_within(
             UPDATED[id(state.applied)] = state.applied
             if not isinstance(state.applied, Tracer):
                 repeats.note(state.applied)
+                if not is_inside():
+                    eager.note()
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
