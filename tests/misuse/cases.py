@@ -676,6 +676,21 @@ for n in range(8): mask = np.full(3, 0.1); fn()
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 for _ in range(12): _, state, loss = step(w, state)
 """),
+    "a new state in each epoch": ("warns", "Call tx.init once", """
+tx = gs.loss_scaled(optax.adam(0.1)); w = w * 1; step = gs.train_step(plain, tx)
+for epoch in range(24):
+    state = tx.init(w)
+    for _ in range(3): w, state, _ = step(w, state)
+"""),
+    "new states for other weights, and a state that is copied": ("works", "", """
+tx = gs.loss_scaled(optax.adam(0.1)); step = gs.train_step(plain, tx); mean = w
+for task in range(12):
+    v, state = mean * 1.0, tx.init(mean)
+    for _ in range(3): v, state, _ = step(v, state)
+    mean = mean + 0.1 * (v - mean)
+state = tx.init(v)
+for _ in range(24): v, state, _ = step(v, jax.tree.map(jnp.copy, state))
+"""),
     "two models with one state": ("warns", "two models share one state", """
 tx = gs.loss_scaled(optax.adam(0.1)); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); state = tx.init(a)
 for _ in range(12): a, state, _ = step(a, state); b, state, _ = step(b, state)

@@ -153,12 +153,20 @@ _SHARED = (
     "params of the one before that, so two models share one state. Give each its own: "
     "a, state_a, loss = step(a, state_a, x), and b, state_b, loss = step(b, state_b, x)."
 )
+_RESTARTED = (
+    "gainstage.train_step got the params of its last call with a new state of tx.init for the "
+    "{n}th time, so the momenta and the loss scale begin again each time. Call tx.init once, "
+    "before the loop over epochs."
+)
+# By its id, the flag of each state that is alive and that `init` has returned.
+FRESH: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Models:
-    """Sees a loop that trains two models in turn with one state."""
+    """Sees a loop that trains two models in turn with one state, or one with new states."""
 
     def __init__(self) -> None:
+        self._restarts = 0
         self._applied: weakref.ref[Any] | None = None  # the flag of the last result
         self._arrays: list[weakref.ref[Any]] = []  # the first array of each of the last two
         self._steps = 0
@@ -172,6 +180,11 @@ class Models:
         self._steps = self._steps + 1 if goes_on and of_before else 0
         if self._steps == REMADE and any(np.ndim(x) for x in jax.tree.leaves(state)):
             warn(_SHARED.format(n=REMADE))
+        is_last = bool(known and arrays) and known[-1] is arrays[0]
+        if is_last and FRESH.pop(id(applied), None) is applied and not goes_on:
+            self._restarts += 1
+            if self._restarts == REMADE:
+                warn(_RESTARTED.format(n=REMADE))
 
     def after(self, applied: Any, arrays: Sequence[Any]) -> None:
         """Notes what a step returns."""

@@ -28,7 +28,7 @@ from gainstage._core.types import Flag, OptState, PyTree, Scalar, Structure, Tra
 from gainstage._core.unscaled import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._core.variable import is_inside, placed
 from gainstage._core.warn import warn
-from gainstage._core.watch import SAME_STATE, Eager, Repeats
+from gainstage._core.watch import FRESH, SAME_STATE, Eager, Repeats
 from gainstage.rules.base import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms.refusals import (
     check_leaves,
@@ -180,7 +180,9 @@ def loss_scaled_within(
             kind = WithLossScaleState
             if not starts_at_own:
                 scale = scale._replace(scale=usable(carries, scale.scale))
-        state = kind(scale, inner, jnp.array(True), first.observed)
+        applied = jnp.array(True)
+        FRESH[id(applied)] = applied
+        state = kind(scale, inner, applied, first.observed)
         return _on_mesh_of(params, state)
 
     def update(
