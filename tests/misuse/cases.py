@@ -661,8 +661,8 @@ tx = gs.loss_scaled(sgd, gs.FixedLossScale(1.0)); state, seen, traces = tx.init(
 def loss(w, x):
     global traces; traces += 1
     jax.debug.callback(lambda: seen.append(n))
-    return jnp.sum((mask * x) ** 2) * plain(w) * shaped.shape[0] * frozen[0].sum()
-step, frozen = gs.train_step(loss, tx, donate=False), [jnp.ones(3)]
+    return jnp.sum((mask * x) ** 2) * plain(w) * shaped.shape[0] * frozen[0].sum() * table[1]
+step, frozen, table = gs.train_step(loss, tx, donate=False), [jnp.ones(3)], {1: 2.0, "a": w, None: np.array(["b"])}
 for n in range(70): mask, shaped = jnp.ones(3), w * n; step(w * n, tx.init(w * n), jnp.ones(3))
 def curriculum(w, x): return plain(w) / length
 step = gs.train_step(curriculum, tx)

@@ -1,5 +1,6 @@
 """What a compiled function reads from outside by name: constants of its program."""
 
+import contextlib
 import dis
 import inspect
 import types
@@ -16,6 +17,7 @@ from gainstage._core.warn import inside, warn
 
 CHANGES = 3  # calls with new values of a name, after which it is told
 _LOOKS = 64  # calls between two looks for arrays that were replaced inside of an object
+_NUMERIC = "biufV"  # of arrays of numpy: numbers, also in bfloat16
 _NUMBERS = (bool, int, float)
 _STALE = (
     "`{names}` has changed, but {what} goes on with its first value: what it reads from outside "
@@ -183,7 +185,12 @@ def _arrays_in(value: Any) -> list[Any]:
     """The arrays in a value that is one, or a pytree or a model of them."""
     if isinstance(value, (types.FunctionType, types.ModuleType, type)):
         return []
-    return [x for x in partition(value)[0] if isinstance(x, jax.Array) or x.ndim]
+    with contextlib.suppress(Exception):  # such as a dictionary whose keys cannot be sorted
+        arrays = partition(value)[0]
+        return [
+            x for x in arrays if isinstance(x, jax.Array) or (x.ndim and x.dtype.kind in _NUMERIC)
+        ]
+    return []
 
 
 def _constant_of(array: Any, constants: Sequence[Any]) -> Any:
