@@ -800,6 +800,27 @@ tx = gs.loss_scaled(sgd); step = gs.train_step(half, tx)
 f = jax.shard_map(lambda *args: step(*args)[0], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
 f(W, tx.init(W), X)
 """),
+    "the loss of each device's part, in a loop of one's own": ("warns", "value_and_grad varies.*pmean", MESH + """
+tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
+def step(loss, after, p, s, x):
+    grads = gs.value_and_grad(loss, s)(p, x)[1]
+    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
+run = lambda loss, after=lambda g: g: jax.shard_map(lambda *a: step(loss, after, *a), **spec)(p, tx.init(p), X)
+for _ in range(2): run(half)
+"""),
+    "the gradients of all parts, in a loop of one's own": ("works", "", MESH + """
+tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
+def step(loss, after, p, s, x):
+    grads = gs.value_and_grad(loss, s)(p, x)[1]
+    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
+run = lambda loss, after=lambda g: g: jax.shard_map(lambda *a: step(loss, after, *a), **spec)(p, tx.init(p), X)
+one = tx.update(gs.value_and_grad(half, tx.init(p))(p, X)[1], tx.init(p), p)[0] + p
+mean, total = lambda w, x: jax.lax.pmean(half(w, x), 'data'), lambda w, x: jax.lax.psum(half(w, x) / 8, 'data')
+for new in (run(mean), run(total), run(half, lambda g: g / 8)): np.testing.assert_allclose(new[0], one, rtol=1e-3)
+spec |= dict(in_specs=(P('data'), P(), P('data')), out_specs=(P('data'), P())); p = jax.device_put(jnp.ones((32, 1)), rows)
+local = lambda w, s, x: gs.value_and_grad(half, tx.init(w))(w, x)[1]
+jax.shard_map(local, mesh=mesh, in_specs=(P('data'), P(), P('data')), out_specs=P('data'))(p, 0, X)
+"""),
     "the loss of all parts": ("works", "", MESH + """
 tx, X = gs.loss_scaled(sgd), jnp.arange(32.0).reshape(8, 4)
 parts = {'pmean': lambda w, x: jax.lax.pmean(half(w, x), 'data'),

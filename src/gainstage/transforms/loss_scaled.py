@@ -20,6 +20,7 @@ from gainstage._core.sharding import (
     divided_over,
     on_mesh,
     replicated_like,
+    summed,
     typed_like,
     typed_sharding,
 )
@@ -211,6 +212,10 @@ def loss_scaled_within(
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
         if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
+            told.add(wrong)
+            warn(wrong)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and (wrong := summed(updates)) and wrong not in told:
             told.add(wrong)
             warn(wrong)
         carrier = None

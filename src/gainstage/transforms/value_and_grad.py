@@ -11,6 +11,7 @@ from gainstage._core import gradients, models, nnx_objects
 from gainstage._core._jax import Tracer, trace_ctx
 from gainstage._core.checks import brief
 from gainstage._core.scaled_state import loss_scaled_state, state_to_scale_by
+from gainstage._core.sharding import note_sums
 from gainstage._core.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._core.unscaled import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
 from gainstage._core.variable import is_inside, is_tracing
@@ -88,7 +89,10 @@ def value_and_grad(
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         constant = not isinstance(scale, Tracer) and is_tracing()
         mark(scale, "true", "waiting", *["constant"] * constant)
-        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
+        grads = gradients.unscale(grads, scale)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            note_sums(loss, grads)
+        return ((loss, aux) if has_aux else loss), grads
 
     return true
 
