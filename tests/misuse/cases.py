@@ -367,6 +367,36 @@ for _ in range(30):
     (w,), state = opt.stateless_apply([x.value() for x in opt.variables], grads, [v.value()])
     for x, new in zip([v, *opt.variables], [w, *state]): x.assign(new)
 """),
+    "a checkpoint of variables that stateless_apply does not change": ("warns", "Assign them first", """
+import tempfile; from gainstage.interop.orbax import Checkpoints
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
+step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
+checkpoints = Checkpoints(tempfile.mkdtemp())
+for n in range(1, 4): tv, ov = step(tv, ov); checkpoints.save(n, [v], opt)
+"""),
+    "variables that stateless_apply does not change, saved": ("warns", "Assign them first", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
+step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
+tv, ov = step(tv, ov); opt.save_own_variables({})
+"""),
+    "a checkpoint of what stateless_apply returns": ("works", "", """
+import tempfile; from gainstage.interop.orbax import Checkpoints
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
+scaled = gs.functional(opt.scale_loss, opt.variables)
+grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
+step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
+checkpoints = Checkpoints(tempfile.mkdtemp()); step.lower(tv, ov); checkpoints.save(0, [v], opt)
+for n in range(1, 4):
+    tv, ov = step(tv, ov)
+    for x, new in zip([v, *opt.variables], [*tv, *ov]): x.assign(new)
+    checkpoints.save(n, [v], opt); opt.save_own_variables({})
+other = gs.SGD(0.1); other.stateless_apply([x.value() for x in (other.build([v]), other)[1].variables], [w], [v.value()])
+other.apply([w], [v]); other.save_own_variables({})
+"""),
     "float16 times a scale": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
@@ -603,9 +633,87 @@ for fn in [*fns, *fns]: fn()
 v = gs.Variable(1.0); opt = gs.SGD(0.1)
 for n in range(12): opt.weight_decay = 0.1 / (n + 1); opt.apply([1.0], [v])
 """),
+    "a batch that gs.jit reads from outside": ("warns", "`x` has changed.*lambda x: ..., state", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+step = gs.jit(lambda: opt.minimize(lambda: jnp.sum((v.value() * x) ** 2), [v]), ([v], opt.variables))
+for n in range(6): x = w * n; step()
+"""),
+    "batches of numpy that a function of the loss reads from outside": ("warns", "`x, y` has changed", """
+def batch_loss(w): return jnp.sum((w * x - y) ** 2)
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: batch_loss(w), tx)
+for n in range(6): x, y = np.full(3, n), np.full(3, 2.0 * n); w, state, _ = step(w, state)
+"""),
+    "a number that a loss reads from outside": ("warns", "`beta` has changed.*step\\(params, opt_state, ..., beta", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: beta * plain(w), tx)
+for n in range(6): beta = n / 6; w, state, _ = step(w, state)
+"""),
+    "a model that a loss closes over and others train": ("warns", "`other` has changed", """
+tx, other, m = gs.loss_scaled(sgd), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+state, step = tx.init(m), gs.train_step(lambda m, x: jnp.mean(m(other(x))), tx)
+for n in range(70): m, state, _ = step(m, state, X); other.kernel[...] = other.kernel[...] * 0.9
+"""),
+    "random keys that a loss reads from outside": ("warns", "`key` has changed", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: plain(w * jax.random.normal(key, (3,))), tx)
+for n in range(6): key = jax.random.key(n); w, state, _ = step(w, state)
+"""),
+    "what a loss reads from outside and may": ("works", "", """
+tx = gs.loss_scaled(sgd, gs.FixedLossScale(1.0)); state, seen, traces = tx.init(w), [], 0
+def loss(w, x):
+    global traces; traces += 1
+    jax.debug.callback(lambda: seen.append(n))
+    return jnp.sum((mask * x) ** 2) * plain(w) * shaped.shape[0] * frozen[0].sum() * table[1]
+step, frozen, table = gs.train_step(loss, tx, donate=False), [jnp.ones(3)], {1: 2.0, "a": w, None: np.array(["b"])}
+for n in range(70): mask, shaped = jnp.ones(3), w * n; step(w * n, tx.init(w * n), jnp.ones(3))
+def curriculum(w, x): return plain(w) / length
+step = gs.train_step(curriculum, tx)
+for length in [*range(1, 7), *range(1, 7)]: w, state, _ = step(w, state, jnp.ones(length))
+steps = [gs.train_step(lambda w, n=n: n * plain(w), tx) for n in range(4)]
+for n in range(8): w, state, _ = steps[n % 4](w, state)
+v = gs.Variable(w); fn = gs.jit(lambda: v.assign_add(np.ones(3) + mask), [v])
+for n in range(8): mask = np.full(3, 0.1); fn()
+"""),
     "parameters that train_step returns in vain": ("warns", "got the same params", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
 for _ in range(12): _, state, loss = step(w, state)
+"""),
+    "a new state in each epoch": ("warns", "Call tx.init once", """
+tx = gs.loss_scaled(optax.adam(0.1)); w = w * 1; step = gs.train_step(plain, tx)
+for epoch in range(24):
+    state = tx.init(w)
+    for _ in range(3): w, state, _ = step(w, state)
+"""),
+    "new states for other weights, and a state that is copied": ("works", "", """
+tx = gs.loss_scaled(optax.adam(0.1)); step = gs.train_step(plain, tx); mean = w
+for task in range(12):
+    v, state = mean * 1.0, tx.init(mean)
+    for _ in range(3): v, state, _ = step(v, state)
+    mean = mean + 0.1 * (v - mean)
+state = tx.init(v)
+for _ in range(24): v, state, _ = step(v, jax.tree.map(jnp.copy, state))
+"""),
+    "two models with one state": ("warns", "two models share one state", """
+tx = gs.loss_scaled(optax.adam(0.1)); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); state = tx.init(a)
+for _ in range(12): a, state, _ = step(a, state); b, state, _ = step(b, state)
+"""),
+    "two models with a state each, or with a scale alone, and weights that are changed": ("works", "", """
+tx = gs.loss_scaled(optax.adam(0.1)); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); one, two = tx.init(a), tx.init(b)
+for _ in range(24): a, one, _ = step(a, one); b, two, _ = step(b, two)
+for n in range(24): a, one, _ = step(a * 1.0 if n % 2 else a, one)
+tx = gs.loss_scaled(sgd); a, b, step = w * 1, w * 2, gs.train_step(plain, tx); state = tx.init(a)
+for _ in range(12): a, state, _ = step(a, state); b, state, _ = step(b, state)
+"""),
+    "a batch of another shape in each step": ("warns", r"`batch/0` is \(21,\) of float32, and was \(20,\)", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w, x: plain(w) * x.mean(), tx)
+for n in range(1, 25): w, state, _ = step(w, state, jnp.ones(n))
+"""),
+    "a model of which a number changes in each step": ("warns", "is an array: jnp.float32", """
+m = nnx.Linear(1, 1, rngs=nnx.Rngs(0)); m.seen = 0; tx = gs.loss_scaled(sgd)
+state, step = tx.init(m), gs.train_step(lambda m: jnp.mean(m(jnp.ones(1))), tx)
+for _ in range(25): m, state, _ = step(m, state); m.seen += 1
+"""),
+    "batches of a few shapes": ("works", "", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w, x: plain(w) * x.mean(), tx)
+for n in range(1, 40): w, state, _ = step(w, state, jnp.ones(n // 2 + 1))
 """),
     "neither parameters nor state are passed on": ("warns", "returns the new opt_state", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
@@ -627,6 +735,12 @@ for _ in range(130): opt.minimize(lambda: v * NAN, [v])
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 for _ in range(5):
     step = gs.train_step(plain, tx)
+    for _ in range(40): w, state, _ = step(w, state, NAN)
+"""),
+    "a run without a step, with a new transformation in each epoch": ("warns", "in a row were skipped", """
+state = gs.loss_scaled(sgd).init(w)
+for epoch in range(5):
+    step = gs.train_step(plain, gs.loss_scaled(optax.sgd(0.1 * 0.9**epoch)))
     for _ in range(40): w, state, _ = step(w, state, NAN)
 """),
     "short runs of one transformation": ("works", "", """
@@ -686,6 +800,27 @@ tx = gs.loss_scaled(sgd); step = gs.train_step(half, tx)
 f = jax.shard_map(lambda *args: step(*args)[0], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
 f(W, tx.init(W), X)
 """),
+    "the loss of each device's part, in a loop of one's own": ("warns", "value_and_grad varies.*pmean", MESH + """
+tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
+def step(loss, after, p, s, x):
+    grads = gs.value_and_grad(loss, s)(p, x)[1]
+    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
+run = lambda loss, after=lambda g: g: jax.shard_map(lambda *a: step(loss, after, *a), **spec)(p, tx.init(p), X)
+for _ in range(2): run(half)
+"""),
+    "the gradients of all parts, in a loop of one's own": ("works", "", MESH + """
+tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=(P(), P()))
+def step(loss, after, p, s, x):
+    grads = gs.value_and_grad(loss, s)(p, x)[1]
+    updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
+run = lambda loss, after=lambda g: g: jax.shard_map(lambda *a: step(loss, after, *a), **spec)(p, tx.init(p), X)
+one = tx.update(gs.value_and_grad(half, tx.init(p))(p, X)[1], tx.init(p), p)[0] + p
+mean, total = lambda w, x: jax.lax.pmean(half(w, x), 'data'), lambda w, x: jax.lax.psum(half(w, x) / 8, 'data')
+for new in (run(mean), run(total), run(half, lambda g: g / 8)): np.testing.assert_allclose(new[0], one, rtol=1e-3)
+spec |= dict(in_specs=(P('data'), P(), P('data')), out_specs=(P('data'), P())); p = jax.device_put(jnp.ones((32, 1)), rows)
+local = lambda w, s, x: gs.value_and_grad(half, tx.init(w))(w, x)[1]
+jax.shard_map(local, mesh=mesh, in_specs=(P('data'), P(), P('data')), out_specs=P('data'))(p, 0, X)
+"""),
     "the loss of all parts": ("works", "", MESH + """
 tx, X = gs.loss_scaled(sgd), jnp.arange(32.0).reshape(8, 4)
 parts = {'pmean': lambda w, x: jax.lax.pmean(half(w, x), 'data'),
@@ -737,6 +872,25 @@ tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_ste
 info = gs.telemetry(state)
 with Alarms() as alarms:
     for n in range(20): w, state, loss = step(w, state); alarms.write(n, info, loss=loss)
+"""),
+    "steps that begin again in each epoch": ("warns", "epoch \\* steps_per_epoch", """
+from gainstage.diagnostics import JsonLines; import tempfile
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
+for n in [0, 1, 2, 3, 4] * 4: w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss)
+run.close()
+"""),
+    "steps that go back to a checkpoint": ("works", "", """
+from gainstage.diagnostics import JsonLines; import tempfile
+tx = gs.loss_scaled(sgd, telemetry=True); state, step = tx.init(w), gs.train_step(plain, tx, donate=False)
+run = JsonLines(tempfile.mkdtemp() + "/run.jsonl", every=6)
+kept = w, state
+for n in range(10):
+    w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss); run.write(n, validation=1.0)
+for first in (0, 5):
+    w, state = kept
+    for n in range(first, 10): w, state, loss = step(w, state); run.write(n, gs.telemetry(state), loss=loss)
+run.close()
 """),
     "telemetry of a scan and of an optimizer": ("works", "", """
 from gainstage.diagnostics import Alarms
@@ -847,6 +1001,17 @@ m = nnx.Linear(4, 1, rngs=nnx.Rngs(0)); before = m.kernel[...] + 0
 tx = gs.loss_scaled(sgd); state = tx.init(m)
 step = gs.train_step(lambda m, x: jnp.mean(m(x) ** 2), tx)
 m, state, loss = step(m, state, X); assert (m.kernel[...] != before).any()
+"""),
+    "all variables of a Linen module as params": ("warns", "Pass variables\\['params'\\]", """
+tx, variables = gs.loss_scaled(optax.adam(0.1)), {"params": {"a": w}, "batch_stats": {"mean": w}}
+for _ in range(2): tx.init(variables)
+"""),
+    "all variables of a Linen module, of which some are trained": ("works", "", """
+variables = {"params": {"a": w}, "batch_stats": {"mean": w}}
+for kind in (optax.masked(sgd, {"params": True, "batch_stats": False}),
+             optax.partition({"a": sgd, "b": optax.set_to_zero()}, {"params": "a", "batch_stats": "b"})):
+    gs.loss_scaled(optax.chain(optax.clip(1.0), kind)).init(variables)
+gs.loss_scaled(sgd).init({"params": variables})
 """),
     "autocast inside of train_step": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(W)

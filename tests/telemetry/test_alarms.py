@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
@@ -347,6 +348,26 @@ def test_the_report_knows_how_a_row_of_skips_ended():
     assert "35 steps in a row" in alarm.message
     assert "finite again at 2^-21: an overflow" in alarm.message
     assert why_skipped(run)["overflow"].sum() == 35
+
+
+@pytest.mark.parametrize(("every", "bad", "rings"), [(10, 2, True), (10, 0, False), (1, 0, False)])
+def test_skips_without_a_record_ring(every, bad, rings):
+    """Alarms that get every tenth step know from the counts that many of the others were skipped; a
+    search for the first scale and a few bad batches are no problem."""
+    rule, said = gs.DynamicLossScale(2.0**40, 50), []
+    tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True)
+    w, x = jnp.ones(4), jnp.ones(4)
+    step = gs.train_step(lambda w, x: (w.astype("float16") * x).astype("float32").sum(), tx)
+    state = tx.init(w)
+    with Alarms(rule, on_alarm=said.append) as alarms:
+        for n in range(500):
+            is_bad = n % 10 < bad or n % 30 == 7
+            w, state, loss = step(w, state, x * NAN if is_bad else x)
+            if n % every == every - 1:
+                alarms.write(n, gs.telemetry(state), loss=loss)
+    assert [alarm.kind for alarm in said if alarm.kind == "skips"] == ["skips"] * rings
+    if rings:
+        assert "without a record" in str(said[0])
 
 
 def test_alarms_of_an_unknown_place_point_to_the_x_ray():

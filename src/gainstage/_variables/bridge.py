@@ -19,9 +19,10 @@ from jax.sharding import Sharding
 from gainstage._base._jax import JaxprEqn, Literal, Tracer, get_opaque_trace_state
 from gainstage._base.arrays import Static, partition
 from gainstage._base.checks import brief
-from gainstage._base.loop_warnings import Calls
 from gainstage._base.signals import deferred_signals
 from gainstage._programs import jaxprs
+from gainstage._programs.captured import Captured
+from gainstage._programs.loop_warnings import Calls
 from gainstage._variables.arguments import variables_in
 from gainstage._variables.sharding import tell_if_whole
 from gainstage._variables.types import P, PyTree, R, State, Structure
@@ -161,6 +162,10 @@ _MADE_IN_LOOP = (
     "{n} functions of gainstage.jit with the same code and state were made and called once each, "
     "and each was compiled. Create it before the loop: step = gainstage.jit(fn, state)."
 )
+_CAPTURED = (
+    "this function of gainstage.jit",
+    "step = gainstage.jit(lambda {names}: ..., state), and step({names})",
+)
 
 
 class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
@@ -200,8 +205,8 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         found = [variable._constants_of for variable in self._state]
         self._constants = [reference for reference in found if reference is not None]
         self._pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
+        self._calls, self._captured = Calls(fn, _MADE_IN_LOOP), Captured(fn, *_CAPTURED)
         self._compile()
-        self._calls = Calls(fn, _MADE_IN_LOOP)
         functools.update_wrapper(self, fn, updated=())
 
     def _versions(self) -> list[int]:
@@ -211,12 +216,14 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     def _compile(self) -> None:
         """Makes new programs, which are compiled when they are called."""
         pure, donate, self._compiled_for = self._pure, self._donate, self._versions()
+        captured = self._captured
 
         def program(
             values: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[PyTree, R]:
             # XLA gives a donated buffer to the first result of its shape. With the state first, in
             # the order of the arguments, each new value takes the buffer of its old one.
+            captured.traced()
             result, values = pure(values, *args, **kwargs)
             return values, result
 
@@ -248,9 +255,12 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         first = self._calls.note(self._state[:1])
         if self._calls_back is None:
             traced = self._compiled.trace(values, args, kwargs).jaxpr
+            self._captured.begin(lambda: traced)
             self._calls_back = jaxprs.calls_back(traced)
             if first:
                 tell_if_whole(values, (args, kwargs), lambda: traced)
+        elif self._captured.watched:
+            self._captured.look()
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)

@@ -94,6 +94,8 @@ class Checkpoints:
         for variable in [v for part in named.values() for v in part.values() if v._is_planned]:
             variable.value()  # raises: a planned variable has no value
         self._tell_if_left_out(variables, optimizer)
+        if step:  # a first checkpoint may be saved after a step was only compiled
+            optimizer._tell_if_left()
         # `read` and `write` share no arrays; after `value()` or `assign` the next step would copy
         # them.
         values = read(named)

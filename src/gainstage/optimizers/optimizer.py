@@ -614,6 +614,9 @@ class Optimizer(Configurable, Arguments, Saved):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Takes the step as a pure function of lists of arrays; no variable changes.
 
+        Before variables are saved, assign the new values to them. A learning rate that is set
+        later counts if it is read again from `variables`.
+
         Args:
             optimizer_variables: the values of `variables`, in that order.
             grads: as for `apply`, one per trainable variable.
@@ -645,6 +648,7 @@ class Optimizer(Configurable, Arguments, Saved):
             0.5
         """
         trainable, variables = self._built_variables("stateless_apply"), self.variables
+        self._leave()
         grads = listed("grads", grads)
         optimizer_variables = listed("optimizer_variables", optimizer_variables)
         trainable_variables = listed("trainable_variables", trainable_variables)

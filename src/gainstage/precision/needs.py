@@ -48,7 +48,7 @@ class Need(enum.Flag):
 
 
 class Fact(enum.Flag):
-    """What is known of a value from what it is made of."""
+    """A property of a value, from what it is made of."""
 
     NOTHING = 0
     OF_PRODUCTS = enum.auto()  # it is computed from products
@@ -68,7 +68,7 @@ class _Reader:
 
     Args:
         program: a program, or one inside of it.
-        facts: what is known of each argument.
+        facts: the properties of each argument.
         path: where the program is.
         needs: what must be exact in each operation, to which this adds.
     """
@@ -113,7 +113,7 @@ class _Reader:
         return known or Fact.NOTHING
 
     def _fact_of(self, eqn: JaxprEqn) -> Fact:
-        """What is known of the results of an operation."""
+        """The properties of the results of an operation."""
         given = functools.reduce(operator.or_, map(self._fact, eqn.invars), Fact.NOTHING)
         inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
         if Fact.OF_PRODUCTS in given or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
@@ -127,7 +127,7 @@ class _Reader:
         if eqn.primitive.name not in PRODUCTS:
             return Need.NOTHING
         has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
-        need = Need.OPERANDS if has_a_step or patterns.is_tiny(eqn) else Need.NOTHING
+        need = Need.OPERANDS if has_a_step else Need.NOTHING
         return need | (Need.SQUARE if patterns.is_square(eqn, self._made) else Need.NOTHING)
 
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
@@ -135,7 +135,7 @@ class _Reader:
         name, exact = eqn.primitive.name, need & Need.ALL
         if name in PRODUCTS:
             exact |= need & (Need.RESULT | Need.OPERANDS | Need.SQUARE)
-            if Need.ANGLE in need and patterns.sizes_of(eqn)[-1] <= FEW:
+            if Need.ANGLE in need and patterns.terms_of(eqn) <= FEW:
                 exact |= Need.OPERANDS
         elif name in PASSES or moves(eqn):
             exact |= need & Need.RESULT

@@ -24,7 +24,7 @@ VIEWS = frozenset(
 CHOICES = frozenset(
     ("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
 )
-FEW = 4  # rows, columns or terms of a product, which cost little in float32
+FEW = 4  # terms of a sum of products, which cost little in float32
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 32  # the factor below which what is added is a small step
 MOST_SIDES = 64  # of a sum that is looked at
@@ -70,22 +70,12 @@ def is_square(eqn: JaxprEqn, made: Made) -> bool:
     return a is b
 
 
-def is_tiny(eqn: JaxprEqn) -> bool:
-    """Whether a product is one of small matrices, as of rotations."""
-    return max(sizes_of(eqn)) <= FEW
-
-
-def sizes_of(eqn: JaxprEqn) -> tuple[float, float, float]:
-    """The rows, columns and terms of a product of matrices; infinite for other operations."""
+def terms_of(eqn: JaxprEqn) -> float:
+    """How many products are summed for a number of a `dot_general`; infinite for others."""
     if eqn.primitive.name != "dot_general":
-        return np.inf, np.inf, np.inf
-    contracted, batch = eqn.params["dimension_numbers"]
-    rows, columns = (
-        np.prod([n for axis, n in enumerate(jaxprs.array(v).shape) if axis not in (*c, *b)])
-        for v, c, b in zip(eqn.invars, contracted, batch, strict=True)
-    )
-    terms = np.prod([jaxprs.array(eqn.invars[0]).shape[axis] for axis in contracted[0]])
-    return float(rows), float(columns), float(terms)
+        return np.inf
+    shape, (axes, _) = jaxprs.array(eqn.invars[0]).shape, eqn.params["dimension_numbers"][0]
+    return float(np.prod([shape[axis] for axis in axes]))
 
 
 def is_step(eqn: JaxprEqn | None) -> bool:

@@ -151,7 +151,7 @@ def width(
     """
     axes = _free_axes(eqn)
     # An outer product may be one of positions and frequencies, of which follows a sine.
-    is_outer = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
+    is_outer = eqn.primitive.name == "dot_general" and _sums_nothing(eqn)
     if not held or _is_precise(eqn) or (is_outer and not any(held)):
         return Width.ALL
     is_square |= not any(axes)
@@ -168,6 +168,12 @@ def _is_precise(eqn: JaxprEqn) -> bool:
     precision = eqn.params.get("precision")
     each = precision if isinstance(precision, tuple) else (precision,)
     return lax.Precision.HIGHEST in each
+
+
+def _sums_nothing(eqn: JaxprEqn) -> bool:
+    """Whether a `dot_general` has a single product for each number."""
+    shape, (axes, _) = jaxprs.array(eqn.invars[0]).shape, eqn.params["dimension_numbers"][0]
+    return all(shape[axis] == 1 for axis in axes)
 
 
 def _free_axes(eqn: JaxprEqn) -> list[int]:

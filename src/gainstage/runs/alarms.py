@@ -15,7 +15,7 @@ from gainstage._scaling.measures import StepInfo
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.runs.largest import LargestGradient
-from gainstage.runs.messages import LONG_STREAK, LOSS_MISSING, XRAY, Alike, message_on
+from gainstage.runs.messages import LONG_STREAK, LOSS_MISSING, XRAY, Alike, Between, message_on
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.writers import Record, Writer
@@ -172,7 +172,7 @@ class _Watch:
         self._ceiling = _highest(rule)
         self._quiet: dict[str, int] = {}  # kind: steps since its condition last held
         self._skips: deque[str] = deque(maxlen=WINDOW)  # of each step, "" if it was not skipped
-        self._seen = LargestGradient()
+        self._seen, self._between = LargestGradient(), Between(WINDOW, SHARE)
         self._largest: deque[float] = deque(maxlen=WINDOW)  # of each step, times the scale
         self._row = Streak()  # the latest run of skipped steps
         self._fitted = math.nan  # the scale of the last finite step
@@ -230,7 +230,7 @@ class _Watch:
                 ("overflow", cause if told and kind == "overflow" else ""),
                 ("loss", cause if told and kind == "loss" else lowered),
                 ("floor", self._at_floor(scale, finite)),
-                ("skips", self._many_skips(scale)),
+                ("skips", self._between.message(record) or self._many_skips(scale)),
                 ("retries", self._many_retries(float(record.get("retried_steps", 0)), scale)),
                 ("headroom", self._no_headroom(scale, finite)),
                 ("growth", self._no_growth(step, scale)),

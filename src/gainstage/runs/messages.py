@@ -1,7 +1,9 @@
 """What an alarm says about skipped steps in a row: their probable cause, and what to do."""
 
 import math
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from gainstage._base.checks import as_power
 from gainstage.rules.adaptive import AdaptiveLossScale
@@ -29,6 +31,42 @@ class Alike(NamedTuple):
     longest: Streak
     rows: int = 1
     steps: int = 0
+
+
+class Between:
+    """The skipped steps of which there is no record, by the counts in the telemetry of others.
+
+    Args:
+        window: the number of steps to look back.
+        share: the largest share of skipped steps that is no problem.
+    """
+
+    def __init__(self, window: int, share: float):
+        self._window, self._share = window, share
+        self._counts: deque[tuple[float, float]] = deque()  # of each record: steps, and skipped
+
+    def message(self, record: Mapping[str, Any]) -> str:
+        """Notes a record, and returns what to say; nothing if every other step has a record."""
+        applied, skipped = (
+            float(record.get(name, math.nan)) for name in ("applied_steps", "skipped_steps")
+        )
+        counts, steps = self._counts, applied + skipped
+        if counts and not steps > counts[-1][0]:  # a restart, or no telemetry
+            counts.clear()
+        if not applied > 0:  # steps before the first good one look for a scale
+            return ""
+        counts.append((steps, skipped))
+        while len(counts) > 2 and steps - counts[1][0] >= self._window:
+            counts.popleft()
+        steps, skipped = steps - counts[0][0], skipped - counts[0][1]
+        sparse = steps >= 2 * (len(counts) - 1)
+        if steps < self._window or not sparse or skipped <= self._share * steps:
+            return ""
+        return (
+            f"{skipped:g} of the last {steps:g} steps were skipped, most of them without a record; "
+            f"the scale is {as_power(float(record['loss_scale']))}. The other alarms need a record "
+            f"of each step: alarms.write(n, gainstage.telemetry(opt_state), loss=loss)."
+        )
 
 
 def message_on(alike: Alike, rule: LossScale | None) -> tuple[str, str]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from gainstage._base import checks
 from gainstage._base.checks import as_power
-from gainstage._base.loop_warnings import Repeats
 from gainstage._base.signals import deferred_signals
+from gainstage._base.warn import warn
+from gainstage._programs.loop_warnings import Repeats
 from gainstage._scaling.measures import StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
@@ -28,6 +29,11 @@ KEPT = 10_000  # records that are stored while they cannot be written
 _SAME_INFO = (
     "{n} calls of write in a row got the same telemetry, that of one step. Take it anew in each "
     "step: write(n, gainstage.telemetry(opt_state), loss=loss), with the newest opt_state."
+)
+_BEGAN_AGAIN = (
+    "The step of {writer}.write began again at {step}, but the counts of the telemetry go on. A "
+    "step that goes back replaces all later records, as after a checkpoint. Count steps over all "
+    "epochs: write(epoch * steps_per_epoch + n, ...)."
 )
 
 
@@ -53,6 +59,9 @@ class Writer(abc.ABC):
         self._unwritten: list[Record] = []  # read, but not written yet
         self._failed = False  # whether the last write failed
         self._repeats = Repeats(_SAME_INFO)
+        self._told = False  # whether it has warned of steps that begin again
+        self._first: int | None = None  # the first step of all records
+        self._taken = (-1, 0)  # the last step, and the steps that its telemetry counts
         atexit.register(self.close)  # for a program that ends without it
 
     @abc.abstractmethod
@@ -109,9 +118,22 @@ class Writer(abc.ABC):
         read = jax.device_get(waiting)  # may be interrupted: `self._waiting` is still there
         pairs = zip(waiting, read, strict=True)
         records = [{n: _plain(numbers[n]) for n in record} for record, numbers in pairs]
+        again = [record["step"] for record in records if self._begins_again(record)]
         with deferred_signals():
             self._waiting = []
             self._put_away(records)
+        if again and not self._told:
+            self._told = True
+            warn(_BEGAN_AGAIN.format(writer=type(self).__name__, step=again[0]))
+
+    def _begins_again(self, record: Record) -> bool:
+        """Whether a record has the first step again, although the run goes on."""
+        if "applied_steps" not in record or "skipped_steps" not in record:
+            return False
+        step, taken = record["step"], record["applied_steps"] + record["skipped_steps"]
+        self._first = step if self._first is None else self._first
+        (last, before), self._taken = self._taken, (step, taken)
+        return step <= self._first and step < last and before < taken
 
     def _put_away(self, records: list[Record]) -> None:
         """Writes the records, after those of failed writes; keeps all of them if it fails again."""

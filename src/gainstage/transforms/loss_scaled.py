@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
-from gainstage._base.loop_warnings import SAME_STATE, Repeats
 from gainstage._base.warn import warn
+from gainstage._programs.loop_warnings import FRESH, SAME_STATE, Eager, Repeats
 from gainstage._scaling import gradients
 from gainstage._scaling.measures import check_telemetry, leaves_and_none
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
@@ -24,6 +24,7 @@ from gainstage._variables.sharding import (
     divided_over,
     on_mesh,
     replicated_like,
+    summed,
     typed_like,
     typed_sharding,
 )
@@ -36,6 +37,7 @@ from gainstage.transforms.refusals import (
     check_leaves,
     explain,
     half_in,
+    statistics_in,
     told_if_plain,
     wrong_rule,
     wrong_state,
@@ -160,20 +162,19 @@ def loss_scaled_within(
     telemetry, every = check_telemetry(telemetry, underflow_every)
     scaling = ScaledStep(rule, telemetry, every, unscaled=True, clip=clip)
     warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
-    told, repeats = (
-        set[str](),
-        Repeats(SAME_STATE, name="tx.update"),
-    )  # the warnings that were given, and one more
+    told = set[str]()  # the warnings that were given
+    repeats, eager = Repeats(SAME_STATE, name="tx.update"), Eager()
     is_fixed = isinstance(rule, FixedLossScale)
 
     def init(params: PyTree) -> LossScaledState:
         carries = scale_at_first(params)
         params = models.trainable(params)
         check_leaves(params)
-        if (half := half_in(params)) and half not in told:
-            told.add(half)
-            warn(half)
         inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
+        for wrong in (half_in(params), statistics_in(params, inner)):
+            if wrong and wrong not in told:
+                told.add(wrong)
+                warn(wrong)
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = scaling.first(start(rule), len(leaves_and_none(params)))
@@ -182,7 +183,9 @@ def loss_scaled_within(
             kind = WithLossScaleState
             if not starts_at_own:
                 scale = scale._replace(scale=usable(carries, scale.scale))
-        state = kind(scale, inner, jnp.array(True), first.observed)
+        applied = jnp.array(True)
+        FRESH[id(applied)] = applied
+        state = kind(scale, inner, applied, first.observed)
         return _on_mesh_of(params, state)
 
     def update(
@@ -211,6 +214,10 @@ def loss_scaled_within(
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
         if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
+            told.add(wrong)
+            warn(wrong)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and (wrong := summed(updates)) and wrong not in told:
             told.add(wrong)
             warn(wrong)
         carrier = None
@@ -268,6 +275,8 @@ def loss_scaled_within(
             UPDATED[id(state.applied)] = state.applied
             if not isinstance(state.applied, Tracer):
                 repeats.note(state.applied)
+                if not is_inside():
+                    eager.note()
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,

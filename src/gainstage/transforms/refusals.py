@@ -1,11 +1,12 @@
 """What `loss_scaled` says about parameters and states that it was not made for."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
@@ -46,6 +47,24 @@ def half_in(params: PyTree) -> str | None:
                 f'warnings.filterwarnings("ignore", message="Half-precision").'
             )
     return None
+
+
+def statistics_in(params: PyTree, inner: OptState) -> str | None:
+    """A warning for all variables of a Linen module, None if these are no such or `tx`, whose state
+    this is, trains some of its parameters only."""
+    if not isinstance(params, Mapping) or not {"params", "batch_stats"} <= params.keys():
+        return None
+    partial = optax.MaskedState, optax.MultiTransformState, optax.transforms.PartitionState
+    is_partial = lambda node: isinstance(node, partial)  # noqa: E731
+    if any(map(is_partial, jax.tree.leaves(inner, is_leaf=is_partial))):
+        return None
+    return (
+        "These params are all variables of a Flax Linen module, so its batch_stats are trained as "
+        "weights are. Pass variables['params'] to tx.init, and step(params, opt_state, stats, x); "
+        "loss_fn(params, stats, x) applies the module to {'params': params, 'batch_stats': stats} "
+        "and returns (loss, new stats), with train_step(..., has_aux=True). To keep the old stats "
+        "of a skipped step: gainstage.keep_if_applied(new, old, opt_state)."
+    )
 
 
 def told_if_plain(

@@ -16,8 +16,8 @@ from gainstage._base._jax import Tracer
 from gainstage._base.arrays import ARRAYS, Static
 from gainstage._base.buffers import unshared
 from gainstage._base.checks import brief
-from gainstage._base.loop_warnings import Loop
 from gainstage._base.warn import warn
+from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
 from gainstage._scaling.measures import leaves_and_none
 from gainstage._scaling.scaled_step import NO_RETRY, may_help
@@ -191,8 +191,7 @@ class TrainStep(Generic[Params, P, *More]):
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         self._over = OVER_OF.get(tx.update, ())
         self._loop = Loop(loss_fn, tx.update)
-        self._told = False  # whether it has warned of a loss that varies
-        self._placed = False  # whether it has looked where a batch lies
+        self._told = self._placed = False  # of a loss that varies; whether it saw a batch's place
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -224,13 +223,14 @@ class TrainStep(Generic[Params, P, *More]):
                 rest, scalars = without_scalars(state)
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
-                if scalars and not inside:
-                    self._loop.before(scalars[0][1])
                 program = self._program_for(donates, shardings)
+                trace = functools.partial(program.trace, model, arrays, rest, scalars, *batch)
+                if scalars and not inside:
+                    self._loop.before(scalars[0][1], trace, given, rest)
                 if shardings is not None and not self._placed:  # in the first call
-                    self._placed, all_of_it = True, (model, arrays, rest, scalars, *batch)
-                    tell_if_whole(given, batch, lambda: program.trace(*all_of_it).jaxpr)
-                arrays, *results, changed = program(model, arrays, rest, scalars, *batch)
+                    self._placed = True
+                    tell_if_whole(given, batch, lambda: trace().jaxpr)
+                arrays, *results, changed = program(*trace.args)
             except (TypeError, ValueError, RuntimeError) as error:
                 _explain(error, params, opt_state, batch)
                 raise
@@ -238,7 +238,7 @@ class TrainStep(Generic[Params, P, *More]):
                 new = without_scalars(results[0])[1]
                 pairs = () if donates else zip(given, arrays, strict=True)
                 first = next((old for old, x in pairs if x is not old), None)
-                self._loop.after(new[0][1], results[1], first)
+                self._loop.after(new[0][1], results[1], first, arrays)
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
             nnx_objects.change(batch, changed)
@@ -248,9 +248,8 @@ class TrainStep(Generic[Params, P, *More]):
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
         arrays, model = self._checked(params)
         arrays, opt_state, shardings = on_one_mesh(arrays, opt_state, batch)
-        rest, scalars = without_scalars(opt_state)
-        program = self._program_for(self._donates, shardings)
-        return program.lower(model, arrays, rest, scalars, *batch)
+        program, states = self._program_for(self._donates, shardings), without_scalars(opt_state)
+        return program.lower(model, arrays, *states, *batch)
 
     def _program_for(self, donates: bool, shardings: Shardings | None) -> Wrapped:
         """The program that returns the parameters and the state with these shardings."""
@@ -298,6 +297,7 @@ class TrainStep(Generic[Params, P, *More]):
         scalars: list[Any],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
+        self._loop.captured.traced()
         opt_state = with_scalars(opt_state, scalars)
         first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:

@@ -11,6 +11,7 @@ from gainstage._base._jax import Tracer, trace_ctx
 from gainstage._base.checks import brief
 from gainstage._scaling import gradients
 from gainstage._scaling.unscaled_warning import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
+from gainstage._variables.sharding import note_sums
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.transforms import models, nnx_objects
@@ -89,7 +90,10 @@ def value_and_grad(
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         constant = not isinstance(scale, Tracer) and is_tracing()
         mark(scale, "true", "waiting", *["constant"] * constant)
-        return ((loss, aux) if has_aux else loss), gradients.unscale(grads, scale)
+        grads = gradients.unscale(grads, scale)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            note_sums(loss, grads)
+        return ((loss, aux) if has_aux else loss), grads
 
     return true
 

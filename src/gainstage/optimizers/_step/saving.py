@@ -3,6 +3,7 @@
 import itertools
 import json
 import reprlib
+import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import owned
 from gainstage._base.checks import brief
+from gainstage._base.warn import warn
 from gainstage._variables.bridge import assign
 from gainstage._variables.types import Values
 from gainstage._variables.variable import Variable
@@ -22,6 +24,10 @@ from gainstage._variables.variable import Variable
 Table = list[list[list[Any]]]  # of each group, the name, shape and first element of its parts
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
+
+# By their owner, the first variable's value that the last `stateless_apply` left as it was.
+_LEFT: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # those that have warned of it
 
 
 class Saved:
@@ -71,7 +77,26 @@ class Saved:
         """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ...
 
         With `group_small`, "groups" is the table of the shared buffers."""
+        self._tell_if_left()
         into_store(self.variables, self.groups, store)
+
+    def _leave(self) -> None:
+        """Notes a `stateless_apply`, which changes no variable."""
+        value = self.variables[0]._value
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer):
+            _LEFT[self] = weakref.ref(value)
+
+    def _tell_if_left(self) -> None:
+        """Warns once of variables that are saved as they were before `stateless_apply`."""
+        left = _LEFT.pop(self, None)
+        if left is not None and left() is self.variables[0]._value and self not in _TOLD:
+            _TOLD.add(self)
+            warn(
+                "The variables that are saved here are those of before the steps of "
+                "stateless_apply, which returns the new values and changes no variable. Assign "
+                "them first: for v, x in zip([*variables, *optimizer.variables], "
+                "[*weights, *state]): v.assign(x)."
+            )
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Sets all of `variables` from what `save_own_variables` stored, or none.
