@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import gainstage as gs
+from gainstage._programs import operations
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 
 SRC = Path(gs.__file__).parent
@@ -147,6 +148,20 @@ def test_one_module_runs_through_programs():
             if named or (isinstance(node, ast.Constant) and node.value == "eqns"):
                 found.add(path.relative_to(SRC).as_posix())
     assert found == {"_programs/jaxprs.py"}
+
+
+def test_an_operation_stands_in_one_row_of_one_table():
+    """The traits of the operations of JAX are written once; no other file lists operations."""
+    names = [name for row, _ in operations.OPERATIONS for name in row.split()]
+    assert sorted(names) == sorted(set(names))
+    found = set()
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            each = node.elts if isinstance(node, ast.Set | ast.List | ast.Tuple) else []
+            words = {part.value for part in each if isinstance(part, ast.Constant)}
+            if len(words & set(names)) > 6:
+                found.add(path.relative_to(SRC).as_posix())
+    assert found == set()
 
 
 def test_one_place_tells_why_a_step_was_skipped():

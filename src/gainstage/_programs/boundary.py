@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from gainstage._base._jax import JaxprEqn
 from gainstage._base.checks import LARGEST
 from gainstage._programs import jaxprs
+from gainstage._programs.operations import VIEWS
 
 
 def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
@@ -80,11 +81,6 @@ class _Number(NamedTuple):
     scaled: bool  # whether the scale is a factor of it
 
 
-_MOVES = frozenset(
-    ["broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose"]
-)
-
-
 def _constant(value: ArrayLike) -> _Number | None:
     number = np.size(value) == 1 and jnp.issubdtype(jnp.result_type(value), jnp.number)
     return _Number(float(np.real(value)), False) if number else None
@@ -96,7 +92,7 @@ def _computed(equation: JaxprEqn, operands: Sequence[_Number | None]) -> _Number
     if not operands or any(number is None for number in operands):
         return None
     first, *rest = [number for number in operands if number is not None]
-    if name in _MOVES:
+    if name in VIEWS:
         return first
     if name == "neg":
         return first._replace(value=-first.value)

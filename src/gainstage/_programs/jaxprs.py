@@ -28,6 +28,7 @@ from gainstage._base._jax import (
     is_differentiated,
     source_info_util,
 )
+from gainstage._programs.operations import Trait, names_with
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 V = TypeVar("V")  # what a program is run on, such as an array or its description
@@ -37,18 +38,9 @@ Path = tuple[int, ...]  # the indices of an equation and of those around it
 FunctionOf = Callable[[AnyJaxpr, Sequence[AbstractValue], int | None], Callable[..., list[V]]]
 Cast = Callable[[V, AbstractValue], V]
 
-# Operations that only call one inner program.
-CALLS = frozenset(
-    ("jit", "pjit", "closed_call", "core_call", "core_closed_call", "remat", "remat2", "checkpoint",
-     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "named_call",
-     "custom_transpose_call", "xla_call")
-)  # fmt: skip
-CALLBACKS = frozenset(("pure_callback", "io_callback", "debug_callback", "debug_print"))
-# Operations with a program inside that is not written in operations of JAX on whole arrays.
-OPAQUE = frozenset(
-    ("shard_map", "pallas_call", "custom_partitioning", "run_state", "core_map", "ffi_call",
-     "custom_call", "tpu_custom_call", "triton_kernel_call")
-)  # fmt: skip
+CALLS = names_with(Trait.CALL)
+CALLBACKS = names_with(Trait.CALLBACK)
+OPAQUE = names_with(Trait.OPAQUE)
 
 
 def run(

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from gainstage._base._jax import JaxprEqn, user_frames
+from gainstage._programs.operations import Trait, names_with
 
 LIBRARIES = (sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 Frames = tuple[tuple[str, int, int], ...]
@@ -26,9 +27,7 @@ OWN_NAMES = frozenset(
     ("kernel", "weight", "bias", "scale", "embedding", "embeddings", "gamma", "beta", "w", "b",
      "offset", "pos_embedding", "lora_a", "lora_b")
 )  # fmt: skip
-INDEXING = frozenset(
-    ("gather", "dynamic_slice", "take")
-)  # their results from a parameter count as data
+INDEXING = names_with(Trait.INDEX)  # whose results from a parameter count as data
 WRAPPERS = re.compile(r"\b(?:jvp|transpose|vmap|jit|pjit|checkpoint|remat|linearize)\(([^()]*)\)")
 ANONYMOUS = re.compile(
     r"rematted_computation|checkpoint|remat|while|body|cond|closed_call|<lambda>"

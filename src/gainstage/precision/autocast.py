@@ -14,18 +14,18 @@ from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import converted, in_dtype, is_float32
 from gainstage._programs.jaxprs import AnyJaxpr, Path
+from gainstage._programs.operations import PRODUCTS, Trait, names_with
+from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
 from gainstage.precision.needs import Need, needs_of
-from gainstage.precision.plan import DTYPES, PrecisionPlan, moves
+from gainstage.precision.plan import DTYPES, PrecisionPlan
 from gainstage.precision.policy import Policy
 from gainstage.precision.wide_results import (
     BOUNDED,
-    PRODUCTS,
     Width,
     bounded,
     broadcast_product,
     power,
-    power_of,
     wide_product,
     width,
 )
@@ -46,11 +46,7 @@ __all__ = ["autocast", "keep_float32"]
 # A constant between these is too large to be added in half precision, and no mask.
 OFFSETS = 16.0, 4096.0
 LARGE_FACTOR = 1024.0  # a number that is too large to multiply half-precision numbers of any size
-# Operations in half precision if their operands are, or may be rounded, as those that move.
-FOLLOWERS = frozenset(
-    ("add", "sub", "mul", "neg", "max", "min", "abs", "sign", "select_n", "clamp", "add_any",
-     "tanh", "logistic", "erf", "integer_pow")
-)  # fmt: skip
+FOLLOWERS = names_with(Trait.CHEAP)  # in half precision if their operands are, or may be rounded
 # The kinds of results of operations on kinds.
 KINDS: dict[tuple[str | Kind, ...], Kind] = {
     ("add", Kind.FREE, Kind.FREE): Kind.FREE,

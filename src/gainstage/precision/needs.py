@@ -12,26 +12,13 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 
 from gainstage._base._jax import JaxprEqn, Literal, Var
-from gainstage._programs import jaxprs
+from gainstage._programs import jaxprs, patterns
 from gainstage._programs.jaxprs import AnyJaxpr, Path
-from gainstage.precision import patterns
-from gainstage.precision.patterns import AMPLIFIES, FEW, number_of
-from gainstage.precision.plan import moves
-from gainstage.precision.wide_results import PRODUCTS
+from gainstage._programs.operations import PRODUCTS, TRAITS, Trait, names_with
+from gainstage._programs.patterns import AMPLIFIES, FEW, moves, number_of
 
-# Operations that pass on how exact their operands are.
-PASSES = frozenset(
-    ("add", "sub", "mul", "neg", "max", "min", "abs", "select_n", "clamp", "add_any", "tanh",
-     "logistic", "integer_pow", "square", "custom_jvp_call")
-)  # fmt: skip
-# Operations near whose poles, or the ends of whose domains, rounding changes the kind of result;
-# with the places of the operands that count.
-SINGULAR = {
-    "log": (0,), "log1p": (0,), "sqrt": (0,), "rsqrt": (0,), "cbrt": (0,), "div": (1,),
-    "pow": (0, 1), "rem": (1,), "acos": (0,), "asin": (0,), "acosh": (0,), "atanh": (0,),
-    "erf_inv": (0,), "lgamma": (0,), "digamma": (0,), "reduce_prod": (0,), "cumprod": (0,),
-}  # fmt: skip
-PERIODIC = frozenset(("sin", "cos", "tan"))
+PASSES = names_with(Trait.PASSES)
+PERIODIC = names_with(Trait.PERIODIC)
 
 
 class Need(enum.Flag):
@@ -161,7 +148,9 @@ class _Reader:
         if Need.OPERANDS in need and name in PRODUCTS:
             passed |= Need.RESULT
         yield from ((v, passed) for v in eqn.invars)
-        yield from ((eqn.invars[i], Need.RESULT) for i in SINGULAR.get(name, ()))
+        singular = TRAITS.get(name, Trait(0))
+        yield from ((v, Need.RESULT) for v in eqn.invars[:1] if Trait.FIRST in singular)
+        yield from ((v, Need.RESULT) for v in eqn.invars[1:2] if Trait.SECOND in singular)
         if name == "integer_pow" and eqn.params["y"] < 0:
             yield eqn.invars[0], Need.RESULT
         yield from ((v, Need.RESULT) for v in patterns.near_pairs(eqn, self._made))

@@ -15,30 +15,14 @@ from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import AnyJaxpr
+from gainstage._programs.operations import Trait, names_with
+from gainstage._programs.patterns import moves
 
 __all__ = ["Operation", "PrecisionPlan"]
 
-# Operations that move numbers, or choose one of them: they have the dtype of their operands.
-MOVES = frozenset(
-    ("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "rev", "copy",
-     "dynamic_slice", "gather", "concatenate", "pad", "dynamic_update_slice", "split",
-     "sharding_constraint", "optimization_barrier", "stop_gradient", "name", "reduce_max",
-     "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
-)  # fmt: skip
-# Operations of a library of linear algebra, which has none in half precision.
-LINEAR_ALGEBRA = frozenset(
-    ("cholesky", "cholesky_update", "lu", "qr", "geqrf", "geqp3", "householder_product", "eig",
-     "eigh", "svd", "ormqr", "schur", "hessenberg", "tridiagonal", "tridiagonal_solve",
-     "triangular_solve", "symmetric_product")
-)  # fmt: skip
+LINEAR_ALGEBRA = names_with(Trait.ALGEBRA)
 VERSION = 1  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
-
-
-def moves(eqn: JaxprEqn) -> bool:
-    """Whether a float32 operation moves numbers, or casts them, as a weak type to a strong one."""
-    is_cast = eqn.primitive.name == "convert_element_type"
-    return eqn.primitive.name in MOVES or (is_cast and all(map(is_float32, eqn.invars)))
 
 
 class Operation(NamedTuple):

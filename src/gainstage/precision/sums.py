@@ -7,14 +7,11 @@ import jax.numpy as jnp
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs.jaxprs import Path
-from gainstage.precision.wide_results import PRODUCTS
+from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage.transforms.retrace import Retraced
 
 # Sums stay in float32: their error and their size grow with the batch.
-SUMS = frozenset(
-    ("reduce_sum", "reduce_prod", "cumsum", "cumprod", "cumlogsumexp", "reduce_window_sum",
-     "scatter-add", "scatter_add")
-)  # fmt: skip
+SUMS = names_with(Trait.SUM)
 
 
 class SumFinder:

@@ -19,13 +19,13 @@ from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import Path
+from gainstage._programs.operations import PRODUCTS
 from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.plan import DTYPES, Operation, PrecisionPlan, operations_of
 from gainstage.precision.sums import SumFinder
-from gainstage.precision.wide_results import PRODUCTS
 from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 

@@ -13,26 +13,14 @@ from jax import lax
 
 from gainstage._base._jax import JaxprEqn, Primitive
 from gainstage._programs import jaxprs
+from gainstage._programs.patterns import power_of
 from gainstage.transforms.retrace import SINGLE, Retraced
 
-# Operations that compute in half precision.
-PRODUCTS = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
 # Bounded functions, whose results are in half precision: each with its derivative, by its result.
 BOUNDED: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": lambda y: 1 - y * y,
     "logistic": lambda y: y * (1 - y),
 }
-
-
-def power_of(eqn: JaxprEqn) -> int:
-    """The integer to whose power an equation raises its operand, such as 2 in a variance; 0 if it
-    does something else."""
-    name = eqn.primitive.name
-    twice = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    if twice or name == "square":
-        return 2
-    exponent = eqn.params["y"] if name == "integer_pow" else 0
-    return 0 if exponent == 1 else exponent
 
 
 def power(eqn: JaxprEqn, value: Retraced) -> jax.Array:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from gainstage._programs.jaxprs import OPAQUE
+from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.places import layer_of
 from gainstage.xray.numbers import largest, smallest
 from gainstage.xray.walk import Ran, Result
@@ -14,7 +15,7 @@ LOST = 0.05  # the relative error by underflow that counts as a cause
 NEGLIGIBLE = (
     1e-5  # of the largest gradient, or of all: below it a gradient cancels to rounding errors
 )
-ADDS = frozenset(("add", "add_any", "sub"))  # operations in which a small operand matters little
+ADDS = names_with(Trait.ADDS)  # operations in which a small operand matters little
 HINTS = {
     "log": "log(0): keep its operand above 0",
     "log1p": "log1p(-1): keep its operand above -1",

@@ -12,18 +12,10 @@ import numpy as np
 
 from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs
-from gainstage.precision.plan import moves
-from gainstage.precision.wide_results import PRODUCTS, power_of
+from gainstage._programs.in_dtype import is_float32
+from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
 
 Made = Mapping[Var, JaxprEqn]  # by which operation a value was made
-# Operations whose result is the operand seen in another way.
-VIEWS = frozenset(
-    ("reshape", "transpose", "squeeze", "expand_dims", "convert_element_type", "copy", "neg")
-)
-# Operations that move numbers, but are not linear.
-CHOICES = frozenset(
-    ("reduce_max", "reduce_min", "reduce_window_max", "reduce_window_min", "round", "floor", "ceil")
-)
 FEW = 4  # terms of a sum of products, which cost little in float32
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 32  # the factor below which what is added is a small step
@@ -35,6 +27,23 @@ class Side(NamedTuple):
 
     value: Var
     is_less: bool  # whether it is subtracted
+
+
+def moves(eqn: JaxprEqn) -> bool:
+    """Whether a float32 operation moves numbers, or casts them, as a weak type to a strong one."""
+    is_cast = eqn.primitive.name == "convert_element_type"
+    return eqn.primitive.name in MOVES or (is_cast and all(map(is_float32, eqn.invars)))
+
+
+def power_of(eqn: JaxprEqn) -> int:
+    """The integer to whose power an equation raises its operand, such as 2 in a variance; 0 if it
+    does something else."""
+    name = eqn.primitive.name
+    twice = name == "mul" and eqn.invars[0] is eqn.invars[1]
+    if twice or name == "square":
+        return 2
+    exponent = eqn.params["y"] if name == "integer_pow" else 0
+    return 0 if exponent == 1 else exponent
 
 
 def number_of(eqn: JaxprEqn) -> float:
@@ -57,7 +66,7 @@ def maker(value: Var | Literal, made: Made) -> JaxprEqn | None:
 def root(value: Var | Literal, made: Made) -> Var | Literal:
     """The value of which another is a view, or a multiple by a number."""
     eqn = None if isinstance(value, Literal) else made.get(value)
-    if eqn is not None and (eqn.primitive.name in VIEWS or number_of(eqn)):
+    if eqn is not None and (eqn.primitive.name in VIEWS | {"neg"} or number_of(eqn)):
         return next((root(v, made) for v in eqn.invars if not isinstance(v, Literal)), value)
     return value
 
