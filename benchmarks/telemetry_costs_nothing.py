@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gainstage as gs
-from gainstage._scaling.measures import LOOK
+from gainstage._scaling.step_telemetry import LOOK
 
 from . import harness, models
 from .train_steps_do_not_notice_scaling import SCALE, case, keras_style

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from gainstage import schedules
 from gainstage._base.lazy import lazy
-from gainstage._scaling.measures import StepInfo
+from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.bridge import functional, jit
 from gainstage._variables.variable import Variable
 from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop

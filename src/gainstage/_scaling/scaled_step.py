@@ -16,7 +16,8 @@ from jax import lax
 from gainstage._base.checks import LARGEST, SMALLEST
 from gainstage._scaling.finite_check import read_gradients
 from gainstage._scaling.gradients import Clip
-from gainstage._scaling.measures import at_first, measure, measured_of_both, observed
+from gainstage._scaling.measures import measure, measured_of_both
+from gainstage._scaling.step_telemetry import at_first, observed
 from gainstage._variables.bridge import select
 from gainstage._variables.sharding import everywhere
 from gainstage._variables.types import Given, PyTree, RuleState

@@ -19,6 +19,7 @@ from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.differentiate import VarList, array_of_loss
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules import loss_scale as rules
+from gainstage.rules.loss_scale import start
 
 __all__ = ["DynamicLossScale", "FixedLossScale", "LossScale", "UnscaledLossScaleOptimizer"]
 
@@ -126,7 +127,7 @@ class DynamicLossScale(LossScale):
             multiplier,
             min_scale=FLOOR,
         )
-        state = rules.start(self.rule)
+        state = start(self.rule)
         scale = Variable(state.scale, name="current_loss_scale", trainable=False)
         good_steps = Variable(state.good_steps, name="good_steps", trainable=False)
         self._state = state._replace(scale=scale, good_steps=good_steps)

@@ -10,8 +10,8 @@ from gainstage._base.configurable import deserialize, serialize
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.gradients import WithLoss
-from gainstage._scaling.measures import Observed, at_first, check_telemetry
 from gainstage._scaling.scaled_step import ScaledStep
+from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Given, Grads, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
@@ -24,7 +24,6 @@ from gainstage.optimizers._step.options import (
     check_option,
     ignore_decay,
 )
-from gainstage.optimizers._step.saving import shown
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import OptimizerState, StepInputs
 from gainstage.optimizers._step.store import ScalingWrapper
@@ -335,7 +334,7 @@ class LossScaleOptimizer(Retrying):
         return self.inner_optimizer.get_slot(var, slot_name)
 
     def __repr__(self) -> str:
-        scale, rule = shown(self._wrapper.state.scale.scale), type(self.rule).__name__
+        scale, rule = saving.shown(self._wrapper.state.scale.scale), type(self.rule).__name__
         name = type(self).__name__
         return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
 

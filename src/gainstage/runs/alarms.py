@@ -11,7 +11,7 @@ import numpy as np
 from gainstage._base.checks import LARGEST_FLOAT16, as_power
 from gainstage._base.warn import warn
 from gainstage._programs.boundary import largest_scale
-from gainstage._scaling.measures import StepInfo
+from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 from gainstage.runs.largest import LargestGradient

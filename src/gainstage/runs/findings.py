@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gainstage._base.checks import as_power
-from gainstage._scaling.measures import StepInfo
+from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.runs.alarms import alarms_in
 from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches

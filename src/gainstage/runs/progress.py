@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from gainstage._scaling.measures import StepInfo
+from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.runs.writers import Record, Writer, described
 
 try:

@@ -11,17 +11,8 @@ import jax
 import numpy as np
 
 from gainstage._base.checks import as_power
-from gainstage._scaling.measures import (
-    DIGITS,
-    FLUSHED,
-    HIGHEST,
-    LOWEST,
-    NEVER,
-    SUBNORMAL,
-    TOP,
-    Observed,
-    StepInfo,
-)
+from gainstage._scaling.exponents import DIGITS, FLUSHED, HIGHEST, LOWEST, NEVER, SUBNORMAL, TOP
+from gainstage._scaling.step_telemetry import Observed, StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer

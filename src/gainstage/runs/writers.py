@@ -18,7 +18,7 @@ from gainstage._base.checks import as_power
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Repeats
-from gainstage._scaling.measures import StepInfo
+from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
 from gainstage.runs.header import header

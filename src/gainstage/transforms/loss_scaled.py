@@ -15,8 +15,8 @@ from gainstage._base._jax import Tracer
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import FRESH, SAME_STATE, Eager, Repeats
 from gainstage._scaling import gradients
-from gainstage._scaling.measures import check_telemetry, leaves_and_none
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
+from gainstage._scaling.step_telemetry import check_telemetry, leaves_and_none
 from gainstage._scaling.unscaled_warning import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._variables.sharding import (
     axis_names,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base.checks import brief
-from gainstage._scaling.measures import Observed
+from gainstage._scaling.step_telemetry import Observed
 from gainstage._variables.types import OptState, PyTree, RuleState
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import LossScale

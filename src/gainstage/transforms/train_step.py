@@ -19,8 +19,8 @@ from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
-from gainstage._scaling.measures import leaves_and_none
 from gainstage._scaling.scaled_step import NO_RETRY, may_help
+from gainstage._scaling.step_telemetry import leaves_and_none
 from gainstage._scaling.unscaled_warning import FROZEN, is_constant_of_a_loop, mark
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (

@@ -15,7 +15,7 @@ import jaxlib.version
 import gainstage
 from gainstage._base import checks
 from gainstage._base.signals import deferred_signals
-from gainstage._scaling.measures import StepInfo
+from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
 from gainstage.xray import capsule_file
 
