@@ -66,6 +66,15 @@ def test_the_map_is_that_of_the_rooms():
     assert "\n".join(["```text", *lines, "```"]) in (DOCS / "design.md").read_text()
 
 
+def test_the_map_names_files_that_exist():
+    """Each file that the page on the design names is one of the package."""
+    from contracts.test_package import SRC
+
+    named = re.findall(r"`([\w/]+\.py)`", (DOCS / "design.md").read_text())
+    assert len(named) > 40
+    assert [name for name in named if not (SRC / name).exists() and "test" not in name] == []
+
+
 def prose():
     """The text of every page and docstring that Markdown renders, without its code."""
     for page in [*ROOT.glob("*.md"), *DOCS.glob("**/*.md")]:
