@@ -17,7 +17,7 @@ import pytest
 from jax._src import compiler, lru_cache
 from jax._src.interpreters import mlir
 
-from gainstage._scaling.unscaled_warning import forget
+from gainstage.transforms.gradient_faults import forget
 
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 

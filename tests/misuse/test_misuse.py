@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage._scaling.unscaled_warning import forget
+from gainstage.transforms.gradient_faults import forget
 
 from misuse.cases import CASES
 

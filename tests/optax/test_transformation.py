@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage._programs import loop_warnings as watch
-from gainstage._scaling.unscaled_warning import forget
+from gainstage.transforms.gradient_faults import forget
 
 from peers import fails
 

@@ -14,7 +14,7 @@ import numpy as np
 from gainstage._base._jax import Tracer
 from gainstage._base.checks import as_power
 from gainstage._base.warn import inside, warn
-from gainstage._programs.captured import Captured
+from gainstage._programs.stale_constants import Captured
 
 EVERY = 64  # steps between two looks
 DEAD = 50  # skipped steps in a row with which a run counts as dead

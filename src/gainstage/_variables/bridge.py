@@ -21,8 +21,8 @@ from gainstage._base.arrays import Static, partition
 from gainstage._base.checks import brief
 from gainstage._base.signals import deferred_signals
 from gainstage._programs import jaxprs
-from gainstage._programs.captured import Captured
 from gainstage._programs.loop_warnings import Calls
+from gainstage._programs.stale_constants import Captured
 from gainstage._variables.arguments import variables_in
 from gainstage._variables.sharding import tell_if_whole
 from gainstage._variables.types import P, PyTree, R, State, Structure

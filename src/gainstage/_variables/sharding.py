@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from gainstage._base._jax import JaxprEqn, Tracer
@@ -71,7 +71,7 @@ def _check_divides(variable: Variable, sharding: NamedSharding) -> None:
     """Checks a sharding as JAX does for arrays, but not for planned ones."""
     sizes = dict(sharding.mesh.shape)
     for i, (size, entry) in enumerate(zip(variable.shape, sharding.spec, strict=False)):
-        parts = {axis: sizes[axis] for axis in _axes(entry)}
+        parts = {axis: sizes[axis] for axis in axes_in(entry)}
         if size % math.prod(parts.values()):
             raise ValueError(
                 f"Expected dimension {i} of {variable.name!r}, of size {size}, to be a multiple of "
@@ -94,7 +94,7 @@ def replicated_like(tree: PyTree) -> NamedSharding | None:
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
     """The mesh axes over which a spec shards an array."""
-    return frozenset(axis for entry in spec for axis in _axes(entry))
+    return frozenset(axis for entry in spec for axis in axes_in(entry))
 
 
 def is_first(axes: Iterable[str]) -> jax.Array:
@@ -229,64 +229,8 @@ def replicate(
             scalar._move_to(variables[0])
 
 
-def sharding_of_state(variable: Variable, over: tuple[str, ...]) -> Sharding | None:
-    """The sharding of a variable's state: that of the variable, or over more axes of its mesh; None
-    off a mesh."""
-    sharding = variable._sharding
-    if not over or not isinstance(sharding, NamedSharding):
-        return sharding
-    return divided_over(sharding, variable.shape, over)
-
-
-def divided_over(
-    sharding: NamedSharding, shape: Sequence[int], over: tuple[str, ...]
-) -> NamedSharding:
-    """The sharding of the state of a variable with this sharding, over more axes of the mesh.
-
-    It shards the dimension with the most elements per device among those that can be divided; the
-    first of several. State is unchanged if it is small, cannot be divided evenly, or is sharded
-    over these axes already.
-
-    Source: Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
-    """
-    sizes = dict(sharding.mesh.shape)
-    parts, used = math.prod(sizes[axis] for axis in over), axes_of(sharding.spec)
-    if math.prod(shape) < UNDIVIDED or used & set(over):
-        return sharding
-    entries = [_axes(entry) for entry in sharding.spec] + [()] * (len(shape) - len(sharding.spec))
-    shards = [math.prod(sizes[axis] for axis in entry) for entry in entries]
-    fit = [i for i, n in enumerate(shape) if n % (shards[i] * parts) == 0]
-    if not fit:
-        return sharding
-    chosen = max(fit, key=lambda i: shape[i] // shards[i])
-    entries[chosen] = (*entries[chosen], *over)
-    return NamedSharding(sharding.mesh, PartitionSpec(*(entry or None for entry in entries)))
-
-
-def _axes(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+def axes_in(entry: str | Sequence[str] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
-
-
-def axis_names(over: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The mesh axes of `shard_state_over`."""
-    return (over,) if isinstance(over, str) else tuple(over or ())
-
-
-def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
-    """Raises a ValueError that names the first axis of `shard_state_over` that no mesh has."""
-    # A mesh may have one device, and then nothing to shard.
-    meshes = [getattr(sharding, "mesh", None) for sharding in shardings]
-    known = next((mesh.axis_names for mesh in meshes if mesh is not None), ())
-    for axis in axes:
-        if not known:
-            raise ValueError(
-                f"shard_state_over={axis!r} needs a mesh. Put the variables on a mesh first, or "
-                f"the parameters: jax.device_put(value, NamedSharding(mesh, spec))."
-            )
-        if axis not in known:
-            raise ValueError(
-                f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
-            )
 
 
 def tell_if_whole(arrays: PyTree, batch: PyTree, program: Callable[[], AnyJaxpr]) -> None:

@@ -5,7 +5,7 @@ need around a step: to meet, to agree, to stay in sync, and to end together.
 """
 
 from gainstage.distributed.agreement import assert_consistent, check_replicas
-from gainstage.distributed.layout import describe_layout
+from gainstage.distributed.memory_table import describe_layout
 from gainstage.distributed.processes import initialize
 from gainstage.distributed.reduction import headroom, mean_gradients, sum_in_float32
 from gainstage.distributed.watchdog import Watchdog

@@ -27,8 +27,8 @@ from gainstage.interop.keras_mirrors import (
     planned_for,
     updates_counted,
 )
-from gainstage.interop.keras_original import Original
 from gainstage.interop.keras_settings import constants, own_settings
+from gainstage.interop.keras_stale_copy import Original
 from gainstage.optimizers._step.options import Options
 from gainstage.optimizers._step.step import LearningRate
 from gainstage.optimizers._step.undecayed import Undecayed

@@ -6,8 +6,8 @@ Users import them from `gainstage`; rooms above may import all of it.
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad
 from gainstage.optimizers.adam import Adam, AdamW
+from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.lion import Lion
-from gainstage.optimizers.optax import Optax
 from gainstage.optimizers.rmsprop import RMSprop
 from gainstage.optimizers.sgd import SGD
 

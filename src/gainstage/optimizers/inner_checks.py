@@ -9,7 +9,7 @@ from gainstage._base.checks import InvalidArgumentError, check_verbs
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OPTIONS
-from gainstage.optimizers.optax import Optax
+from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
 from gainstage.transforms.loss_scaled_state import states_in

@@ -30,7 +30,7 @@ from gainstage.optimizers._step.store import ScalingWrapper
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
-from gainstage.optimizers.scale_warnings import NOT_IN_STATE, ScaleUses
+from gainstage.optimizers.scale_uses import NOT_IN_STATE, ScaleUses
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.rules.loss_scale import Rule, as_rule, keras_rule
 from gainstage.transforms.loss_scaled_state import applied_in, observed_in

@@ -12,8 +12,8 @@ from gainstage._variables.types import Given, Rate
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.options import DEFAULTS, WrapperOptions
 from gainstage.optimizers._step.store import Store, Wrapper
+from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.inner_checks import check_part
-from gainstage.optimizers.optax import Optax
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.transforms.loss_scaled_state import states_in
 

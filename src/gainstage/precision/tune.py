@@ -25,7 +25,7 @@ from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.plan import DTYPES, Operation, PrecisionPlan, operations_of
-from gainstage.precision.sums import SumFinder
+from gainstage.precision.tune_sums import SumFinder
 from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 

@@ -8,11 +8,11 @@ from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
-from gainstage._scaling.unscaled_warning import OLD, UPDATED
 from gainstage._variables.sharding import typed_like
 from gainstage._variables.types import OptState, PyTree, Scalar, Structure, Tree
 from gainstage._variables.variable import Variable
 from gainstage.transforms import models
+from gainstage.transforms.gradient_faults import OLD, UPDATED
 from gainstage.transforms.loss_scaled_state import applied_in
 
 

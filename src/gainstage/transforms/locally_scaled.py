@@ -9,9 +9,9 @@ from jax.typing import ArrayLike
 from gainstage._base import checks
 from gainstage._base.arrays import partition
 from gainstage._scaling.gradients import float32_or_wider
-from gainstage._scaling.unscaled_warning import scales_itself
 from gainstage._variables.types import P, PyTree, R, Scalar, Tree
 from gainstage.transforms import nnx_objects
+from gainstage.transforms.gradient_faults import scales_itself
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:

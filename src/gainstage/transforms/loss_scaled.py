@@ -17,11 +17,7 @@ from gainstage._programs.loop_warnings import FRESH, SAME_STATE, Eager, Repeats
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.step_telemetry import check_telemetry, leaves_and_none
-from gainstage._scaling.unscaled_warning import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage._variables.sharding import (
-    axis_names,
-    check_axes,
-    divided_over,
     on_mesh,
     replicated_like,
     summed,
@@ -30,8 +26,10 @@ from gainstage._variables.sharding import (
 )
 from gainstage._variables.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
 from gainstage._variables.variable import is_inside, placed
+from gainstage._variables.zero import axis_names, check_axes, divided_over
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms import models
+from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage.transforms.loss_scaled_state import OVER_OF, RULE_OF, LossScaledState, states_in
 from gainstage.transforms.refusals import (
     check_leaves,

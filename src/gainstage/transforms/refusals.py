@@ -11,10 +11,10 @@ import optax
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._scaling.float8_states import place_of_state
-from gainstage._scaling.unscaled_warning import PLAIN_GRAD_FN, is_plain
 from gainstage._variables.types import OptState, PyTree, Structure, Transformation
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.transforms.gradient_faults import PLAIN_GRAD_FN, is_plain
 from gainstage.transforms.loss_scaled_state import LossScaledState
 
 

@@ -17,9 +17,9 @@ from gainstage._programs import jaxprs
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.float8_states import places_of_counts
-from gainstage._scaling.unscaled_warning import scales_itself
 from gainstage._variables.sharding import everywhere, varying_like
 from gainstage._variables.types import P, PyTree, R
+from gainstage.transforms.gradient_faults import scales_itself
 from gainstage.transforms.retrace import traced
 from gainstage.transforms.with_loss_scale import (
     arguments_without_scales,

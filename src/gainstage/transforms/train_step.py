@@ -21,7 +21,6 @@ from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import NO_RETRY, may_help
 from gainstage._scaling.step_telemetry import leaves_and_none
-from gainstage._scaling.unscaled_warning import FROZEN, is_constant_of_a_loop, mark
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     Shardings,
@@ -45,6 +44,7 @@ from gainstage._variables.variable import is_inside
 from gainstage.rules.loss_scale import FixedLossScale
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
+from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, mark
 from gainstage.transforms.loss_scaled import divided_state
 from gainstage.transforms.loss_scaled_state import (
     OVER_OF,

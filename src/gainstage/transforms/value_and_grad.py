@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from gainstage._base._jax import Tracer, trace_ctx
 from gainstage._base.checks import brief
 from gainstage._scaling import gradients
-from gainstage._scaling.unscaled_warning import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
 from gainstage._variables.sharding import note_sums
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.transforms import models, nnx_objects
+from gainstage.transforms.gradient_faults import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 
 

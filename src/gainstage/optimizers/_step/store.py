@@ -23,9 +23,10 @@ from gainstage._scaling.scaled_step import (
     Select,
 )
 from gainstage._variables.bridge import read, variables_like
-from gainstage._variables.sharding import check_axes, replicate, sharding_of_state
+from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable
+from gainstage._variables.zero import check_axes, sharding_of_state
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.undecayed import Undecayed
