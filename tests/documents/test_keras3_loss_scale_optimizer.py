@@ -194,6 +194,34 @@ def test_dynamic_growth_steps_is_the_period():
     assert gs.LossScaleOptimizer(gs.SGD()).dynamic_growth_steps == 2000
 
 
+def test_the_arguments_of_the_scale_can_be_set():
+    """As in Keras: growth steps at any time, also of a compiled step, and the first scale before
+    `build`."""
+    opt = wrapped(scale=16.0, growth=2000)
+    opt.initial_scale = 8.0
+    assert (float(opt.dynamic_scale), float(opt.loss_scale)) == (8.0, 8.0)
+    assert scales(opt, [1.0] * 2) == [8.0, 8.0]
+    opt.dynamic_growth_steps = 1
+    w = opt.trainable_variables[0]
+    opt.apply([1.0])
+    assert float(opt.loss_scale) == 16.0
+    step = gs.jit(lambda: opt.apply([1.0]), state=([w], opt.variables))
+    step()
+    opt.dynamic_growth_steps = 3
+    for _ in range(3):
+        step()
+    assert float(opt.loss_scale) == 64.0
+    again = opt.from_config(opt.get_config())
+    assert (again.initial_scale, again.dynamic_growth_steps) == (8.0, 3)
+    with pytest.raises(AttributeError, match=r"before build\. Write dynamic_scale\.assign"):
+        opt.initial_scale = 4.0
+    with pytest.raises(ValueError, match=r">= 1 .*for dynamic_growth_steps; got 0"):
+        opt.dynamic_growth_steps = 0
+    with pytest.raises(AttributeError, match=r"no `rule`.*got 2.*Pass rule="):
+        gs.LossScaleOptimizer(gs.SGD(), 8.0, dynamic=False).dynamic_growth_steps = 2
+    assert (opt.initial_scale, opt.dynamic_growth_steps, opt.rule) == (8.0, 3, again.rule)
+
+
 @row(1, "name")
 def test_name_is_the_prefix_of_state():
     """`name` is the prefix of state variables; unlike in Keras, it need not be unique."""

@@ -26,7 +26,15 @@ from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.store import Wrapper
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.rules.loss_scale import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
+from gainstage.rules.loss_scale import (
+    FixedLossScale,
+    LossScale,
+    Rule,
+    as_rule,
+    keras_rule,
+    start,
+    with_number,
+)
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
@@ -64,6 +72,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     _has_scaled = False  # whether a loss was multiplied by the scale
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
+    _compiled_growth_steps: int | None = None  # those of the step that `fit` has compiled
 
     def __init__(
         self,
@@ -248,7 +257,21 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 f"Expected {name} to be set on the inner optimizer: it has no effect on the "
                 f"wrapper. Write optimizer.inner_optimizer.{name} = {value!r}."
             )
+        if name in ("initial_scale", "dynamic_growth_steps") and "_fits" in vars(self):
+            self.rule = rule = with_number(self.rule, name, value)
+            if not self.built:
+                self._fits = Fits(rule, float(start(rule).scale))
+            super().__setattr__("initial_scale", rule.initial_loss_scale)
+            super().__setattr__("dynamic_growth_steps", rule.increment_period)
+            return
         super().__setattr__(name, value)
+
+    def stateless_apply(
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
+        self._compiled_growth_steps = self.dynamic_growth_steps
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
@@ -265,6 +288,13 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
         time, and the scale has fallen to its minimum, or by `2**16`, or is fixed."""
+        if self._compiled_growth_steps not in (None, self.dynamic_growth_steps):
+            warn(
+                f"{self.name!r} was set to dynamic_growth_steps={self.dynamic_growth_steps} after "
+                f"fit had compiled its step with {self._compiled_growth_steps}, which went on. "
+                f"Write model.compile(optimizer, ...) before the next fit."
+            )
+            self._compiled_growth_steps = None
         ran = self._has_scaled
         if self._compiled is None:  # Keras's `fit` has scaled, which says nothing of `apply`
             self._has_scaled = self._was_read = False

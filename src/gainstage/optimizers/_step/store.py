@@ -29,7 +29,7 @@ from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.undecayed import Undecayed
-from gainstage.rules.loss_scale import start
+from gainstage.rules.loss_scale import LossScale, start
 
 
 class Computed(Variable):
@@ -98,6 +98,10 @@ class ScalingWrapper(Wrapper):
         assert scaling.rule is not None
         self.scaling = scaling
         self.state = ScalingState(variables_like(start(scaling.rule), owner, self.documented))
+
+    def set_rule(self, rule: LossScale) -> None:
+        """Sets a rule whose state has the same variables."""
+        self.scaling = dataclasses.replace(self.scaling, rule=rule)
 
     def share(self, scale: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
