@@ -1286,6 +1286,19 @@ def test_variables_without_a_gradient_stay():
     assert [float(b), float(opt.inner_optimizer.momentums[1])] == before
 
 
+@pytest.mark.parametrize("make", [wrapped, lambda: gs.SGD(0.5)], ids=["wrapped", "plain"])
+def test_a_pure_step_warns_of_missing_gradients_too(make):
+    """`stateless_apply` warns as `apply` does, at the caller's line."""
+    a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
+    opt = make()
+    opt.build([a, b])
+    state, weights = ([v.value() for v in variables] for variables in (opt.variables, [a, b]))
+    with pytest.warns(UserWarning, match=r"No gradient for \['b'\]") as told:
+        new, _ = opt.stateless_apply(state, [opt.scale_loss(1.0), None], weights)
+    assert [warning.filename for warning in told] == [__file__]
+    assert [float(x) for x in new] == [2.5, 4.0]
+
+
 @row(1, "ValueError: a variable not built with")
 def test_a_variable_has_to_be_known():
     """A variable that the optimizer was not built with is a ValueError."""

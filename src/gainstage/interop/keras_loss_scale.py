@@ -3,6 +3,7 @@
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -227,7 +228,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 g if g is None or keep else gradients.unscale(g, state.scale)
                 for g, keep in zip(grads, kept, strict=True)
             ]
-            new = tuple(map(list, step(old[1], true, old[0])))
+            with warnings.catch_warnings():  # our `apply` has told what the user gave no gradient
+                warnings.filterwarnings("ignore", "Gradients do not exist")
+                new = tuple(map(list, step(old[1], true, old[0])))
             return None, jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))

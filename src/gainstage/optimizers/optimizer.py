@@ -198,8 +198,8 @@ class Optimizer(Configurable, Arguments, Saved):
     @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        moving averages, accumulators, master weights, the counts of `on_bad_microbatch`, then the
-        variables that `build` added."""
+        variables that were added before `build`, moving averages, accumulators, master weights, the
+        counts of `on_bad_microbatch`, then the variables that `build` added."""
         return self._store.variables
 
     @property
@@ -575,7 +575,7 @@ class Optimizer(Configurable, Arguments, Saved):
         variables, weights = self.variables, list(store.index)  # the check may have built them
         used = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
-        version = store.version if self.jit_compile else None
+        version = (store.version, store.rate.changes) if self.jit_compile else None
         self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
 
     def _apply(self, inputs: StepInputs) -> Given:
@@ -653,10 +653,11 @@ class Optimizer(Configurable, Arguments, Saved):
         grads = fitted(grads, trainable, placed=False)
         if len(trainable_variables) != len(trainable):
             raise wrong_count("trainable_variables", trainable_variables, trainable)
-        values = (list(trainable_variables), list(optimizer_variables))
+        own_apply, values = overrides(self, "apply"), (trainable_variables, optimizer_variables)
+        grads = grads if own_apply else by_place(grads, range(len(grads)), trainable)
 
         def step(grads: list[Any]) -> None:
-            if overrides(self, "apply"):
+            if own_apply:
                 self.apply(grads, trainable)
             else:
                 self._apply(StepInputs(grads, self._rate_of_step()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class LearningRate:
         self.source, self._owner = source, owner
         self.variable: Variable | None = None
         self._takes_step = False
+        # The attributes of a schedule are constants of a compiled step: how often they were others.
+        self.changes, self._held = 0, _attributes(source)
         if isinstance(source, Variable):
             if source.shape or not jnp.issubdtype(source.dtype, jnp.floating):
                 raise TypeError(
@@ -102,6 +105,8 @@ class LearningRate:
             ValueError: it is a callable of no argument, inside a traced function.
         """
         if not self.is_called:
+            if self.variable is None and not self._is_unchanged():
+                self._held, self.changes = _attributes(self.source), self.changes + 1
             return None
         if isinstance(self.source, Variable):
             return self.source.value().astype(jnp.float32)
@@ -118,12 +123,19 @@ class LearningRate:
             return rate.astype(jnp.float32)
         return jax.device_put(np.float32(checks.real("the result of learning_rate()", rate)))
 
+    def _is_unchanged(self) -> bool:
+        """Whether a schedule holds the attributes of the last look at it."""
+        values = _attributes(self.source)
+        return len(values) == len(self._held) and all(map(operator.is_, values, self._held))
+
     def at(self, step: jax.Array, number: jax.Array | None = None) -> jax.Array:
         """Returns the rate at `step`, given the number that its variable holds."""
         if self.variable is not None:
             return self.variable.value() if number is None else number
         if self._takes_step:
-            rate = self.source(step)
+            unchanged, rate = self._is_unchanged(), self.source(step)
+            if unchanged:  # a schedule may count its calls
+                self._held = _attributes(self.source)
             if rate is None or isinstance(rate, str):
                 raise TypeError(f"Expected a number from learning_rate(step); got {rate!r}.")
             return jnp.asarray(rate, jnp.float32)
@@ -140,6 +152,10 @@ class LearningRate:
         if isinstance(self.source, LearningRateSchedule):
             return serialize(self.source)
         return self.source
+
+
+def _attributes(source: Any) -> list[Any]:
+    return list(getattr(source, "__dict__", {}).values())
 
 
 def _takes_step(rate: Callable[..., Any]) -> bool:

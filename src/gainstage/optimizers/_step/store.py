@@ -156,6 +156,7 @@ class Store:
         self.window_count: Variable | None = None
         self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
+        self.added_first: int | None = None  # how many of the slots were added before `build`
         self._wrapper: weakref.ref[Wrapper] | None = None
         self._copied: object = None  # what the last `note_copy` has returned
 
@@ -309,11 +310,12 @@ class Store:
 
     @property
     def variables(self) -> list[Variable]:
-        """All variables except the weights, in the order of `state`."""
+        """All variables except the weights, in Keras's order: as they were created."""
         rate = [] if self.rate.variable is None else [self.rate.variable]
         copies = [*self.averages, *self.accumulators, *self.masters.values()]
         count = [] if self.window_count is None else [self.window_count]
-        return [self.microbatches, *rate, *copies, *count, *self.slots.all]
+        first, slots = self.slots.all[: self.added_first], self.slots.all
+        return [self.microbatches, *rate, *first, *copies, *count, *slots[len(first) :]]
 
     def build(
         self,
@@ -350,6 +352,7 @@ class Store:
         alone = [] if mesh is None else [v for v in variables if v._sharding is None]
         placed = [v for v in variables if v not in alone]
         replicate(self.owner, mesh, [*self.variables, *alone], placed)
+        self.added_first = len(slots.all)
         if options.use_ema:
             self.averages = [slots.like(v, "average") for v in variables]
         if options.gradient_accumulation_steps:
