@@ -1322,6 +1322,37 @@ def test_there_is_a_gradient_for_each_variable():
     failing(ValueError, "Expected 1 gradients", opt.apply, [1.0, 2.0])
 
 
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: gs.SGD("a"), "learning_rate; got 'a'"),
+        (lambda: gs.SGD(None), "learning_rate; got None"),
+        (lambda: setattr(wrapped(), "learning_rate", "a"), "learning_rate; got 'a'"),
+        (lambda: gs.SGD.from_config({"foo": 1}), "unexpected keyword argument 'foo'"),
+        (lambda: wrapped().add_variable(2), "for shape; got 2"),
+        (lambda: wrapped().add_variable((None,)), "for shape; got"),
+    ],
+)
+def test_what_keras_refuses_with_a_value_error_is_one_here(call, match):
+    """A wrong type is an error that is `ValueError`, as in Keras, and `TypeError`."""
+    for error in (ValueError, TypeError):
+        failing(error, match, call)
+
+
+def test_names_of_slots_need_as_many_initializers():
+    """As in Keras, another number of initializers is a ValueError, which names both."""
+    opt, w = gs.SGD(), gs.Variable(1.0)
+    failing(
+        ValueError,
+        r"initializer for each of \['a', 'b'\]; got 1",
+        opt.add_optimizer_variables,
+        [w],
+        ["a", "b"],
+        ["zeros"],
+    )
+    assert opt.get_slot_names() == []
+
+
 @row(1, "TypeError: setting a number where a schedule is")
 def test_a_schedule_is_not_replaced_by_a_number():
     """A number cannot replace a schedule, but a schedule can replace a number."""

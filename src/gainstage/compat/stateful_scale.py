@@ -209,7 +209,8 @@ def summed(loss: Any, grad_loss: Any = None) -> Any:
         weights = jnp.asarray(grad_loss)
         if weights.shape != value.shape:
             raise ValueError(
-                f"Expected grad_loss of the loss's shape, {value.shape}; got shape {weights.shape}."
+                f"Expected grad_loss of the loss's shape, {value.shape}; got shape "
+                f"{weights.shape}. Write jax.numpy.broadcast_to(grad_loss, {value.shape})."
             )
         return jnp.sum(value * weights)
 

@@ -189,9 +189,11 @@ class Optimizer(Configurable, Arguments, Saved):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
+        held = vars(self)
+        store, old = held.get("_store"), held.get(name, getattr(type(self), name, None))
         super().__setattr__(name, value)
-        if not name.startswith("_") and name != "learning_rate" and "_store" in vars(self):
-            self._store.changed()  # Python values are constants of the compiled step
+        if store is not None and name != "learning_rate":
+            store.changed(name, old, value)  # Python values are constants of the compiled step
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
@@ -217,6 +219,11 @@ class Optimizer(Configurable, Arguments, Saved):
     def built(self) -> bool:
         """Whether `build` has created the state."""
         return bool(self._store.index)
+
+    @built.setter
+    def built(self, built: bool) -> None:
+        if built is not self.built:
+            raise AttributeError(f"Expected super().build(var_list) to set built; got {built!r}.")
 
     @property
     def groups(self) -> list[list[list[Any]]]:
@@ -355,14 +362,16 @@ class Optimizer(Configurable, Arguments, Saved):
         lists; all slots of a variable then come before those of the next, as in Keras."""
         names: Any = [name] if isinstance(name, str) else name
         each = initializer if isinstance(initializer, (list, tuple)) else [initializer] * len(names)
+        if len(each) != len(names):
+            raise ValueError(f"Expected an initializer for each of {names}; got {len(each)}.")
         rows, variables = list(zip(names, each, strict=True)), list(trainable_variables)
         made = [self.add_variable_from_reference(v, *row) for v in variables for row in rows]
         lists = tuple(made[i :: len(rows)] for i in range(len(rows)))
         return lists[0] if isinstance(name, str) else lists
 
     def get_slot_names(self) -> list[str]:
-        """The names of the slots that `build` has added."""
-        return sorted({name for _, name, _ in self._store.slots.of})
+        """The names of the slots that `build` has added, in that order."""
+        return self._store.slots.names
 
     def get_slot(self, var: Variable, slot_name: str) -> Variable:
         """Returns the slot of a variable, by the name that `add_optimizer_variables` was given.
@@ -372,15 +381,7 @@ class Optimizer(Configurable, Arguments, Saved):
         Raises:
             ValueError: there is no such slot.
         """
-        slots = self._store.slots.of
-        if not isinstance(var, Variable):
-            raise TypeError(f"Expected a gainstage.Variable for var; got {brief(repr(var))}.")
-        if (var, slot_name, 0) not in slots:
-            raise ValueError(
-                f"{self._store.owner!r} has no slot {slot_name!r} for {var.name!r}; its slots are "
-                f"{self.get_slot_names()}."
-            )
-        return slots[var, slot_name, 0]
+        return self._store.slots.get(var, slot_name)
 
     def assign(self, variable: Any, value: Any) -> None:
         """Sets a variable: ours, Keras's, or any other object with `assign`."""
@@ -577,6 +578,8 @@ class Optimizer(Configurable, Arguments, Saved):
         inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
         version = (store.version, store.rate.changes) if self.jit_compile else None
         self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
+        if store.traced.changed and self.jit_compile:
+            store.traced.tell()
 
     def _apply(self, inputs: StepInputs) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""

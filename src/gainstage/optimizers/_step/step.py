@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
+from gainstage._base.arrays import NOT_TRACED
 from gainstage._base.configurable import serialize
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
@@ -87,7 +88,10 @@ class LearningRate:
                     f"{source.shape} and dtype {source.dtype}."
                 )
         elif not callable(source):
-            number = checks.real("learning_rate", source)
+            try:
+                number = checks.real("learning_rate", source)
+            except TypeError as error:
+                raise checks.InvalidArgumentError(str(error)) from None
             if abs(number) > float(np.finfo(np.float32).max):
                 raise ValueError(
                     f"Expected a number that float32 holds for learning_rate; got {number!r}."
@@ -133,7 +137,16 @@ class LearningRate:
         if self.variable is not None:
             return self.variable.value() if number is None else number
         if self._takes_step:
-            unchanged, rate = self._is_unchanged(), self.source(step)
+            unchanged = self._is_unchanged()
+            try:
+                rate = self.source(step)
+            except NOT_TRACED as error:
+                raise TypeError(
+                    f"Expected learning_rate(step) to work on an array, as the step is compiled; "
+                    f"got {type(error).__name__} from {self.source!r}. Write jax.numpy.where(step "
+                    f"< 100, a, b) for `a if step < 100 else b`, and jax.numpy for numpy and math; "
+                    f"or pass jit_compile=False."
+                ) from error
             if unchanged:  # a schedule may count its calls
                 self._held = _attributes(self.source)
             if rate is None or isinstance(rate, str):

@@ -28,6 +28,7 @@ from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
+from gainstage.optimizers._step.traced import Traced
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.rules.loss_scale import LossScale, start
 
@@ -128,8 +129,7 @@ COUNT_OF_MICROBATCHES = (
 class Store:
     """All that an optimizer's step reads and changes, and its options.
 
-    A wrapper uses the store of its inner optimizer. The store has a weak reference to a `Wrapper`,
-    which the object around the optimizer owns.
+    A wrapper uses the store of its inner optimizer, which has a weak reference to a `Wrapper`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Store:
         self.masters: dict[Variable, Variable] = {}
         self.window_count: Variable | None = None
         self.has_own_count = False  # whether the user has set `iterations`
-        self.slots = slots
+        self.slots, self.traced = slots, Traced(owner)
         self.added_first: int | None = None  # how many of the slots were added before `build`
         self._wrapper: weakref.ref[Wrapper] | None = None
         self._copied: object = None  # what the last `note_copy` has returned
@@ -180,9 +180,11 @@ class Store:
         self._wrapper = weakref.ref(wrapper)
         self.changed()
 
-    def changed(self) -> None:
-        """Marks compiled steps as outdated."""
-        if not self.microbatches._is_bound:  # else the step itself is being traced
+    def changed(self, name: str = "", old: object = None, new: object = None) -> None:
+        """Marks compiled steps as outdated, after an attribute was set."""
+        if self.microbatches._is_bound:
+            self.traced.note(name, old, new)
+        elif not name.startswith("_"):
             self.version += 1
             if self.wrapper is not None:
                 self.wrapper.changed()
