@@ -168,6 +168,9 @@ class DynamicLossScale(LossScale):
                 f"Expected update(grads); got {1 + len(unexpected)} arguments. The rule with "
                 f"update(state, finite) is gainstage.DynamicLossScale."
             )
+        alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
+        if alone and isinstance(grads, Iterable) and not isinstance(grads, str):
+            grads = list(grads)  # the values of a dictionary, or a generator
         leaves = [_array("grads", leaf) for leaf in jax.tree.leaves(grads)]
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):

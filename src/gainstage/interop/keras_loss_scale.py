@@ -24,6 +24,7 @@ from gainstage.interop.keras_fit import Fits
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
+from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers._step.store import Wrapper
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
@@ -215,7 +216,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         state = empty._replace(
             **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
         )
-        arrays = [g if g is None else jnp.asarray(g) for g in grads]
+        named = zip(self._trainable_variables, grads, strict=True)
+        arrays = [g if g is None else _array(variable.path, g) for variable, g in named]
         inner_optimizer = self.inner_optimizer
         ours = isinstance(inner_optimizer, KerasOptimizer)
         clip = inner_optimizer._ours._store.in_force.clip if ours else None
@@ -350,6 +352,13 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
+
+
+def _array(variable: str, gradient: Any) -> jax.Array:
+    try:
+        return jnp.asarray(gradient)
+    except (TypeError, ValueError) as error:
+        raise not_an_array(variable, gradient) from error
 
 
 def _accumulators(optimizer: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
 from gainstage.optimizers.scale_warnings import NOT_IN_STATE, ScaleUses
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.rules.loss_scale import Rule, keras_rule, start, with_number
+from gainstage.rules.loss_scale import Rule, keras_rule, with_number
 from gainstage.transforms.loss_scaled_state import applied_in, observed_in
 
 
@@ -267,27 +267,17 @@ class LossScaleOptimizer(Retrying):
         inner = vars(self).get("_inner")
         if inner is not None and name in vars(inner) and name not in vars(self):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
-        if name in ("initial_scale", "dynamic_growth_steps") and not self._unscaled:
-            self._set_rule(name, value)
+        if name == "dynamic_growth_steps" and not self._unscaled:
+            self._rule = with_number(self._rule, name, value)
+            self._wrapper.set_rule(self._rule)
+            self._store.changed()
             return
         if name in ("initial_scale", "dynamic_growth_steps", "rule", "inner_optimizer"):
-            raise AttributeError(f"`{name}` can be set only in the constructor.")
+            advice = " Write dynamic_scale.assign(value)." if name == "initial_scale" else ""
+            raise AttributeError(f"`{name}` can be set only in the constructor.{advice}")
         if name in ("dynamic_scale", "step_counter"):
             raise AttributeError(f"`{name}` is a variable: write {name}.assign(value).")
         super().__setattr__(name, value)
-
-    def _set_rule(self, name: str, value: object) -> None:
-        if name == "initial_scale" and self.built:
-            raise AttributeError(
-                "Expected initial_scale to be set before build. Write dynamic_scale.assign(value)."
-            )
-        self._rule = rule = with_number(self._rule, name, value)
-        self._wrapper.set_rule(rule)
-        if name == "initial_scale":
-            scale = self._wrapper.state.scale.scale
-            scale.assign(start(rule).scale)
-            self._initial_scale = checks.shortest(scale.numpy())
-        self._store.changed()
 
     def build(self, var_list: Sequence[Variable]) -> None:
         """Builds the inner optimizer for these variables."""

@@ -172,6 +172,14 @@ def listed(argument: str, values: Any) -> list[Any]:
     return list(values)
 
 
+def not_an_array(variable: str, gradient: Any) -> InvalidArgumentError:
+    """The error for a gradient that is no array, such as a sparse one of JAX."""
+    advice = " Write gradient.todense()." if hasattr(gradient, "todense") else ""
+    return InvalidArgumentError(
+        f"Expected an array as the gradient of {variable!r}; got {brief(repr(gradient))}.{advice}"
+    )
+
+
 def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
     """Returns gradients as arrays that fit their variables; None stays None. Raises otherwise.
 
@@ -198,10 +206,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
             try:
                 gradient = strong(gradient)
             except (TypeError, ValueError) as error:
-                raise InvalidArgumentError(
-                    f"Expected an array as the gradient of {variable.name!r}; got "
-                    f"{brief(repr(gradient))}."
-                ) from error
+                raise not_an_array(variable.name, gradient) from error
         if gradient.shape != variable.shape:
             raise ValueError(
                 f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "
