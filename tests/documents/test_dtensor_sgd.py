@@ -141,6 +141,14 @@ def test_learning_rate_may_be(rate, expected):
     assert run(dtensor.SGD(rate), [1.0, 1.0]) == expected
 
 
+def test_the_old_name_of_the_learning_rate_is_refused():
+    """`lr`, which has no effect as an argument of TensorFlow's, is an error that names others."""
+    with pytest.raises(TypeError, match=r"argument 'lr'\. Its arguments are learning_rate"):
+        dtensor.SGD(lr=0.5)
+    with pytest.raises(AttributeError, match="Set `learning_rate`"):
+        dtensor.SGD().lr = 0.5
+
+
 def test_learning_rate_may_be_an_array():
     """The learning rate can be a scalar array."""
     assert run(dtensor.SGD(jnp.float32(0.25)), [1.0, 1.0]) == [2.75, 2.5]

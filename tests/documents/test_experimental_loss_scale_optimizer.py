@@ -405,6 +405,8 @@ def test_gradients_are_divided_by_the_scale(given):
     assert isinstance(back, list)
     assert back is not grads
     assert (back[0].tolist(), back[1], float(back[2])) == ([2.0, 4.0], None, 0.5)
+    with pytest.raises(TypeError, match="list of gradients for grads"):
+        wrapped().get_unscaled_gradients(jnp.ones(2))
 
 
 @row("differences", "unscaling in half precision")
@@ -745,6 +747,35 @@ def test_iterations_count_all_steps(arguments, start):
     assert int(opt.inner_optimizer.iterations) == 10
 
 
+def test_the_wrapper_has_the_counter():
+    """`iterations` is set on the wrapper; the inner optimizer, which shares it, cannot set it."""
+    with pytest.raises(AttributeError):
+        wrapped().inner_optimizer.iterations = gs.Variable(5)
+
+
+@row(4, "exclude_from_weight_decay")
+def test_exclusion_from_decay_reaches_the_inner_optimizer():
+    """The excluded variable does not decay; in TensorFlow it does."""
+    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    opt.exclude_from_weight_decay([w])
+    opt.minimize(lambda: w * 0.0, [w])
+    assert float(w) == 1.0
+
+
+@row("differences", "momentum, set on SGD without one")
+def test_a_momentum_that_is_set_before_the_first_step_is_used():
+    """Difference: TensorFlow ignores it. After `build` it would need state, and is an error."""
+    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(1.0))
+    opt.momentum = 0.5
+    for _ in range(2):
+        opt.minimize(lambda: w * 1.0, [w])
+    assert float(w) == 1.0 - 1.0 - 1.5
+    opt = tf2.LossScaleOptimizer(gs.SGD(1.0))
+    opt.minimize(lambda: w * 1.0, [w])
+    with pytest.raises(ValueError, match="momentum to be set before"):
+        opt.momentum = 0.5
+
+
 def test_with_accumulation_iterations_count_no_skipped_step():
     """Difference: with accumulation a skipped microbatch is left out, and does not count."""
     w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, gradient_accumulation_steps=2))
@@ -914,6 +945,9 @@ def test_slots_are_those_of_the_inner_optimizer():
     assert float(opt.get_slot(w, "velocity")) == 0.5 * 4.0
     with pytest.raises(ValueError, match="no slot 'm'"):
         opt.get_slot(w, "m")
+    opt = wrapped(gs.RMSprop(0.5, momentum=0.5, centered=True))
+    opt.minimize(lambda: w * 2.0, [w])
+    assert opt.get_slot_names() == ["velocity", "momentum", "average_gradient"]
 
 
 @row(4, "get_gradients", "get_updates")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 from jax.sharding import NamedSharding, PartitionSpec
 from transfers import through_a_store, through_arrays
 
@@ -192,6 +193,33 @@ def test_dynamic_growth_steps_is_the_period():
     assert scales(wrapped(growth=2), [1.0] * 4) == [8.0, 16.0, 16.0, 32.0]
     assert scales(wrapped(growth=1), [1.0] * 2) == [16.0, 32.0]
     assert gs.LossScaleOptimizer(gs.SGD()).dynamic_growth_steps == 2000
+
+
+def test_growth_steps_can_be_set():
+    """As in Keras, they can be set at any time, also of a compiled step; the scale is a variable
+    to be assigned."""
+    opt = wrapped(scale=16.0, growth=2000)
+    with pytest.raises(AttributeError, match=r"constructor\. Write dynamic_scale\.assign"):
+        opt.initial_scale = 8.0
+    opt.dynamic_scale.assign(8.0)
+    assert scales(opt, [1.0] * 2) == [8.0, 8.0]
+    opt.dynamic_growth_steps = 1
+    w = opt.trainable_variables[0]
+    opt.apply([1.0])
+    assert float(opt.loss_scale) == 16.0
+    step = gs.jit(lambda: opt.apply([1.0]), state=([w], opt.variables))
+    step()
+    opt.dynamic_growth_steps = 3
+    for _ in range(3):
+        step()
+    assert float(opt.loss_scale) == 64.0
+    again = opt.from_config(opt.get_config())
+    assert (again.initial_scale, again.dynamic_growth_steps) == (16.0, 3)
+    with pytest.raises(ValueError, match=r">= 1 .*for dynamic_growth_steps; got 0"):
+        opt.dynamic_growth_steps = 0
+    with pytest.raises(AttributeError, match=r"no `rule`.*got 2.*Pass rule="):
+        gs.LossScaleOptimizer(gs.SGD(), 8.0, dynamic=False).dynamic_growth_steps = 2
+    assert (opt.initial_scale, opt.dynamic_growth_steps, opt.rule) == (16.0, 3, again.rule)
 
 
 @row(1, "name")
@@ -678,6 +706,8 @@ def test_apply_gradients_takes_pairs():
     w, opt = gs.Variable(3.0), wrapped()
     counts = [int(opt.apply_gradients(zip([8.0], [w], strict=True))) for _ in range(2)]
     assert (counts, float(w)) == ([1, 2], 2.0)
+    accumulating = gs.SGD(0.5, gradient_accumulation_steps=2)
+    assert [int(accumulating.apply_gradients([(8.0, w)])) for _ in range(4)] == [0, 1, 1, 2]
 
 
 # ── assign, assign_add, assign_sub ───────────────────────────────────────────────────────────
@@ -752,7 +782,7 @@ def test_a_word_may_have_any_characters():
 @row(1, "no error: exclude_from_weight_decay after build")
 @row("differences", "exclusion after build")
 def test_exclusion_comes_before_build():
-    """Excluding after `build` is a ValueError; Keras ignores it."""
+    """Excluding after `build` is a ValueError, as Keras's document says; Keras accepts it."""
     opt, w = wrapped(), gs.Variable(1.0)
     opt.build([w])
     failing(ValueError, "before build", opt.exclude_from_weight_decay, [w])
@@ -772,6 +802,18 @@ def test_finalize_variable_values_sets_the_averages():
     assert (float(w), float(v)) == (0.5 * 2.0 + 0.5 * 1.0, 0.5 * -1.0 + 0.5 * -3.0)
     wrapped().finalize_variable_values([w])
     assert float(w) == 1.5
+
+
+def test_finalize_variable_values_of_some_variables_or_before_a_step():
+    """Some variables may be set to their averages; where there is none yet, nothing changes."""
+    w, v, opt = gs.Variable(3.0), gs.Variable(1.0), wrapped(gs.SGD(1.0, use_ema=True))
+    opt.build([w, v])
+    opt.finalize_variable_values([w])
+    assert float(w) == 3.0
+    opt.minimize(lambda: w * 1.0 + v * 2.0, [w, v])
+    w.assign(7.0)
+    opt.finalize_variable_values([w])
+    assert (float(w), float(v)) == (2.0, -1.0)
 
 
 @row(1, "ValueError: finalize_variable_values of other variables")
@@ -1045,14 +1087,15 @@ def test_stateless_apply_needs_build():
     failing(ValueError, "built before stateless_apply", wrapped().stateless_apply, [], [], [])
 
 
-@row(1, "no error: a wrong number of optimizer_variables")
-@row("differences", "stateless_apply with a list too short")
+@row(1, "TypeError: too few optimizer_variables")
+@row("differences", "stateless_apply with a list too long")
 def test_stateless_apply_counts_its_lists():
     """A list of the wrong length is a ValueError that names the list."""
     opt = wrapped()
     opt.build([gs.Variable(1.0)])
     state = [v.value() for v in opt.variables]
     failing(ValueError, "optimizer_variables", opt.stateless_apply, state[:-1], [1.0], [1.0])
+    failing(ValueError, "optimizer_variables", opt.stateless_apply, [*state, 1], [1.0], [1.0])
     failing(ValueError, "gradients", opt.stateless_apply, state, [1.0, 1.0], [1.0])
     failing(ValueError, "trainable_variables", opt.stateless_apply, state, [1.0], [])
 
@@ -1123,7 +1166,7 @@ def test_compute_gradients_returns_scaled_pairs():
 # ── raises ───────────────────────────────────────────────────────────────────────────────────
 
 
-@row(1, "warning: decay")
+@row(1, "ValueError: decay")
 @pytest.mark.parametrize("make", [gs.SGD, gs.Adam, gs.AdamW, gs.LossScaleOptimizer])
 def test_decay_is_ignored_with_a_warning(make):
     """`decay` has no effect: a number is a warning that says what to write, None is silent. Other
@@ -1196,6 +1239,7 @@ def test_there_is_one_clip_option():
     """Two clip options are a ValueError."""
     failing(ValueError, "at most one of clipnorm", wrapped, clipnorm=1.0, clipvalue=1.0)
     failing(ValueError, "at most one of clipnorm", gs.SGD, clipnorm=1.0, global_clipnorm=1.0)
+    failing(ValueError, "at most one of", setattr, gs.SGD(clipnorm=1.0), "clipvalue", 1.0)
 
 
 @row(1, "ValueError: gradient_accumulation_steps of 1")
@@ -1258,6 +1302,19 @@ def test_variables_without_a_gradient_stay():
     assert [float(b), float(opt.inner_optimizer.momentums[1])] == before
 
 
+@pytest.mark.parametrize("make", [wrapped, lambda: gs.SGD(0.5)], ids=["wrapped", "plain"])
+def test_a_pure_step_warns_of_missing_gradients_too(make):
+    """`stateless_apply` warns as `apply` does, at the caller's line."""
+    a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
+    opt = make()
+    opt.build([a, b])
+    state, weights = ([v.value() for v in variables] for variables in (opt.variables, [a, b]))
+    with pytest.warns(UserWarning, match=r"No gradient for \['b'\]") as told:
+        new, _ = opt.stateless_apply(state, [opt.scale_loss(1.0), None], weights)
+    assert [warning.filename for warning in told] == [__file__]
+    assert [float(x) for x in new] == [2.5, 4.0]
+
+
 @row(1, "ValueError: a variable not built with")
 def test_a_variable_has_to_be_known():
     """A variable that the optimizer was not built with is a ValueError."""
@@ -1279,6 +1336,37 @@ def test_there_is_a_gradient_for_each_variable():
     failing(ValueError, "Expected 1 gradients", opt.apply, [1.0, 2.0], [w])
     opt.build([w])
     failing(ValueError, "Expected 1 gradients", opt.apply, [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: gs.SGD("a"), "learning_rate; got 'a'"),
+        (lambda: gs.SGD(None), "learning_rate; got None"),
+        (lambda: setattr(wrapped(), "learning_rate", "a"), "learning_rate; got 'a'"),
+        (lambda: gs.SGD.from_config({"foo": 1}), "unexpected keyword argument 'foo'"),
+        (lambda: wrapped().add_variable(2), "for shape; got 2"),
+        (lambda: wrapped().add_variable((None,)), "for shape; got"),
+    ],
+)
+def test_what_keras_refuses_with_a_value_error_is_one_here(call, match):
+    """A wrong type is an error that is `ValueError`, as in Keras, and `TypeError`."""
+    for error in (ValueError, TypeError):
+        failing(error, match, call)
+
+
+def test_names_of_slots_need_as_many_initializers():
+    """As in Keras, another number of initializers is a ValueError, which names both."""
+    opt, w = gs.SGD(), gs.Variable(1.0)
+    failing(
+        ValueError,
+        r"initializer for each of \['a', 'b'\]; got 1",
+        opt.add_optimizer_variables,
+        [w],
+        ["a", "b"],
+        ["zeros"],
+    )
+    assert opt.get_slot_names() == []
 
 
 @row(1, "TypeError: setting a number where a schedule is")
@@ -1492,6 +1580,102 @@ def test_integers_are_numbers():
     """Learning rate and momentum can be integers, which Keras refuses."""
     assert run(gs.SGD(1, momentum=0), [1.0, 1.0]) == [2.0, 1.0]
     assert run(gs.SGD(np.float32(1), momentum=np.int32(1)), [1.0, 1.0]) == [2.0, 0.0]
+
+
+@row("differences", "default names")
+def test_default_names_are_those_of_the_class():
+    """Difference: the default name of an optimizer, to which nothing is appended."""
+    assert [each().name for each in (gs.SGD, gs.SGD, gs.RMSprop)] == ["SGD", "SGD", "rmsprop"]
+
+
+@row("differences", "gradients of integers or bools")
+@pytest.mark.parametrize("gradient", [jnp.int32(2), jnp.bool_(True)])
+def test_gradients_are_floating(gradient):
+    """Difference: an integer or a bool is no gradient, which Keras accepts."""
+    failing(TypeError, "floating dtype", gs.SGD(0.5).apply, [gradient], [gs.Variable(1.0)])
+
+
+@row("differences", "sparse gradients (BCOO)")
+def test_sparse_gradients_are_named():
+    """Difference: a sparse gradient is an error that says how to make it dense, also in Keras."""
+    sparse = BCOO.fromdense(jnp.array([8.0, 0.0]))
+    for opt in (gs.SGD(0.5), wrapped()):
+        failing(TypeError, r"todense\(\)", opt.apply, [sparse], [gs.Variable([1.0, 1.0])])
+    keras = pytest.importorskip("keras")
+    from gainstage.interop.keras import LossScaleOptimizer
+
+    opt, w = LossScaleOptimizer(keras.optimizers.SGD(0.5), 8.0), keras.Variable([1.0, 1.0])
+    failing(TypeError, r"gradient of 'variable.*todense\(\)", opt.apply, [sparse], [w])
+    assert w.value.tolist() == [1.0, 1.0]
+
+
+@row("differences", "Nadam in the wrapper, with interop.keras")
+def test_a_wrapped_nadam_steps_as_one_alone():
+    """Difference: the wrapper keeps the product of momenta, which Keras's does not track."""
+    keras = pytest.importorskip("keras")
+    from gainstage.interop.keras import LossScaleOptimizer
+
+    seen = []
+    for wrap in (lambda opt: opt, lambda opt: LossScaleOptimizer(opt, 1.0)):
+        opt, w = wrap(keras.optimizers.Nadam(0.5)), keras.Variable(3.0)
+        opt.scale_loss(1.0)
+        for gradient in (1.0, 2.0, -1.0):
+            opt.apply([jnp.float32(gradient)], [w])
+        seen.append(float(w.value))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-6)
+
+
+@row("differences", "build with an integer variable, or with none")
+def test_variables_are_floating_and_some():
+    """Difference: an integer variable, or no variable, cannot be trained."""
+    failing(TypeError, "got 'step' of dtype int32", wrapped().build, [gs.Variable(1, name="step")])
+    failing(ValueError, "at least one variable", wrapped().build, [])
+
+
+@row("differences", "use_ema or gradient_accumulation_steps set after build")
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [("use_ema", True, False), ("gradient_accumulation_steps", 2, 3)]
+)
+def test_what_decides_on_state_is_set_before_build(name, before, after):
+    """Difference: Keras accepts a change of these, also where averages or a window are lost."""
+    opt = gs.SGD(0.5, **{name: before})
+    opt.build([gs.Variable(1.0)])
+    failing(ValueError, f"{name} to be set before", setattr, opt, name, after)
+    assert getattr(opt, name) == before
+
+
+@row("differences", "other numbers out of range, such as weight_decay=-1")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (gs.SGD, {"weight_decay": -1.0}),
+        (gs.SGD, {"clipnorm": -1.0}),
+        (gs.SGD, {"loss_scale_factor": -1.0}),
+        (gs.Adam, {"beta_1": 1.5}),
+        (gs.Adam, {"epsilon": -1.0}),
+        (gs.RMSprop, {"rho": 2.0}),
+    ],
+)
+def test_numbers_are_within_their_range(make, options):
+    """Difference: a number that no method can have is an error, where Keras trains with it."""
+    failing(ValueError, f"for {next(iter(options))}; got", make, **options)
+
+
+@row("differences", "Python numbers that update_step changes")
+def test_a_number_that_a_compiled_step_changes_once_is_told():
+    """Difference: a compiled step has it as a constant, and says so once; else it is obeyed."""
+
+    class Growing(gs.SGD):
+        count = 0
+
+        def update_step(self, gradient, variable, learning_rate):
+            self.count += 1
+            super().update_step(gradient * self.count, variable, learning_rate)
+
+    with pytest.warns(UserWarning, match=r"set count from 0 to 1.*jit_compile=False") as told:
+        assert run(Growing(0.5), [1.0, 1.0, 1.0]) == [2.5, 2.0, 1.5]
+    assert len(told) == 1
+    assert run(Growing(0.5, jit_compile=False), [1.0, 1.0]) == [2.5, 1.5]
 
 
 @row("differences", "a clip option of 0")

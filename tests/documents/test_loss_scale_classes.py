@@ -203,6 +203,8 @@ def test_a_compiled_update_changes_the_scale():
         ({"a": np.float32([1.0]), "b": [jnp.ones(2, jnp.float16), (None, NAN)]}, False),
         ([np.float32([1.0, -INF]), 1.0], False),
         ([np.float16([INF]), None], False),
+        ({"a": 1.0, "b": INF}.values(), False),
+        (iter([None, 1.0]), True),
     ],
 )
 def test_gradients_may_be_nested_and_none(gradients, finite):
@@ -347,6 +349,8 @@ def test_the_period_counts_finite_steps(period, scales):
     """The scale rises in each `increment_period`-th finite step; 0 means 1, as in TensorFlow."""
     assert scales_after(DynamicLossScale(8, increment_period=period), [1.0] * 4) == scales
     assert DynamicLossScale(8, period).increment_period == max(period, 1)
+    with pytest.raises(ValueError, match=r"an integer .*for increment_period; got 2.5"):
+        DynamicLossScale(8, 2.5)
 
 
 def test_a_non_finite_gradient_resets_the_count():

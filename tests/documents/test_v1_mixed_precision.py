@@ -84,6 +84,19 @@ def test_loss_scaling_has_no_mathematical_effect():
         assert weights_after(wrapped(scale, v1.MomentumOptimizer(0.5, 0.5)), [1.0, 2.0]) == alone
 
 
+@row("differences", "update of your own subclass")
+def test_update_of_every_scale_of_ones_own_is_called():
+    """Difference: a subclass of `FixedLossScale` decides too; TensorFlow does not call it."""
+
+    class Never(v1.FixedLossScale):
+        def update(self, grads):
+            return None, False
+
+    w, opt = gs.Variable(3.0), v1.GradientDescentOptimizer(0.5)
+    v1.MixedPrecisionLossScaleOptimizer(opt, Never(8)).apply_gradients([(1.0, w)])
+    assert float(w) == 3.0
+
+
 @row(2, "compute_gradients")
 def test_small_gradients_do_not_underflow_in_float16():
     """A gradient that float16 rounds to 0 comes out right if the loss is scaled."""
@@ -417,6 +430,8 @@ def test_grad_loss_is_the_gradient_of_the_loss():
     for opt in (v1.GradientDescentOptimizer(0.5), wrapped()):
         ((gradient, _),) = opt.compute_gradients(lambda: w**2, [w], grad_loss=[3.0, 0.5])
         assert gradient.tolist() == [3.0 * 2.0, 0.5 * 4.0]
+        with pytest.raises(ValueError, match=r"broadcast_to\(grad_loss, \(2,\)\)"):
+            opt.compute_gradients(lambda: w**2, [w], grad_loss=2.0)
 
 
 @row(2, "compute_gradients")

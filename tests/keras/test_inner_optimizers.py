@@ -1,5 +1,7 @@
 """Keras's wrapper around any optimizer: it trains the rule, and reads the options, of that one."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -200,6 +202,42 @@ def test_a_callable_rate_is_called_in_each_step():
         rates["now"] = rate
         optimizer.apply([jnp.array([1.0])], [weight])
     assert weight.value.tolist() == [0.125]
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, gs.SGD])
+def test_only_a_gradient_of_none_is_told(make):
+    """As in Keras, a step on some of the variables is no mistake, and None in a list may be one."""
+    a, b = keras.Variable(1.0, name="a"), keras.Variable(2.0, name="b")
+    optimizer = LossScaleOptimizer(make(0.5), initial_scale=8.0)
+    optimizer.build([a, b])
+    optimizer.scale_loss(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.apply([jnp.float32(8.0)], [b])
+    with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \['a'\]"):
+        optimizer.apply([None, jnp.float32(8.0)], [a, b])
+    assert (float(a.value), float(b.value)) == (1.0, 1.0)
+
+
+class Line(keras.optimizers.schedules.LearningRateSchedule):
+    """A schedule with an attribute that is set later."""
+
+    rate = 0.5
+
+    def __call__(self, step):
+        return keras.ops.multiply(self.rate, keras.ops.cast(step, "float32") + 1.0)
+
+
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, gs.SGD])
+def test_a_schedule_that_is_changed_between_steps_is_obeyed(make):
+    """An eager step uses the attributes of a schedule that are set now, as in Keras."""
+    schedule, weight = Line(), keras.Variable([0.0])
+    optimizer = LossScaleOptimizer(make(schedule), initial_scale=1.0)
+    optimizer.scale_loss(1.0)
+    optimizer.apply([jnp.array([-1.0])], [weight])
+    schedule.rate = 2.0
+    optimizer.apply([jnp.array([-1.0])], [weight])
+    assert weight.value.tolist() == [0.5 + 4.0]
 
 
 def test_the_state_of_a_nadam_that_keras_has_saved():

@@ -118,6 +118,28 @@ def test_configurations_of_keras_are_readable(name):
     assert gs.LossScaleOptimizer.from_config(wrapped).get_config() == wrapped
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_state_that_a_class_adds_before_build_stands_where_keras_has_it():
+    """Variables stand as they were created, so what Keras has saved is loaded into its places."""
+
+    def counting(base):
+        class Counting(base):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                self.count = self.add_variable((), "ones", name="count")
+
+        return Counting(0.5, use_ema=True, gradient_accumulation_steps=2)
+
+    theirs, variable = counting(keras.optimizers.SGD), keras.Variable(5.0)
+    theirs.apply_gradients([(jnp.float32(1.0), variable)])
+    ours, store = counting(gs.SGD), {}
+    ours.build([gs.Variable(0.0)])
+    theirs.save_own_variables(store)
+    ours.load_own_variables(store)
+    assert [float(v) for v in ours.variables] == [1.0, 0.5, 1.0, 5.0, 1.0]
+    assert ours.variables[2] is ours.count
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -666,6 +666,55 @@ def test_a_configuration_without_a_rule_is_one_of_keras():
     assert LossScaleOptimizer.from_config(config).rule == rule
 
 
+def test_the_arguments_of_the_scale_can_be_set(tmp_path):
+    """As in Keras, `fit` and `apply` use them, and a configuration and a saved model have them."""
+    seen = []
+    for kind in (ORIGINAL, LossScaleOptimizer):
+        opt = kind(keras.optimizers.SGD(0.05), 2.0**10, 2000)
+        opt.initial_scale, opt.dynamic_growth_steps = 8.0, 2
+        model, _ = fitted(opt, epochs=1)
+        seen.append(float(opt.dynamic_scale.value))
+        assert kind.from_config(opt.get_config()).get_config() == opt.get_config()
+        assert "rule" not in opt.get_config()
+    assert seen == [8.0 * 2**4] * 2
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras").optimizer
+    assert (loaded.initial_scale, loaded.dynamic_growth_steps) == (8.0, 2)
+    opt.dynamic_growth_steps = 1
+    opt.scale_loss(1.0)
+    opt.apply([jnp.zeros(v.shape) for v in model.trainable_variables])
+    assert float(opt.dynamic_scale.value) == 8.0 * 2**5
+    with pytest.raises(ValueError, match="for dynamic_growth_steps; got 0"):
+        opt.dynamic_growth_steps = 0
+    assert opt.dynamic_growth_steps == 1
+
+
+def test_arguments_of_the_scale_are_not_set_beside_a_rule():
+    """A rule that the user has written has these numbers, and the error says so."""
+    rule = gs.AdaptiveLossScale()
+    opt = LossScaleOptimizer(keras.optimizers.SGD(0.5), rule=rule)
+    with pytest.raises(AttributeError, match=r"no `rule`.*got 2.*Pass rule="):
+        opt.dynamic_growth_steps = 2
+    assert opt.rule == rule
+
+
+def test_growth_steps_that_a_compiled_fit_does_not_see_are_told_once():
+    """Keras compiles the step of `fit` once, and goes on with the old number."""
+    opt = LossScaleOptimizer(keras.optimizers.SGD(0.05), 8.0, 2000)
+    model, _ = fitted(opt, epochs=1)
+    x, y = data()
+    opt.dynamic_growth_steps = 2
+    with pytest.warns(UserWarning, match=r"=2 after fit had.*with 2000.*Write model\.compile"):
+        model.fit(x, y, 16, verbose=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(x, y, 16, verbose=0)
+        model.compile(opt, "mse")
+        opt.dynamic_growth_steps = 4
+        model.fit(x, y, 16, verbose=0)
+    assert float(opt.dynamic_scale.value) == 32.0
+
+
 # Asked for in keras-core#571.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
 def test_the_loss_that_is_shown_is_the_true_one():

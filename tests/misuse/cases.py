@@ -43,6 +43,12 @@ FINE = {
     "no rule": "gs.loss_scaled(sgd)",
     "telemetry": "gs.loss_scaled(sgd, telemetry=True, underflow_every=1)",
 }
+COUNTING = """
+class Counting(gs.Optimizer):
+    count = 0
+    def update_step(self, gradient, variable, learning_rate):
+        self.count += 1; self.assign_sub(variable, learning_rate * gradient * self.count)
+"""
 MESH = """
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
@@ -975,6 +981,49 @@ opt = gs.Optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.b
 v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias"); one, two = gs.AdamW(), gs.AdamW()
 for each in (one, two): each.exclude_from_weight_decay(var_names=["bias"])
 gs.MultiOptimizer([(one, [v]), (two, [b])]).build([v, b])
+"""),
+    "a schedule with a Python condition": ("refused", r"jax\.numpy\.where\(step", """
+v = gs.Variable(1.0); gs.SGD(lambda step: 0.5 if step < 1 else 0.25).apply([1.0], [v])
+"""),
+    "a schedule with numpy": ("refused", "learning_rate\\(step\\) to work on an array.*jit_compile=False", """
+v = gs.Variable(1.0); gs.LossScaleOptimizer(gs.SGD(lambda step: np.cos(step))).minimize(lambda: v * v, [v])
+"""),
+    "a schedule with a Python condition, uncompiled": ("works", "", """
+v = gs.Variable(1.0); opt = gs.SGD(lambda step: 0.5 if step < 1 else 0.25, jit_compile=False)
+for _ in range(2): opt.apply([1.0], [v])
+assert float(v) == 0.25
+"""),
+    "a count of Python in update_step": ("warns", r"has set count from 0 to 1.*add_variable\(\(\), name='count'\)", COUNTING + """
+v = gs.Variable(0.0); opt = gs.LossScaleOptimizer(Counting(1.0))
+for _ in range(3): opt.minimize(lambda: -v, [v])
+"""),
+    "a count of Python in an uncompiled update_step": ("works", "", COUNTING + """
+v = gs.Variable(0.0); opt = Counting(1.0, jit_compile=False)
+for _ in range(3): opt.apply([-1.0], [v])
+assert float(v) == 6.0
+"""),
+    "a count in update_step that every step sets back, and what it caches": ("works", "", """
+class Places(gs.SGD):
+    place, shape, name_of = 0, None, ""
+    def update_step(self, gradient, variable, learning_rate):
+        self.place += 1; self.shape = variable.shape; self.name_of = variable.name
+        super().update_step(gradient * self.place, variable, learning_rate)
+        self.place %= 2
+v, u = gs.Variable(0.0), gs.Variable(0.0); opt = Places(1.0)
+for _ in range(3): opt.apply([-1.0, -1.0], [v, u])
+assert (float(v), float(u)) == (3.0, 6.0)
+"""),
+    "built, set by an optimizer's own build": ("works", "", """
+class Own(gs.SGD):
+    def build(self, var_list):
+        super().build(var_list); self.built = True
+v = gs.Variable(1.0); gs.LossScaleOptimizer(Own(0.5)).minimize(lambda: v * 1.0, [v]); assert float(v) == 0.5
+"""),
+    "built, set without a base that builds": ("refused", r"super\(\)\.build\(var_list\) to set built; got True", """
+class Own(gs.SGD):
+    def build(self, var_list):
+        self.built = True
+Own(0.5).build([gs.Variable(1.0)])
 """),
     "half-precision variables": ("warns", "master_weights=True", """
 v = gs.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.LossScaleOptimizer(gs.SGD(0.1))

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import gainstage as gs
-from gainstage.compat import dtensor
+from gainstage.compat import dtensor, tf2
 
 # Of each rule, its settings: a value that is taken, and one that is not.
 SETTINGS = [
@@ -229,3 +229,30 @@ def test_attributes_of_ones_own_may_be_set():
     mine, ours = Mine(0.1), gs.SGD(0.1)
     mine.lr, ours.note = 0.5, "first run"
     assert (mine.lr, ours.note) == (0.5, "first run")
+
+
+class Line(gs.schedules.LearningRateSchedule):
+    """A schedule that is not frozen, and counts its calls."""
+
+    def __init__(self, rate):
+        self.rate, self.calls = rate, 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return self.rate * (step + 1.0)
+
+
+@pytest.mark.parametrize("wrap", [lambda opt: opt, gs.LossScaleOptimizer, tf2.LossScaleOptimizer])
+def test_a_schedule_that_is_changed_between_steps_is_obeyed(wrap):
+    """As in TensorFlow and Keras, an eager step uses the attributes of a schedule that are set now,
+    those that `learning_rate` tells; without a change nothing is compiled again."""
+    schedule = Line(0.5)
+    opt, w = wrap(gs.SGD(schedule)), gs.Variable(0.0)
+    for _ in range(3):
+        opt.minimize(lambda: -w, [w])
+    assert (float(w), schedule.calls) == (0.5 + 1.0 + 1.5, 1)
+    schedule.rate = 2.0
+    assert float(opt._store.rate_now()) == 2.0 * 4
+    opt.minimize(lambda: -w, [w])
+    opt.minimize(lambda: -w, [w])
+    assert (float(w), schedule.calls) == (3.0 + 8.0 + 10.0, 3)

@@ -9,6 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+# What JAX raises if Python asks for the value of an array that is traced.
+NOT_TRACED = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 ARRAYS = (jax.Array, np.ndarray, np.generic)  # the classes of arrays
 _ARRAY = object()  # marks the place of an array
 

@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar, cast, get_args
 
+from gainstage._base.checks import InvalidArgumentError
+
 # They decide how a step runs, not what it computes: not part of a configuration.
 _LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
 # The errors of constructors for arguments from a damaged file.
@@ -29,7 +31,9 @@ def explained(from_config: F) -> F:
         except _UNFIT as error:
             if str(error).startswith("Expected"):
                 raise
-            raise (TypeError if isinstance(error, TypeError) else ValueError)(
+            both = isinstance(error, InvalidArgumentError)
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise (InvalidArgumentError if both else kind)(
                 f"Expected a configuration of {cls.__name__}; got {reprlib.repr(config)} "
                 f"({type(error).__name__}: {error})."
             ) from error

@@ -169,6 +169,9 @@ class DynamicLossScale(LossScale):
                 f"Expected update(grads); got {1 + len(unexpected)} arguments. The rule with "
                 f"update(state, finite) is gainstage.DynamicLossScale."
             )
+        alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
+        if alone and isinstance(grads, Iterable) and not isinstance(grads, str):
+            grads = list(grads)  # the values of a dictionary, or a generator
         leaves = [_array("grads", leaf) for leaf in jax.tree.leaves(grads)]
         for leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -210,7 +213,8 @@ def summed(loss: Any, grad_loss: Any = None) -> Any:
         weights = jnp.asarray(grad_loss)
         if weights.shape != value.shape:
             raise ValueError(
-                f"Expected grad_loss of the loss's shape, {value.shape}; got shape {weights.shape}."
+                f"Expected grad_loss of the loss's shape, {value.shape}; got shape "
+                f"{weights.shape}. Write jax.numpy.broadcast_to(grad_loss, {value.shape})."
             )
         return jnp.sum(value * weights)
 

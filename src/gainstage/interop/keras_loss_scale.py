@@ -3,6 +3,7 @@
 # Keras is not typed.
 # pyright: reportCallIssue=false
 
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,19 @@ from gainstage.interop.keras_fit import Fits
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
+from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers._step.store import Wrapper
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.rules.loss_scale import FixedLossScale, LossScale, Rule, as_rule, keras_rule, start
+from gainstage.rules.loss_scale import (
+    FixedLossScale,
+    LossScale,
+    Rule,
+    as_rule,
+    keras_rule,
+    start,
+    with_number,
+)
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
@@ -64,6 +74,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
     _has_scaled = False  # whether a loss was multiplied by the scale
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
+    _compiled_growth_steps: int | None = None  # those of the step that `fit` has compiled
 
     def __init__(
         self,
@@ -205,7 +216,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         state = empty._replace(
             **{f: own[i] for f, i in places.items() if getattr(empty, f, None) is not None}
         )
-        arrays = [g if g is None else jnp.asarray(g) for g in grads]
+        named = zip(self._trainable_variables, grads, strict=True)
+        arrays = [g if g is None else _array(variable.path, g) for variable, g in named]
         inner_optimizer = self.inner_optimizer
         ours = isinstance(inner_optimizer, KerasOptimizer)
         clip = inner_optimizer._ours._store.in_force.clip if ours else None
@@ -218,7 +230,9 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 g if g is None or keep else gradients.unscale(g, state.scale)
                 for g, keep in zip(grads, kept, strict=True)
             ]
-            new = tuple(map(list, step(old[1], true, old[0])))
+            with warnings.catch_warnings():  # our `apply` has told what the user gave no gradient
+                warnings.filterwarnings("ignore", "Gradients do not exist")
+                new = tuple(map(list, step(old[1], true, old[0])))
             return None, jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
@@ -248,7 +262,21 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 f"Expected {name} to be set on the inner optimizer: it has no effect on the "
                 f"wrapper. Write optimizer.inner_optimizer.{name} = {value!r}."
             )
+        if name in ("initial_scale", "dynamic_growth_steps") and "_fits" in vars(self):
+            self.rule = rule = with_number(self.rule, name, value)
+            if not self.built:
+                self._fits = Fits(rule, float(start(rule).scale))
+            super().__setattr__("initial_scale", rule.initial_loss_scale)
+            super().__setattr__("dynamic_growth_steps", rule.increment_period)
+            return
         super().__setattr__(name, value)
+
+    def stateless_apply(
+        self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
+        self._compiled_growth_steps = self.dynamic_growth_steps
+        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
@@ -265,6 +293,13 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
 
         Keras calls it at the end of `fit`. It warns, once, if no step was applied since the last
         time, and the scale has fallen to its minimum, or by `2**16`, or is fixed."""
+        if self._compiled_growth_steps not in (None, self.dynamic_growth_steps):
+            warn(
+                f"{self.name!r} was set to dynamic_growth_steps={self.dynamic_growth_steps} after "
+                f"fit had compiled its step with {self._compiled_growth_steps}, which went on. "
+                f"Write model.compile(optimizer, ...) before the next fit."
+            )
+            self._compiled_growth_steps = None
         ran = self._has_scaled
         if self._compiled is None:  # Keras's `fit` has scaled, which says nothing of `apply`
             self._has_scaled = self._was_read = False
@@ -317,6 +352,13 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         if isinstance(config.get("rule"), Mapping):
             config["rule"] = deserialize(config["rule"], LossScale, custom_objects)
         return super().from_config(config, custom_objects)
+
+
+def _array(variable: str, gradient: Any) -> jax.Array:
+    try:
+        return jnp.asarray(gradient)
+    except (TypeError, ValueError) as error:
+        raise not_an_array(variable, gradient) from error
 
 
 def _accumulators(optimizer: Any) -> list[Any]:

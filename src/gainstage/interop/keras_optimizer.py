@@ -113,9 +113,7 @@ class Stateless(keras.optimizers.Optimizer):
 
     def _warn_of_missing(self: Any, variables: Sequence[Any], grads: Sequence[Any]) -> None:
         missing = [v.path for v, g in zip(variables, grads, strict=True) if g is None]
-        if not missing or len(missing) == len(grads):  # if all are missing, the step raises
-            return
-        if isinstance(getattr(self, "inner_optimizer", self), KerasOptimizer):  # Keras's own warns
+        if 0 < len(missing) < len(grads):  # if all are missing, the step raises
             warnings.warn(
                 f"Gradients do not exist for variables {brief(missing)} when minimizing the loss. "
                 f"They stay as they are. With model.compile(), is the `loss` argument given?",
@@ -158,7 +156,8 @@ class KerasOptimizer(Options, Stateless):
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         for variable in super().variables:  # replaced by mirrors of our own variables
             self._untrack_variable(variable)
-        self._ours, self._original = copy.deepcopy(optimizer), Original(optimizer)
+        shared = {id(s): s for s in [optimizer._store.rate.source] if callable(s)}  # as in Keras
+        self._ours, self._original = copy.deepcopy(optimizer, shared), Original(optimizer)
         self._undecayed: Any = None  # Keras variables, and names, if they were given
         count, rate = self._ours._store.microbatches, self._ours._store.rate
         self._iterations = mirror_of(count, count.value())  # the assignment tracks it

@@ -21,6 +21,8 @@ def constants(optimizer: Any) -> Hashable:
         rate = float(now)
     rate = None if isinstance(rate, keras.Variable) else rate
     each = {**vars(optimizer), **vars(optimizer if ours is None else ours)}
+    schedule = getattr(rate, "__dict__", {})
+    each |= {f"learning_rate.{name}": value for name, value in schedule.items()}
     own = [(name, value) for name, value in each.items() if isinstance(value, CONSTANTS)]
     return rate, *own, *(getattr(optimizer, name, None) for name in OPTIONS)
 

@@ -1,10 +1,11 @@
 """Checks of an optimizer that a wrapper, or an optimizer of several, is given."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 
+from gainstage._base import checks
 from gainstage._base.checks import InvalidArgumentError, check_verbs
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
@@ -12,6 +13,14 @@ from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OP
 from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
+from gainstage.rules.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    Rule,
+    as_rule,
+    keras_rule,
+)
 from gainstage.transforms.loss_scaled_state import states_in
 
 
@@ -22,6 +31,40 @@ def check_one_scale(inner: Optimizer, variables: Sequence[Variable]) -> None:
             f"Expected the transformation of {inner.name!r} without gainstage.loss_scaled in it; "
             f"got a scale within a scale. LossScaleOptimizer takes care of the scale."
         )
+
+
+def chosen_rule(
+    initial_scale: float,
+    growth_steps: int,
+    dynamic: bool,
+    rule: Rule | None,
+    given: Collection[str],
+    lowest: float | None,
+) -> LossScale:
+    """Returns the rule of a wrapper with these arguments; raises an error if they do not fit.
+
+    Args:
+        initial_scale, growth_steps, dynamic, rule: the arguments.
+        given: the names of the arguments that the user has passed.
+        lowest: the lowest dynamic scale; None for that of `keras_rule`.
+    """
+    dynamic = checks.flag("dynamic", dynamic)
+    checks.loss_scale("initial_scale", initial_scale)
+    checks.integer("dynamic_growth_steps", growth_steps, low=1)
+    if rule is not None:
+        others = {"initial_scale", "dynamic_growth_steps", "dynamic"}
+        return as_rule("rule", rule, others.intersection(given))
+    if dynamic:
+        if lowest is None:
+            return keras_rule(initial_scale, growth_steps)
+        return DynamicLossScale(initial_scale, growth_steps, min_scale=lowest)
+    if "initial_scale" not in given:
+        raise ValueError("Expected initial_scale for dynamic=False; got none.")
+    if "dynamic_growth_steps" in given:
+        raise ValueError(
+            f"Expected no dynamic_growth_steps for dynamic=False; got {growth_steps!r}."
+        )
+    return FixedLossScale(initial_scale)
 
 
 def check_inner(inner: object, given: set[str], argument: str) -> None:

@@ -27,12 +27,12 @@ from gainstage.optimizers._step.options import (
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import OptimizerState, StepInputs
 from gainstage.optimizers._step.store import ScalingWrapper
-from gainstage.optimizers.inner_checks import check_inner, check_one_scale
+from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
 from gainstage.optimizers.scale_uses import NOT_IN_STATE, ScaleUses
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.rules.loss_scale import Rule, as_rule, keras_rule
+from gainstage.rules.loss_scale import Rule, keras_rule, with_number
 from gainstage.transforms.loss_scaled_state import applied_in, observed_in
 
 
@@ -103,7 +103,8 @@ class LossScaleOptimizer(Retrying):
         **options: Unpack[WrapperOptions],
     ):
         check_inner(inner_optimizer, self._given, self._inner_argument)
-        self._rule = rule = self._chosen_rule(initial_scale, dynamic_growth_steps, dynamic, rule)
+        numbers, given = (initial_scale, dynamic_growth_steps), self._given
+        self._rule = rule = chosen_rule(*numbers, dynamic, rule, given, self._min_scale)
         ignore_decay(options)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
@@ -132,27 +133,6 @@ class LossScaleOptimizer(Retrying):
         super().__setstate__(state)
         if self._store.wrapper is None:  # a shallow copy shares the original's
             self._store.set_wrapper(self._wrapper)
-
-    def _chosen_rule(
-        self, initial_scale: float, growth_steps: int, dynamic: bool, rule: Rule | None
-    ) -> LossScale:
-        given = self._given & {"initial_scale", "dynamic_growth_steps", "dynamic"}
-        dynamic = checks.flag("dynamic", dynamic)
-        checks.loss_scale("initial_scale", initial_scale)
-        checks.integer("dynamic_growth_steps", growth_steps, low=1)
-        if rule is not None:
-            return as_rule("rule", rule, given)
-        if dynamic:
-            if self._min_scale is None:
-                return keras_rule(initial_scale, growth_steps)
-            return DynamicLossScale(initial_scale, growth_steps, min_scale=self._min_scale)
-        if "initial_scale" not in given:
-            raise ValueError("Expected initial_scale for dynamic=False; got none.")
-        if "dynamic_growth_steps" in given:
-            raise ValueError(
-                f"Expected no dynamic_growth_steps for dynamic=False; got {growth_steps!r}."
-            )
-        return FixedLossScale(initial_scale)
 
     # ── the scale ────────────────────────────────────────────────────────────────────────────
 
@@ -286,8 +266,14 @@ class LossScaleOptimizer(Retrying):
         inner = vars(self).get("_inner")
         if inner is not None and name in vars(inner) and name not in vars(self):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
+        if name == "dynamic_growth_steps" and not self._unscaled:
+            self._rule = with_number(self._rule, name, value)
+            self._wrapper.set_rule(self._rule)
+            self._store.changed()
+            return
         if name in ("initial_scale", "dynamic_growth_steps", "rule", "inner_optimizer"):
-            raise AttributeError(f"`{name}` can be set only in the constructor.")
+            advice = " Write dynamic_scale.assign(value)." if name == "initial_scale" else ""
+            raise AttributeError(f"`{name}` can be set only in the constructor.{advice}")
         if name in ("dynamic_scale", "step_counter"):
             raise AttributeError(f"`{name}` is a variable: write {name}.assign(value).")
         super().__setattr__(name, value)

@@ -21,16 +21,9 @@ from gainstage._variables.bridge import assign, bound, functional, read, write
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
+from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.differentiate import VarList, check_floating, differentiate
-from gainstage.optimizers._step.options import (
-    ARGUMENTS,
-    BEFORE_BUILD,
-    PARAMETERS,
-    Arguments,
-    OptimizerOptions,
-    check_option,
-    ignore_decay,
-)
+from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.runner import Runner, by_place, check_bound, fitted, listed
 from gainstage.optimizers._step.saving import Saved, shown, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
@@ -106,13 +99,13 @@ class Optimizer(Configurable, Arguments, Saved):
     Source: `keras.optimizers.Optimizer` (Keras 3).
     """
 
-    _keywords = PARAMETERS
+    _keywords = all_options.PARAMETERS
     _sums_losses = False  # whether a loss that is not a scalar is summed
 
     def __init__(
         self, learning_rate: Rate, *options: Any, **named_options: Unpack[OptimizerOptions]
     ):
-        ignore_decay(named_options)
+        all_options.ignore_decay(named_options)
         try:
             bound = Optimizer.__signature__.bind(learning_rate, *options, **named_options)
         except TypeError as error:
@@ -135,7 +128,7 @@ class Optimizer(Configurable, Arguments, Saved):
         cls = type(self).__name__
         snake = cls if cls.isupper() else re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls).lower()
         given = {**given, "name": snake if given["name"] is None else given["name"]}
-        for name in [name for name in ARGUMENTS if name in given]:
+        for name in [name for name in all_options.ARGUMENTS if name in given]:
             setattr(self, name, given[name])
         self._runner = Runner()
 
@@ -171,8 +164,8 @@ class Optimizer(Configurable, Arguments, Saved):
 
     def _checked_option(self, name: str, value: Any) -> Any:
         now = vars(self._store.in_force)
-        value = check_option(name, value, {k: v for k, v in now.items() if k != name})
-        if name in BEFORE_BUILD and self.built and value != now[name]:
+        value = all_options.check_option(name, value, {k: v for k, v in now.items() if k != name})
+        if name in all_options.BEFORE_BUILD and self.built and value != now[name]:
             raise ValueError(f"Expected {name} to be set before the optimizer is built.")
         counts = self._store.window_count is not None and self._store.wrapper is None
         if counts and name == "loss_scale_factor" and value is None:
@@ -189,17 +182,19 @@ class Optimizer(Configurable, Arguments, Saved):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
+        held = vars(self)
+        store, old = held.get("_store"), held.get(name, getattr(type(self), name, None))
         super().__setattr__(name, value)
-        if not name.startswith("_") and name != "learning_rate" and "_store" in vars(self):
-            self._store.changed()  # Python values are constants of the compiled step
+        if store is not None and name != "learning_rate":
+            store.changed(name, old, value)  # Python values are constants of the compiled step
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        moving averages, accumulators, master weights, the counts of `on_bad_microbatch`, then the
-        variables that `build` added."""
+        variables that were added before `build`, moving averages, accumulators, master weights, the
+        counts of `on_bad_microbatch`, then the variables that `build` added."""
         return self._store.variables
 
     @property
@@ -217,6 +212,11 @@ class Optimizer(Configurable, Arguments, Saved):
     def built(self) -> bool:
         """Whether `build` has created the state."""
         return bool(self._store.index)
+
+    @built.setter
+    def built(self, built: bool) -> None:
+        if built is not self.built:
+            raise AttributeError(f"Expected super().build(var_list) to set built; got {built!r}.")
 
     @property
     def groups(self) -> list[list[list[Any]]]:
@@ -355,14 +355,16 @@ class Optimizer(Configurable, Arguments, Saved):
         lists; all slots of a variable then come before those of the next, as in Keras."""
         names: Any = [name] if isinstance(name, str) else name
         each = initializer if isinstance(initializer, (list, tuple)) else [initializer] * len(names)
+        if len(each) != len(names):
+            raise ValueError(f"Expected an initializer for each of {names}; got {len(each)}.")
         rows, variables = list(zip(names, each, strict=True)), list(trainable_variables)
         made = [self.add_variable_from_reference(v, *row) for v in variables for row in rows]
         lists = tuple(made[i :: len(rows)] for i in range(len(rows)))
         return lists[0] if isinstance(name, str) else lists
 
     def get_slot_names(self) -> list[str]:
-        """The names of the slots that `build` has added."""
-        return sorted({name for _, name, _ in self._store.slots.of})
+        """The names of the slots that `build` has added, in that order."""
+        return self._store.slots.names
 
     def get_slot(self, var: Variable, slot_name: str) -> Variable:
         """Returns the slot of a variable, by the name that `add_optimizer_variables` was given.
@@ -372,15 +374,7 @@ class Optimizer(Configurable, Arguments, Saved):
         Raises:
             ValueError: there is no such slot.
         """
-        slots = self._store.slots.of
-        if not isinstance(var, Variable):
-            raise TypeError(f"Expected a gainstage.Variable for var; got {brief(repr(var))}.")
-        if (var, slot_name, 0) not in slots:
-            raise ValueError(
-                f"{self._store.owner!r} has no slot {slot_name!r} for {var.name!r}; its slots are "
-                f"{self.get_slot_names()}."
-            )
-        return slots[var, slot_name, 0]
+        return self._store.slots.get(var, slot_name)
 
     def assign(self, variable: Any, value: Any) -> None:
         """Sets a variable: ours, Keras's, or any other object with `assign`."""
@@ -575,8 +569,10 @@ class Optimizer(Configurable, Arguments, Saved):
         variables, weights = self.variables, list(store.index)  # the check may have built them
         used = jnp.asarray(loss) if self._wants_loss() and loss is not None else None
         inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
-        version = store.version if self.jit_compile else None
+        version = (store.version, store.rate.changes) if self.jit_compile else None
         self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
+        if store.traced.changed and self.jit_compile:
+            store.traced.tell()
 
     def _apply(self, inputs: StepInputs) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""
@@ -657,10 +653,11 @@ class Optimizer(Configurable, Arguments, Saved):
         grads = fitted(grads, trainable, placed=False)
         if len(trainable_variables) != len(trainable):
             raise wrong_count("trainable_variables", trainable_variables, trainable)
-        values = (list(trainable_variables), list(optimizer_variables))
+        own_apply, values = overrides(self, "apply"), (trainable_variables, optimizer_variables)
+        grads = grads if own_apply else by_place(grads, range(len(grads)), trainable)
 
         def step(grads: list[Any]) -> None:
-            if overrides(self, "apply"):
+            if own_apply:
                 self.apply(grads, trainable)
             else:
                 self._apply(StepInputs(grads, self._rate_of_step()))
@@ -773,7 +770,7 @@ class Optimizer(Configurable, Arguments, Saved):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, JSON-serializable except for callables; the learning
         rate is the current one. `jit_compile`, `mesh` and `shard_state_over` are not included."""
-        ours = {p.name: p.default for p in PARAMETERS if p.kind is p.KEYWORD_ONLY}
+        ours = {p.name: p.default for p in all_options.PARAMETERS if p.kind is p.KEYWORD_ONLY}
         return {k: v for k, v in super().get_config().items() if k not in ours or v != ours[k]}
 
     def _argument(self, name: str) -> Any:

@@ -309,7 +309,25 @@ KERAS_FLOOR = 2.0**-24  # the lowest scale where others have none: float16 keeps
 def keras_rule(initial_scale: float, growth_steps: int) -> DynamicLossScale:
     """Keras's rule, whose scale has no lowest value: ours falls to `KERAS_FLOOR`."""
     lowest = min(KERAS_FLOOR, checks.loss_scale("initial_scale", initial_scale))
+    growth_steps = checks.integer("dynamic_growth_steps", growth_steps, low=1)
     return DynamicLossScale(initial_scale, growth_steps, min_scale=lowest)
+
+
+def with_number(rule: LossScale, name: str, value: Any) -> DynamicLossScale:
+    """A dynamic rule with another `initial_scale` or `dynamic_growth_steps`.
+
+    Raises:
+        AttributeError: the rule is not Keras's.
+    """
+    if isinstance(rule, DynamicLossScale):
+        scale, growth_steps = rule.initial_loss_scale, rule.increment_period
+        if rule == keras_rule(scale, growth_steps):
+            first = name == "initial_scale"
+            return keras_rule(value if first else scale, growth_steps if first else value)
+    raise AttributeError(
+        f"Expected {name} to be set where there is no `rule` and no dynamic=False; got {value!r} "
+        f"for {rule!r}. Pass rule=... to the constructor."
+    )
 
 
 def set_scales(rule: Any) -> None:

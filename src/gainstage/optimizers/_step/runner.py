@@ -1,7 +1,6 @@
 """Runs a step on its variables: its gradients checked, compiled or inside another trace."""
 
 import operator
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import ARRAYS, strong
 from gainstage._base.checks import InvalidArgumentError, brief
+from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Watch
 from gainstage._scaling.gradients import WithLoss
 from gainstage._variables.bridge import jit, run
@@ -29,7 +29,7 @@ class Runner:
 
     def __init__(self) -> None:
         self.program: jit[..., Any] | None = None
-        self._version: tuple[int, int] | None = None  # the version of the program's constants
+        self._version: tuple[object, int] | None = None  # the version of the program's constants
         self._kind: Signature | None = (
             None  # the kind of the last gradients, if they needed no change
         )
@@ -97,7 +97,7 @@ class Runner:
         variables: list[Variable],
         weights: list[Variable],
         inputs: StepInputs,
-        version: int | None,
+        version: object,
         loss: Any,
         scale: Callable[[], Any],
     ) -> None:
@@ -172,6 +172,14 @@ def listed(argument: str, values: Any) -> list[Any]:
     return list(values)
 
 
+def not_an_array(variable: str, gradient: Any) -> InvalidArgumentError:
+    """The error for a gradient that is no array, such as a sparse one of JAX."""
+    advice = " Write gradient.todense()." if hasattr(gradient, "todense") else ""
+    return InvalidArgumentError(
+        f"Expected an array as the gradient of {variable!r}; got {brief(repr(gradient))}.{advice}"
+    )
+
+
 def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = True) -> list[Any]:
     """Returns gradients as arrays that fit their variables; None stays None. Raises otherwise.
 
@@ -198,10 +206,7 @@ def fitted(grads: Sequence[Any], variables: Sequence[Variable], placed: bool = T
             try:
                 gradient = strong(gradient)
             except (TypeError, ValueError) as error:
-                raise InvalidArgumentError(
-                    f"Expected an array as the gradient of {variable.name!r}; got "
-                    f"{brief(repr(gradient))}."
-                ) from error
+                raise not_an_array(variable.name, gradient) from error
         if gradient.shape != variable.shape:
             raise ValueError(
                 f"Expected a gradient of shape {variable.shape} for variable {variable.name!r}; "
@@ -224,9 +229,9 @@ def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variab
     ordered: list[Any] = [None] * len(variables)
     for gradient, place in zip(grads, places, strict=True):
         ordered[place] = gradient
-    missing = [variables[p].name for g, p in zip(grads, places, strict=True) if g is None]
-    if missing:
-        warnings.warn(f"No gradient for {brief(missing)}: they do not change.", stacklevel=5)
+    missing = [variables[p] for g, p in zip(grads, places, strict=True) if g is None]
+    if missing and not missing[0]._is_planned:  # of a planned variable Keras tells
+        warn(f"No gradient for {brief([v.name for v in missing])}: they do not change.")
     return ordered
 
 

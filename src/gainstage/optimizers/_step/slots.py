@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from gainstage._base.arrays import ARRAYS
-from gainstage._base.checks import brief
+from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._scaling import gradients
 from gainstage._scaling.packing import join, offsets
 from gainstage._variables.bridge import read
@@ -102,6 +102,22 @@ class Slots:
             self._start_part(group, *key, initializer)
         return self.of[key]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the slots, in the order in which they were added."""
+        return list(dict.fromkeys(name for _, name, _ in self.of))
+
+    def get(self, variable: Variable, name: str) -> Variable:
+        """Returns the slot of a variable; raises a ValueError if there is none."""
+        if not isinstance(variable, Variable):
+            raise TypeError(f"Expected a gainstage.Variable for var; got {brief(repr(variable))}.")
+        if (variable, name, 0) not in self.of:
+            raise ValueError(
+                f"{self.owner!r} has no slot {name!r} for {variable.name!r}; its slots are "
+                f"{self.names}."
+            )
+        return self.of[variable, name, 0]
+
     def like(self, reference: Variable, name: str, initializer: Initializer = "zeros") -> Variable:
         """Creates a variable of the shape and sharding of another, in float32 or wider."""
         dtype = gradients.float32_or_wider(reference.dtype)
@@ -173,7 +189,7 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
     except TypeError:
         sizes = (-1,)
     if any(size < 0 for size in sizes):
-        raise TypeError(
+        raise InvalidArgumentError(
             f"Expected a list or tuple of integers >= 0 for shape; got {brief(shape)}. "
             f"A scalar has shape ()."
         )

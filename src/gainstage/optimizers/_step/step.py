@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
+from gainstage._base.arrays import NOT_TRACED
 from gainstage._base.configurable import serialize
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
@@ -77,6 +79,8 @@ class LearningRate:
         self.source, self._owner = source, owner
         self.variable: Variable | None = None
         self._takes_step = False
+        # The attributes of a schedule are constants of a compiled step: how often they were others.
+        self.changes, self._held = 0, _attributes(source)
         if isinstance(source, Variable):
             if source.shape or not jnp.issubdtype(source.dtype, jnp.floating):
                 raise TypeError(
@@ -84,7 +88,10 @@ class LearningRate:
                     f"{source.shape} and dtype {source.dtype}."
                 )
         elif not callable(source):
-            number = checks.real("learning_rate", source)
+            try:
+                number = checks.real("learning_rate", source)
+            except TypeError as error:
+                raise checks.InvalidArgumentError(str(error)) from None
             if abs(number) > float(np.finfo(np.float32).max):
                 raise ValueError(
                     f"Expected a number that float32 holds for learning_rate; got {number!r}."
@@ -102,6 +109,8 @@ class LearningRate:
             ValueError: it is a callable of no argument, inside a traced function.
         """
         if not self.is_called:
+            if self.variable is None and not self._is_unchanged():
+                self._held, self.changes = _attributes(self.source), self.changes + 1
             return None
         if isinstance(self.source, Variable):
             return self.source.value().astype(jnp.float32)
@@ -118,12 +127,28 @@ class LearningRate:
             return rate.astype(jnp.float32)
         return jax.device_put(np.float32(checks.real("the result of learning_rate()", rate)))
 
+    def _is_unchanged(self) -> bool:
+        """Whether a schedule holds the attributes of the last look at it."""
+        values = _attributes(self.source)
+        return len(values) == len(self._held) and all(map(operator.is_, values, self._held))
+
     def at(self, step: jax.Array, number: jax.Array | None = None) -> jax.Array:
         """Returns the rate at `step`, given the number that its variable holds."""
         if self.variable is not None:
             return self.variable.value() if number is None else number
         if self._takes_step:
-            rate = self.source(step)
+            unchanged = self._is_unchanged()
+            try:
+                rate = self.source(step)
+            except NOT_TRACED as error:
+                raise TypeError(
+                    f"Expected learning_rate(step) to work on an array, as the step is compiled; "
+                    f"got {type(error).__name__} from {self.source!r}. Write jax.numpy.where(step "
+                    f"< 100, a, b) for `a if step < 100 else b`, and jax.numpy for numpy and math; "
+                    f"or pass jit_compile=False."
+                ) from error
+            if unchanged:  # a schedule may count its calls
+                self._held = _attributes(self.source)
             if rate is None or isinstance(rate, str):
                 raise TypeError(f"Expected a number from learning_rate(step); got {rate!r}.")
             return jnp.asarray(rate, jnp.float32)
@@ -140,6 +165,10 @@ class LearningRate:
         if isinstance(self.source, LearningRateSchedule):
             return serialize(self.source)
         return self.source
+
+
+def _attributes(source: Any) -> list[Any]:
+    return list(getattr(source, "__dict__", {}).values())
 
 
 def _takes_step(rate: Callable[..., Any]) -> bool:

@@ -14,14 +14,8 @@ from gainstage._base import checks
 from gainstage._base.arrays import Devices, with_devices
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
-from gainstage._scaling import gradients
-from gainstage._scaling.scaled_step import (
-    WINDOWS,
-    AccumulationWindow,
-    ScaledStep,
-    ScaledStepState,
-    Select,
-)
+from gainstage._scaling import gradients, scaled_step
+from gainstage._scaling.scaled_step import AccumulationWindow, ScaledStep, ScaledStepState, Select
 from gainstage._variables.bridge import read, variables_like
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Rate
@@ -29,8 +23,9 @@ from gainstage._variables.variable import Variable
 from gainstage._variables.zero import check_axes, sharding_of_state
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
+from gainstage.optimizers._step.traced import Traced
 from gainstage.optimizers._step.undecayed import Undecayed
-from gainstage.rules.loss_scale import start
+from gainstage.rules.loss_scale import LossScale, start
 
 
 class Computed(Variable):
@@ -100,6 +95,10 @@ class ScalingWrapper(Wrapper):
         self.scaling = scaling
         self.state = ScaledStepState(variables_like(start(scaling.rule), owner, self.documented))
 
+    def set_rule(self, rule: LossScale) -> None:
+        """Sets a rule whose state has the same variables."""
+        self.scaling = dataclasses.replace(self.scaling, rule=rule)
+
     def share(self, scale: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
         self.state = self.state._replace(scale=scale)
@@ -125,8 +124,7 @@ COUNT_OF_MICROBATCHES = (
 class Store:
     """All that an optimizer's step reads and changes, and its options.
 
-    A wrapper uses the store of its inner optimizer. The store has a weak reference to a `Wrapper`,
-    which the object around the optimizer owns.
+    A wrapper uses the store of its inner optimizer, which has a weak reference to a `Wrapper`.
     """
 
     def __init__(
@@ -152,7 +150,8 @@ class Store:
         self.masters: dict[Variable, Variable] = {}
         self.window_count: Variable | None = None
         self.has_own_count = False  # whether the user has set `iterations`
-        self.slots = slots
+        self.slots, self.traced = slots, Traced(owner)
+        self.added_first: int | None = None  # how many of the slots were added before `build`
         self._wrapper: weakref.ref[Wrapper] | None = None
         self._copied: object = None  # what the last `note_copy` has returned
 
@@ -176,9 +175,11 @@ class Store:
         self._wrapper = weakref.ref(wrapper)
         self.changed()
 
-    def changed(self) -> None:
-        """Marks compiled steps as outdated."""
-        if not self.microbatches._is_bound:  # else the step itself is being traced
+    def changed(self, name: str = "", old: object = None, new: object = None) -> None:
+        """Marks compiled steps as outdated, after an attribute was set."""
+        if self.microbatches._is_bound:
+            self.traced.note(name, old, new)
+        elif not name.startswith("_"):
             self.version += 1
             if self.wrapper is not None:
                 self.wrapper.changed()
@@ -262,7 +263,7 @@ class Store:
         """The accumulation window; None if each step is an update."""
         options = self.in_force
         steps = options.gradient_accumulation_steps
-        return WINDOWS[options.on_bad_microbatch](steps) if steps else None
+        return scaled_step.WINDOWS[options.on_bad_microbatch](steps) if steps else None
 
     def scaling(self, scaling: ScaledStep) -> ScaledStep:
         """A loss scale with the options of this optimizer's steps."""
@@ -306,11 +307,12 @@ class Store:
 
     @property
     def variables(self) -> list[Variable]:
-        """All variables except the weights, in the order of `state`."""
+        """All variables except the weights, in Keras's order: as they were created."""
         rate = [] if self.rate.variable is None else [self.rate.variable]
         copies = [*self.averages, *self.accumulators, *self.masters.values()]
         count = [] if self.window_count is None else [self.window_count]
-        return [self.microbatches, *rate, *copies, *count, *self.slots.all]
+        first, slots = self.slots.all[: self.added_first], self.slots.all
+        return [self.microbatches, *rate, *first, *copies, *count, *slots[len(first) :]]
 
     def build(
         self,
@@ -347,6 +349,7 @@ class Store:
         alone = [] if mesh is None else [v for v in variables if v._sharding is None]
         placed = [v for v in variables if v not in alone]
         replicate(self.owner, mesh, [*self.variables, *alone], placed)
+        self.added_first = len(slots.all)
         if options.use_ema:
             self.averages = [slots.like(v, "average") for v in variables]
         if options.gradient_accumulation_steps:
