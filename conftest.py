@@ -17,7 +17,7 @@ import pytest
 from jax._src import compiler, lru_cache
 from jax._src.interpreters import mlir
 
-from gainstage.transforms.gradient_faults import forget
+from gainstage.transforms.gradient_faults import forget_scales
 
 collect_ignore = ["tests/typed.py"]  # which a type-checker reads
 
@@ -93,7 +93,7 @@ def is_documentation(item):
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
     """What a loss of another test or page was scaled by says nothing here."""
-    forget()
+    forget_scales()
 
 
 def as_users(node):

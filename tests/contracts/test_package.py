@@ -72,6 +72,15 @@ def test_each_room_says_what_it_is_and_what_may_be_imported():
             assert len(re.findall(r"\.(?:\s|$)", text)) >= 2, room
 
 
+def test_a_module_says_in_two_lines_what_it_holds():
+    """What is here, and what is not; the reasons are comments."""
+    for path in FILES:
+        lines = [
+            line for line in ast.get_docstring(ast.parse(path.read_text())).split("\n") if line
+        ]
+        assert 1 <= len(lines) <= 2, path
+
+
 def test_only_one_file_imports_what_jax_may_move():
     """JAX's private and experimental names come from `_jax.py`, so a new JAX is met in one file."""
     places = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters")

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.transforms.gradient_faults import forget
+from gainstage.transforms.gradient_faults import forget_scales
 
 from misuse.cases import CASES
 
@@ -37,7 +37,7 @@ def scope():
 @pytest.mark.parametrize(("kind", "match", "code"), CASES.values(), ids=CASES)
 def test_it_works_or_says_what_is_wrong(kind, match, code):
     """Nothing fails in silence: the row says which of the three it is."""
-    forget()
+    forget_scales()
     raised = None
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage._programs import loop_warnings as watch
-from gainstage.transforms.gradient_faults import forget
+from gainstage.transforms.gradient_faults import forget_scales
 
 from peers import fails
 
@@ -816,7 +816,7 @@ tx.update(jax.grad(loss_fn)(w), state, w)
 
 def told(code, update="", length=23):
     """The beginnings of the warnings of a loop, where nothing was scaled or told before."""
-    forget()
+    forget_scales()
     names = {"jax": jax, "jnp": jnp, "optax": optax, "gs": gs, "warnings": warnings}
     names |= {"P": jax.sharding.PartitionSpec, "w": jnp.ones(3), "loss_fn": lambda w: (w * w).sum()}
     with warnings.catch_warnings(record=True) as found:

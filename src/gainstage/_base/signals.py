@@ -1,9 +1,8 @@
-"""Defers signals while arrays are donated.
+"""Defers signals while arrays are donated."""
 
-Python runs a signal handler between two instructions of the main thread. The handler may raise, as
-the one of Ctrl-C does. A step that donates its arguments must not end between the call and the
-storing of its results, because then the values are lost.
-"""
+# Python runs a signal handler between two instructions of the main thread. The handler may raise,
+# as the one of Ctrl-C does. A step that donates its arguments must not end between the call and the
+# storing of its results, because then the values are lost.
 
 # The functions of `signal`; its wrappers take 20 us of a step for an enum lookup.
 import _signal  # pyright: ignore[reportMissingImports]

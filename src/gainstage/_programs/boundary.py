@@ -62,7 +62,7 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
     ) -> list[_Number | None]:
         program = jaxprs.called(eqn)
         if program is not None:
-            return jaxprs.run(program, operands, follow, _constant, _constant)
+            return jaxprs.interpret(program, operands, follow, _constant, _constant)
         result = _computed(eqn, operands)
         if result is not None and result.scaled and result.value:
             most = float(jnp.finfo(jaxprs.array(eqn.outvars[0]).dtype).max)
@@ -70,7 +70,7 @@ def largest_scale(fun: Callable[..., Any], *args: Any) -> float:
         return [result, *[None] * (len(eqn.outvars) - 1)]
 
     unknown = [None] * (len(program.invars) - 1)
-    jaxprs.run(program, [_Number(1.0, True), *unknown], follow, _constant, _constant)
+    jaxprs.interpret(program, [_Number(1.0, True), *unknown], follow, _constant, _constant)
     return min(limits, default=math.inf)
 
 

@@ -1,11 +1,9 @@
-"""Programs as JAX traces them: the only module that runs through the equations of a jaxpr.
+"""Programs as JAX traces them: the only module that runs through the equations of a jaxpr."""
 
-`run` serves two kinds of work. One has concrete values, as the X-ray, which runs a differentiated
-program operation by operation. The other has traced values: `bridge.select` and transformations of
-functions run a program again to change it, and JAX compiles or differentiates the result.
-
-A program is what `jax.make_jaxpr` returns, or an inner program of an equation.
-"""
+# `interpret` serves two kinds of work. One has concrete values, as the X-ray, which runs a
+# differentiated program operation by operation. The other has traced values: `bridge.select` and
+# transformations of functions run a program again to change it, and JAX compiles or differentiates
+# the result. A program is what `jax.make_jaxpr` returns, or an inner program of an equation.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,7 +41,7 @@ CALLBACKS = names_with(Trait.CALLBACK)
 OPAQUE = names_with(Trait.OPAQUE)
 
 
-def run(
+def interpret(
     program: AnyJaxpr,
     values: Sequence[V],
     compute: Callable[[JaxprEqn, list[V], Path], Sequence[V]],

@@ -1,7 +1,6 @@
-"""What a few operations of a program are together, such as a square or a difference of near
-numbers.
+"""What a few operations of one program are together, such as a difference of near numbers.
 
-Each function looks from an operation to those that have made its operands, in one program.
+What an operation is by itself is in `operations.py`.
 """
 
 import itertools

@@ -1,9 +1,8 @@
-"""The place of an equation: its layer in the model, and its line in the user's files.
+"""The place of an equation: its layer in the model, and its line in the user's files."""
 
-Not all frameworks name their layers. So an equation is named by the parameter that it uses, or by
-the last parameter used before it. An equation of the backward pass has the name of its forward
-equation.
-"""
+# Not all frameworks name their layers. So an equation is named by the parameter that it uses, or by
+# the last parameter used before it. An equation of the backward pass has the name of its forward
+# equation.
 
 import contextlib
 import math

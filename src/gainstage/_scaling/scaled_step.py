@@ -1,8 +1,7 @@
-"""A loss scale around an update: the only code that skips steps and updates the scale.
+"""A loss scale around an update: the only code that skips steps and updates the scale."""
 
-A policy says what happens to the state in a skipped step: `Select`, `Branch`, or one of two
-accumulation windows. Each is a value with a few small pure functions.
-"""
+# A policy says what happens to the state in a skipped step: `Select`, `Branch`, or one of two
+# accumulation windows. Each is a value with a few small pure functions.
 
 import dataclasses
 import functools

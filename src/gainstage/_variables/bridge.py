@@ -1,10 +1,9 @@
-"""The bridge from imperative code on variables to pure functions.
+"""The bridge from imperative code on variables to pure functions."""
 
-An update rule is imperative code that assigns to variables. It becomes a pure function when values
-are bound to the variables, the code runs, and the values are read back. `functional` does that,
-and `jit` compiles it. A *state* is any pytree whose leaves are variables. `select` makes a pure
-function of a state a transaction.
-"""
+# An update rule is imperative code that assigns to variables. It becomes a pure function when
+# values are bound to the variables, the code runs, and the values are read back. `functional` does
+# that, and `jit` compiles it. A *state* is any pytree whose leaves are variables. `select` makes a
+# pure function of a state a transaction.
 
 import contextlib
 import functools
@@ -294,7 +293,7 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(array) for array in arrays]
 
 
-def run(fn: Callable[P, R], state: State, *args: P.args, **kwargs: P.kwargs) -> R:
+def run_eagerly(fn: Callable[P, R], state: State, *args: P.args, **kwargs: P.kwargs) -> R:
     """Runs `fn` uncompiled; its assignments to `state` are made at its end, or not at all."""
     result, values = functional(fn, state)(read(state), *args, **kwargs)
     assign(variables_in(state), jax.tree.leaves(values))
@@ -361,7 +360,7 @@ def select(
                 values[i] = kept[v] = lax.select(applies, values[i], wanted[v])
         return values
 
-    results = jaxprs.run(jaxpr, before, compute)
+    results = jaxprs.interpret(jaxpr, before, compute)
     rest = len(results) - len(before)
     for i, (v, b) in enumerate(zip(outputs, before, strict=True), rest):
         if isinstance(v, Literal) or v not in kept or wanted[v] is not b:

@@ -61,7 +61,7 @@ def linearized_by_reads(
                 return [tangents[eqn.params["index"]]]
             return jaxprs.bind(eqn, operands)
 
-        return jaxprs.run(program, [unit], compute)[0]
+        return jaxprs.interpret(program, [unit], compute)[0]
 
     return scalar, of_tangents, aux, variables
 

@@ -1,9 +1,8 @@
-"""The task: tell handwritten digits apart, and draw them again from what was understood.
+"""The task: tell handwritten digits apart, and draw them again from what was understood."""
 
-The second part is weighted lightly, as in capsule networks (5e-4), and averaged over all pixels of
-a batch. So the error that reaches a pixel is of the size 2 * 5e-4 / (256 * 64) = 6e-8, about the
-smallest number that float16 knows.
-"""
+# The second part is weighted lightly, as in capsule networks (5e-4), and averaged over all pixels
+# of a batch. So the error that reaches a pixel is of the size 2 * 5e-4 / (256 * 64) = 6e-8, about
+# the smallest number that float16 knows.
 
 import itertools
 from collections.abc import Iterator

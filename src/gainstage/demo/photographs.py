@@ -1,9 +1,8 @@
-"""The task: remove noise from photographs, with a small residual network without normalisation.
+"""The task: remove noise from photographs, with a small residual network without normalisation."""
 
-The network is a small EDSR (Lim et al., 2017, arXiv:1707.02921), the loss the mean squared error
-of the whole batch. With 64 ranks that is 3,145,728 values, as many as in 64 patches of 128 x 128.
-So an error of a pixel is passed back as 2 / 3,145,728 = 6e-7 of itself.
-"""
+# The network is a small EDSR (Lim et al., 2017, arXiv:1707.02921), the loss the mean squared error
+# of the whole batch. With 64 ranks that is 3,145,728 values, as many as in 64 patches of 128 x 128.
+# So an error of a pixel is passed back as 2 / 3,145,728 = 6e-7 of itself.
 
 import math
 from collections.abc import Iterator

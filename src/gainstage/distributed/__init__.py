@@ -1,7 +1,6 @@
 """Training on a mesh of many devices, in one process or several.
 
-The mesh, the shardings and the collectives are JAX's own. This package adds what many processes
-need around a step: to meet, to agree, to stay in sync, and to end together.
+The mesh and the collectives are JAX's own; users import what processes need around a step.
 """
 
 from gainstage.distributed.agreement import assert_consistent, check_replicas

@@ -1,14 +1,13 @@
-"""Ends all processes together: if one dies, fails or hangs, the others end too.
+"""Ends all processes together: if one dies, fails or hangs, the others end too."""
 
-If a process is gone, a collective of the others may fail at once or wait for ever. So each process
-keeps a connection to process 0. The operating system closes it when either end dies. A thread
-watches the connection, and can end the process even while a collective hangs.
-
-The heartbeat of `jax.distributed` is not enough. Measured with jax 0.10.2, two processes and a
-heartbeat of 10 s: after a `kill -9`, the other process aborts only when the heartbeat times out,
-with a C++ stack. After an uncaught exception, or while a process sleeps in Python, the heartbeat
-continues, and the other process waits for more than a minute.
-"""
+# If a process is gone, a collective of the others may fail at once or wait for ever. So each
+# process keeps a connection to process 0. The operating system closes it when either end dies. A
+# thread watches the connection, and can end the process even while a collective hangs.
+#
+# The heartbeat of `jax.distributed` is not enough. Measured with jax 0.10.2, two processes and a
+# heartbeat of 10 s: after a `kill -9`, the other process aborts only when the heartbeat times out,
+# with a C++ stack. After an uncaught exception, or while a process sleeps in Python, the heartbeat
+# continues, and the other process waits for more than a minute.
 
 import atexit
 import contextlib

@@ -1,9 +1,10 @@
 """Imports the loss-scale state of other libraries, so that a run continues with gainstage.
 
-Each function reads plain attributes or keys and needs none of the libraries. It returns a rule and
-its state. Pass the rule to `LossScaleOptimizer(rule=...)` and the state to `resume`. In an optax
-loop, put the state into that of `loss_scaled` with `_replace`.
+Pass the rule to `LossScaleOptimizer(rule=...)`, and the state to its `resume`.
 """
+
+# Each function reads plain attributes or keys and needs none of the libraries. In an optax loop,
+# its state is put into that of `loss_scaled` with `_replace`.
 
 import reprlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """Loss scaling for Keras 3 models on the JAX backend: for `compile`, `fit` and your own loops.
 
-Needs the extra `keras`, and `KERAS_BACKEND=jax`. Import this module before
-`keras.saving.load_model`: the import registers its classes with Keras.
+Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.load_model`.
 """
 
 from typing import Any

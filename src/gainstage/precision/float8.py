@@ -1,10 +1,9 @@
-"""Float8 products with delayed scaling, and casts that count what they clamp.
+"""Float8 products with delayed scaling, and casts that count what they clamp."""
 
-A finite check cannot see that a cast clamped. So each cast counts, and returns its counts from the
-backward pass as the gradient of its scaling state. It counts tensors per power of two instead of
-keeping a maximum. Counts may be added or averaged, by autodiff (if a state is used twice), `vmap`,
-`scan`, microbatches or devices.
-"""
+# A finite check cannot see that a cast clamped. So each cast counts, and returns its counts from
+# the backward pass as the gradient of its scaling state. It counts tensors per power of two instead
+# of keeping a maximum. Counts may be added or averaged, by autodiff (if a state is used twice),
+# `vmap`, `scan`, microbatches or devices.
 
 import functools
 import math

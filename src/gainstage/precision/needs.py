@@ -1,10 +1,9 @@
-"""What must be exact in a program for what is computed with it.
+"""What must be exact in a program for what is computed with it."""
 
-Half precision rounds 0.9999 to 1, and a small number to 0: a logarithm, a root or a quotient of
-that is infinite. So what reaches one through cheap operations is computed in float32, and a product
-at the start of that way has a result in float32. So does what reaches the square of a difference of
-all pairs, as in a distance: near numbers are subtracted there.
-"""
+# Half precision rounds 0.9999 to 1, and a small number to 0: a logarithm, a root or a quotient of
+# that is infinite. So what reaches one through cheap operations is computed in float32, and a
+# product at the start of that way has a result in float32. So does what reaches the square of a
+# difference of all pairs, as in a distance: near numbers are subtracted there.
 
 import enum
 import functools

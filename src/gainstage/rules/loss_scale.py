@@ -1,8 +1,7 @@
-"""Loss-scale rules: immutable configurations that update a small state of device scalars.
+"""Loss-scale rules: immutable configurations that update a small state of device scalars."""
 
-A rule gets no gradients, only whether they were finite, and the `measures` that it requests. So it
-is a pure function of a few scalars, the same on every device.
-"""
+# A rule gets no gradients, only whether they were finite, and the `measures` that it requests. So
+# it is a pure function of a few scalars, the same on every device.
 
 import abc
 import dataclasses

@@ -1,10 +1,9 @@
-"""Replay: what another rule would have done on a recorded run.
+"""Replay: what another rule would have done on a recorded run."""
 
-A record says more than whether its step was skipped. A step that was finite at one scale is finite
-at every lower scale. A step that overflowed overflows at every higher one. Bad data is not finite
-at any scale. So the record decides most steps of another rule, nearby steps decide others, and the
-rest are presumed and counted.
-"""
+# A record says more than whether its step was skipped. A step that was finite at one scale is
+# finite at every lower scale. A step that overflowed overflows at every higher one. Bad data is not
+# finite at any scale. So the record decides most steps of another rule, nearby steps decide others,
+# and the rest are presumed and counted.
 
 import functools
 import math

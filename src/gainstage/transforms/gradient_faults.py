@@ -1,8 +1,7 @@
-"""What `loss_scaled` can know about the gradients that it gets: how a loss was scaled, if at all.
+"""What `loss_scaled` can know about the gradients that it gets: how their loss was scaled."""
 
-The loss scale of a state is a new array after each update, and one tracer in a trace. What has been
-done with it tells what the gradients are that come with it to `update`.
-"""
+# The loss scale of a state is a new array after each update, and one tracer in a trace. What has
+# been done with it tells what the gradients are that come with it to `update`.
 
 import os
 import weakref
@@ -111,8 +110,8 @@ OLD = (
 )
 
 
-def mark(scale: Any, *uses: str) -> None:
-    """Notes what is done with the loss scale of a state."""
+def note_scale(scale: Any, *uses: str) -> None:
+    """Notes, for the whole process, what is done with the loss scale of a state."""
     key = id(scale)
     if key not in _SCALES:
 
@@ -127,8 +126,8 @@ def mark(scale: Any, *uses: str) -> None:
             done.update(uses)
 
 
-def scales_itself() -> None:
-    """Notes a loss that scales its own gradients, by no state."""
+def note_self_scaled() -> None:
+    """Notes, for the whole process, a loss that scales its own gradients, by no state."""
     _UNKNOWN.add("itself")
 
 
@@ -220,7 +219,7 @@ def _of_one_trace(scale: Any, other: Any) -> bool:
     return kinds == (False, False) or (all(kinds) and trace_of(scale) is trace_of(other))
 
 
-def forget() -> None:
+def forget_scales() -> None:
     """Forgets all scales, as in a new process."""
     _SCALES.clear()
     _UNKNOWN.clear()

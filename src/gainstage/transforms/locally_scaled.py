@@ -11,7 +11,7 @@ from gainstage._base.arrays import partition
 from gainstage._scaling.gradients import float32_or_wider
 from gainstage._variables.types import P, PyTree, R, Scalar, Tree
 from gainstage.transforms import nnx_objects
-from gainstage.transforms.gradient_faults import scales_itself
+from gainstage.transforms.gradient_faults import note_self_scaled
 
 
 def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
@@ -66,7 +66,7 @@ def locally_scaled(fun: Callable[P, R], scale: Scalar) -> Callable[P, R]:
         result, changed = converted(*_times([*arrays, *closed_over], 1 / factor))
         nnx_objects.change(args, changed)
         if not any(map(jnp.shape, jax.tree.leaves(result))):  # a loss, and not a part of a network
-            scales_itself()
+            note_self_scaled()
         return _times(result, factor)
 
     result: Callable[..., R] = scaled  # it takes no keywords, which a `ParamSpec` cannot say

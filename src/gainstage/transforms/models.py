@@ -1,8 +1,7 @@
-"""Models of Flax NNX and Equinox: what differentiates them, and what of them is trained.
+"""Models of Flax NNX and Equinox: what differentiates them, and what of them is trained."""
 
-Neither library is imported here: whoever has a model has imported it. Parameters of any kind may
-carry the loss scale, as a leaf beside them or as a variable of an NNX model.
-"""
+# Neither library is imported here: whoever has a model has imported it. Parameters of any kind may
+# carry the loss scale, as a leaf beside them or as a variable of an NNX model.
 
 import abc
 import functools

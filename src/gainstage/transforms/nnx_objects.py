@@ -1,9 +1,8 @@
-"""Objects of Flax NNX in pytrees: what a call changes of them, and variables that they share.
+"""Objects of Flax NNX in pytrees: what a call changes of them, and variables that they share."""
 
-JAX copies objects that are leaves or nodes of a pytree, so a change to a copy is lost, and a
-variable that two objects share becomes two. NNX is not imported here: whoever has an object of it
-has imported it.
-"""
+# JAX copies objects that are leaves or nodes of a pytree, so a change to a copy is lost, and a
+# variable that two objects share becomes two. NNX is not imported here: whoever has an object of it
+# has imported it.
 
 import dataclasses
 import operator

@@ -85,7 +85,7 @@ def replayed(
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         if IS_KEPT.value:
-            return jaxprs.run(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
+            return jaxprs.interpret(program, arrays, lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs))
         check(program)
         pairs = zip(arrays, _kinds(arguments), strict=True)
         types = [variable.aval for variable in program.outvars]
@@ -188,7 +188,7 @@ def function_of(
 
     def evaluate(*values: Retraced) -> list[Retraced]:
         own = [Retraced(value.x, value.kind) for value in values]  # casts belong to one trace
-        found = jaxprs.run(program, own, equation, constant, constant, path)
+        found = jaxprs.interpret(program, own, equation, constant, constant, path)
         return [*map(settled, found, types), *found[len(types) :]]
 
     return evaluate

@@ -19,7 +19,7 @@ from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.float8_states import places_of_counts
 from gainstage._variables.sharding import everywhere, varying_like
 from gainstage._variables.types import P, PyTree, R
-from gainstage.transforms.gradient_faults import scales_itself
+from gainstage.transforms.gradient_faults import note_self_scaled
 from gainstage.transforms.retrace import traced
 from gainstage.transforms.with_loss_scale import (
     arguments_without_scales,
@@ -101,7 +101,7 @@ def self_scaled(
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
         nonlocal warned
-        scales_itself()
+        note_self_scaled()
         halves = [x for x in arrays if is_differentiated(x) and x.dtype == jnp.float16]
         if halves and not warned:
             warned = True
@@ -142,7 +142,7 @@ def _with_own_scale(
 
     def results_of(*values: Any) -> list[Any]:
         bound = ClosedJaxpr(program.jaxpr, list(values[:closed_over]))
-        return jaxprs.run(
+        return jaxprs.interpret(
             bound, values[closed_over:], lambda eqn, xs, _: jaxprs.bind_shared(eqn, xs)
         )
 

@@ -44,7 +44,7 @@ from gainstage._variables.variable import is_inside
 from gainstage.rules.loss_scale import FixedLossScale
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
-from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, mark
+from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
 from gainstage.transforms.loss_scaled import divided_state
 from gainstage.transforms.loss_scaled_state import (
     OVER_OF,
@@ -334,7 +334,7 @@ class TrainStep(Generic[Params, P, *More]):
         (_, (loss, aux)), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
         if not divides:
-            mark(scale, "true")
+            note_scale(scale, "true")
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
         grads = grads if divides else gradients.unscale(grads, scale)
         trainable = models.chosen(params, grads)

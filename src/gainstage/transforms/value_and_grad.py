@@ -14,7 +14,7 @@ from gainstage._variables.sharding import note_sums
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.gradient_faults import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, mark
+from gainstage.transforms.gradient_faults import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, note_scale
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 
 
@@ -89,7 +89,7 @@ def value_and_grad(
         differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         constant = not isinstance(scale, Tracer) and is_tracing()
-        mark(scale, "true", "waiting", *["constant"] * constant)
+        note_scale(scale, "true", "waiting", *["constant"] * constant)
         grads = gradients.unscale(grads, scale)
         if jax.sharding.get_abstract_mesh().manual_axes:
             note_sums(loss, grads)
@@ -181,7 +181,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
         32768.0
     """
     scale = loss_scaled_state(opt_state).loss_scale.scale
-    mark(scale, "read", *["used"] * is_inside())
+    note_scale(scale, "read", *["used"] * is_inside())
     return scale
 
 
@@ -200,7 +200,7 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
         ValueError: `opt_state` has no loss-scale state, or several.
     """
     scale = loss_scaled_state(opt_state).loss_scale.scale
-    mark(scale, "multiplied")
+    note_scale(scale, "multiplied")
     multiplied = gradients.scaled(loss, scale)
     MULTIPLIED[id(multiplied)] = multiplied
     return multiplied

@@ -1,9 +1,9 @@
-"""The file of a capsule: a pytree of arguments as an .npz archive, with a JSON description.
+"""The file of a capsule: a pytree of arguments as an .npz archive, with a JSON description."""
 
-Nothing is pickled or compressed. Each array is a member `N.npy`. numpy has no names for bfloat16,
-float8 and int4, so these are stored as unsigned integers, and PRNG keys as their data. Each member
-has a checksum and the list of members is at the end, so a damaged or incomplete file is detected.
-"""
+# Nothing is pickled or compressed. Each array is a member `N.npy`. numpy has no names for bfloat16,
+# float8 and int4, so these are stored as unsigned integers, and PRNG keys as their data. Each
+# member has a checksum and the list of members is at the end, so a damaged or incomplete file is
+# detected.
 
 import io
 import itertools

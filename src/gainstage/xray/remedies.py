@@ -13,7 +13,7 @@ from gainstage._programs.places import layer_of
 from gainstage.precision.tune import PlanTrial, whole_error
 from gainstage.xray.causes import Cause, importance, lost_share
 from gainstage.xray.program import Program
-from gainstage.xray.walk import Changes, Ran, Result, run
+from gainstage.xray.walk import Changes, Ran, Result, walk_through
 from gainstage.xray.windows import Window, together
 
 GOOD = 0.01  # the relative error of all gradients at which the search ends
@@ -137,7 +137,7 @@ class _Trial:
         return found
 
     def _tried(self, kind: str, change: str, places: tuple[str, ...], changes: Changes) -> Remedy:
-        ran = run(self._program, changes, False, self._tick)
+        ran = walk_through(self._program, changes, False, self._tick)
         loss_of_reference, *references = self._ran.references
         error = whole_error(ran.gradients, changes.scale, references, self._scale)
         error = max(error, whole_error([ran.loss], 1.0, [loss_of_reference], 1.0))

@@ -85,7 +85,7 @@ class Ran(NamedTuple):
         return all(_finite(x) for x in (self.loss, *self.gradients))
 
 
-def run(
+def walk_through(
     program: Program,
     changes: Changes,
     watch: bool = True,
@@ -150,7 +150,7 @@ class _Walk:
         turns: tuple[int, ...] = (),
     ) -> list[Value]:
         """Runs a jaxpr on these arguments."""
-        return jaxprs.run(
+        return jaxprs.interpret(
             program,
             values,
             functools.partial(self._equation, turns=turns),

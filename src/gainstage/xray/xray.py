@@ -23,7 +23,7 @@ from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.program import Program, program_of
 from gainstage.xray.remedies import Remedy, remedies_for, remedy_by_plan
-from gainstage.xray.walk import Changes, Ran, run
+from gainstage.xray.walk import Changes, Ran, walk_through
 from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
@@ -132,7 +132,7 @@ class Xray:
         self.compiled_finite: bool | None = None
         if compiled:
             self.compiled_finite = bool(program.is_finite(jnp.float32(scale), program.arguments))
-        self._ran = ran = run(program, Changes(scale=scale), True, tick)
+        self._ran = ran = walk_through(program, Changes(scale=scale), True, tick)
         self.finite: bool = ran.is_finite
         self.loss: float = float(np.asarray(jax.device_get(ran.loss)))
         self.causes: list[Cause] = losses_of(ran) if self.finite else causes_of(ran)

@@ -14,7 +14,7 @@ from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Watch
 from gainstage._scaling.gradients import WithLoss
-from gainstage._variables.bridge import jit, run
+from gainstage._variables.bridge import jit, run_eagerly
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.differentiate import assign_if
 from gainstage.optimizers._step.saving import wrong_count
@@ -120,7 +120,7 @@ class Runner:
             self._kind = None  # the shardings of traced gradients were not checked
             applied = apply(inputs)  # already inside a traced function
         elif version is None:
-            applied = run(apply, (variables, weights), inputs)
+            applied = run_eagerly(apply, (variables, weights), inputs)
         else:
             if self.program is None or self._version != (version, len(variables)):
                 self.program = jit(_weakly(apply), (variables, weights), donate=True)
