@@ -17,7 +17,7 @@ from gainstage.compat.stateful_scale import (
     LossScale,
     UnscaledLossScaleOptimizer,
 )
-from gainstage.compat.train import (
+from gainstage.compat.v1_optimizers import (
     AdamOptimizer,
     GradientDescentOptimizer,
     MomentumOptimizer,

@@ -20,7 +20,7 @@ from gainstage._scaling.scaled_step import Branch, ScaledStep, ScaledStepState
 from gainstage._variables.types import Given, PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import keras
-from gainstage.interop.keras_fit import Fits
+from gainstage.interop.keras_fit_warning import Fits
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS

@@ -20,14 +20,13 @@ from gainstage._variables.types import P, R
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, PrecisionPlan
 from gainstage.precision.policy import Policy
+from gainstage.precision.product_width import Width, width
 from gainstage.precision.wide_results import (
     BOUNDED,
-    Width,
     bounded,
     broadcast_product,
     power,
     wide_product,
-    width,
 )
 from gainstage.transforms.retrace import (
     IS_KEPT,

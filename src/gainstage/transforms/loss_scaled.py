@@ -26,7 +26,7 @@ from gainstage._variables.sharding import (
 )
 from gainstage._variables.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
 from gainstage._variables.variable import is_inside, placed
-from gainstage._variables.zero import axis_names, check_axes, divided_over
+from gainstage._variables.zero_sharding import axis_names, check_axes, divided_over
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms import models
 from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault

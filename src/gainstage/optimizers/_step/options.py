@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
-from gainstage._variables.zero import axis_names
+from gainstage._variables.zero_sharding import axis_names
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import ARRAYS, strong
 from gainstage._base.checks import InvalidArgumentError, brief
+from gainstage._base.dead_run import Watch
 from gainstage._base.warn import warn
-from gainstage._programs.loop_warnings import Watch
 from gainstage._scaling.gradients import WithLoss
 from gainstage._variables.bridge import jit, run_eagerly
 from gainstage._variables.variable import Variable

@@ -22,7 +22,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.packing import join, offsets
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
-from gainstage._variables.zero import sharding_of_state
+from gainstage._variables.zero_sharding import sharding_of_state
 from gainstage.optimizers._step.groups import Group, groups_of
 
 Initializer = str | npt.ArrayLike | Variable | Callable[..., Any]

@@ -20,7 +20,7 @@ from gainstage._variables.bridge import read, variables_like
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable
-from gainstage._variables.zero import check_axes, sharding_of_state
+from gainstage._variables.zero_sharding import check_axes, sharding_of_state
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.traced import Traced

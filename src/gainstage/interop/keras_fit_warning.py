@@ -4,8 +4,8 @@ import weakref
 from typing import Any
 
 from gainstage._base.checks import as_power
+from gainstage._base.dead_run import DEAD
 from gainstage._base.warn import warn
-from gainstage._programs.loop_warnings import DEAD
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import FixedLossScale, LossScale
 

@@ -1,0 +1,88 @@
+"""The watch of a run: it warns once of a run whose last 50 steps were all skipped."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gainstage._base._jax import Tracer
+from gainstage._base.checks import as_power
+from gainstage._base.warn import warn
+
+EVERY = 64  # steps between two looks
+DEAD = 50  # skipped steps in a row with which a run counts as dead
+
+
+class Watch:
+    """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run.
+
+    It never waits: a flag that is not computed yet is left for the next look. Of a step it keeps
+    scalars, until it has looked at them. It looks before a step, so that a warning that is an
+    error loses nothing.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[Any, Any, Any]] = []  # those that it has not looked at yet
+        self._skipped = 0  # in a row, up to these
+        self._warned = False
+        self._last: Any = None  # the flag of the last step
+
+    def see(self, applied: Any, loss: Any, wanted: Any = True) -> None:
+        """Notes a step.
+
+        Args:
+            applied: whether the step was applied, a bool scalar.
+            loss: its true loss, or None.
+            wanted: False, also as an array, for a step that the user left out.
+        """
+        self._steps.append((applied, loss, wanted))
+        self._last = applied
+
+    def ended_with(self, applied: Any) -> bool:
+        """Whether this is the flag of the last step, so that the next one goes on from there."""
+        return self._last is applied
+
+    def look(self, scale: Callable[[], Any]) -> None:
+        """Looks at the steps that it has seen, if it is time.
+
+        Args:
+            scale: a function that returns the current loss scale.
+        """
+        if len(self._steps) % EVERY == 0 and self._steps:
+            self._look(scale)
+
+    def _look(self, scale: Callable[[], Any]) -> None:
+        ready = len(self._steps)
+        while ready and not _is_ready(self._steps[ready - 1][0]):
+            ready -= 1
+        looked, self._steps = self._steps[:ready], self._steps[ready:]
+        in_a_row = 0
+        for applied, _, wanted in reversed(looked):  # of a healthy run, one flag is read
+            if np.asarray(applied):
+                break
+            in_a_row += bool(np.asarray(wanted))
+        else:
+            in_a_row += self._skipped
+        self._skipped = in_a_row
+        if looked and in_a_row >= DEAD and not self._warned:
+            self._warned = True
+            warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
+
+
+def _is_ready(x: Any) -> bool:
+    return not hasattr(x, "is_ready") or x.is_ready()
+
+
+def _message(skipped: int, loss: Any, scale: float) -> str:
+    known = loss is not None and not isinstance(loss, Tracer) and _is_ready(loss)
+    finite = bool(np.isfinite(np.asarray(loss, np.float32)).all()) if known else None
+    why = {
+        None: "",
+        True: " The loss is finite, so a gradient overflows or is NaN.",
+        False: " The loss is not finite, which no scale mends: look at the data and the weights.",
+    }[finite]
+    return (
+        f"The last {skipped} steps in a row were skipped, so no weight has changed; the loss scale "
+        f"is {as_power(scale)}.{why} gainstage.diagnostics.xray(loss_fn, params, *batch) names "
+        f"the operation."
+    )

@@ -1,0 +1,61 @@
+"""Which products are half, wide in their result, or wide altogether, by the default rules."""
+
+import enum
+from collections.abc import Sequence
+
+from jax import lax
+
+from gainstage._base._jax import JaxprEqn
+from gainstage._programs import jaxprs
+from gainstage._programs.patterns import terms_of
+
+
+class Width(enum.Enum):
+    """What of a product is in float32."""
+
+    HALF = enum.auto()  # nothing
+    RESULT = enum.auto()  # not the operands
+    ALL = enum.auto()
+
+
+def width(
+    eqn: JaxprEqn, held: Sequence[bool], is_batched: bool, is_square: bool, leads: bool
+) -> Width:
+    """What of a product is in float32, by the default rules.
+
+    Args:
+        eqn: a product.
+        held: for each operand that is float32 in the program, whether it is in half precision.
+        is_batched: whether `jax.vmap` gives an operand another axis.
+        is_square: whether it multiplies an array with itself.
+        leads: whether its result must be exact, for what is computed with it.
+    """
+    axes = _free_axes(eqn)
+    # An outer product may be one of positions and frequencies, of which follows a sine.
+    is_outer = terms_of(eqn) == 1
+    if not held or _is_precise(eqn) or (is_outer and not any(held)):
+        return Width.ALL
+    is_square |= not any(axes)
+    # A norm, a count, or a matrix times a vector: it may be large, and costs little in float32.
+    may_be_large = bool(axes) and not is_batched and (is_square or not all(axes))
+    if not may_be_large and not leads:
+        return Width.HALF
+    # The operands of a norm may be large too.
+    return Width.ALL if is_square and not all(held) else Width.RESULT
+
+
+def _is_precise(eqn: JaxprEqn) -> bool:
+    """Whether the user asks for a product as exact as float32, as by `precision="highest"`."""
+    precision = eqn.params.get("precision")
+    each = precision if isinstance(precision, tuple) else (precision,)
+    return lax.Precision.HIGHEST in each
+
+
+def _free_axes(eqn: JaxprEqn) -> list[int]:
+    """How many axes of each operand of a `dot_general` are neither summed nor those of a batch;
+    none of another product."""
+    if eqn.primitive.name != "dot_general":
+        return []
+    contracted, batch = eqn.params["dimension_numbers"]
+    operands = zip(eqn.invars, contracted, batch, strict=True)
+    return [len(jaxprs.array(v).shape) - len(c) - len(b) for v, c, b in operands]
