@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage._scaling import finite_check as readings
 from gainstage._scaling.gradients import Clip
-from gainstage._variables import sharding
+from gainstage._variables.zero_sharding import divided_over
 from gainstage.compat import dtensor
 
 import programs
@@ -302,7 +302,7 @@ def test_divided_state_adds_to_the_layout_of_the_variable():
 
     def spec(shape, *entries):
         layout = NamedSharding(mesh, PartitionSpec(*entries))
-        return tuple(sharding.divided_over(layout, shape, ("data",)).spec)
+        return tuple(divided_over(layout, shape, ("data",)).spec)
 
     assert spec((64, 32), None, "model") == ("data", "model")
     assert spec((16, 128), "model", None) == ("model", "data")

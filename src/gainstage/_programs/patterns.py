@@ -86,6 +86,11 @@ def terms_of(eqn: JaxprEqn) -> float:
     return float(np.prod([shape[axis] for axis in axes]))
 
 
+def is_tiny(eqn: JaxprEqn) -> bool:
+    """Whether a product is that of a column and a row of a few numbers, as in a filter."""
+    return terms_of(eqn) == 1 and jaxprs.array(eqn.outvars[0]).size <= FEW**2
+
+
 def is_step(eqn: JaxprEqn | None) -> bool:
     """Whether an operation multiplies by a small number."""
     return eqn is not None and 0 < number_of(eqn) < STEP

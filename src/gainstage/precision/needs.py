@@ -113,7 +113,7 @@ class _Reader:
         if eqn.primitive.name not in PRODUCTS:
             return Need.NOTHING
         has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
-        need = Need.OPERANDS if has_a_step else Need.NOTHING
+        need = Need.OPERANDS if has_a_step or patterns.is_tiny(eqn) else Need.NOTHING
         return need | (Need.SQUARE if patterns.is_square(eqn, self._made) else Need.NOTHING)
 
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:

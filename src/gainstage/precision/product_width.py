@@ -7,7 +7,6 @@ from jax import lax
 
 from gainstage._base._jax import JaxprEqn
 from gainstage._programs import jaxprs
-from gainstage._programs.patterns import terms_of
 
 
 class Width(enum.Enum):
@@ -32,7 +31,7 @@ def width(
     """
     axes = _free_axes(eqn)
     # An outer product may be one of positions and frequencies, of which follows a sine.
-    is_outer = terms_of(eqn) == 1
+    is_outer = eqn.primitive.name == "dot_general" and not any(eqn.params["dimension_numbers"][0])
     if not held or _is_precise(eqn) or (is_outer and not any(held)):
         return Width.ALL
     is_square |= not any(axes)
