@@ -193,6 +193,20 @@ LOSSES = {
         draw(2, 64, 1) / 100,
     ),
     "a filter": (filtered, jnp.float32(-4)),
+    "one and a part": (
+        lambda w: jnp.mean(1 + jnp.sin(5 * jnp.cumsum(1 + 0.05 * jnp.tanh(X @ w), 0))),
+        draw(1, 16, 4) / 4,
+    ),
+    "one less a sigmoid": (
+        lambda w: jnp.mean((1 - jax.nn.sigmoid(X @ w + 6)) * X[:, :4] ** 2), draw(1, 16, 4) / 4
+    ),
+    "a distance that is written out": (
+        lambda w: jnp.mean(jax.nn.logsumexp(
+            -(jnp.sum((x := 8 + X) ** 2, 1, keepdims=True) - 2 * x @ w.T + jnp.sum(w**2, 1)) / 2,
+            axis=1,
+        )),
+        8 + draw(1, 8, 16),
+    ),
     "a negative power": (lambda w: jnp.mean((0.003 + (X @ w) / 1e4) ** -2) / 1e6, draw(4, 16, 4)),
 }  # fmt: skip
 
@@ -251,6 +265,7 @@ def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
         lambda w, x: jnp.mean(jnp.sin(x @ w)),
         lambda w, x: (0.125 * (x @ w) + x @ w).sum(),
         lambda w, x: jnp.mean(jax.nn.leaky_relu(x @ w) ** 2),
+        lambda w, x: jnp.mean((x @ w + 0.1 * jnp.tanh(x @ w)) @ w),
         lambda w, x: jax.nn.log_softmax(x @ w)[:, 0].mean(),
         lambda w, x: jnp.mean((x @ w - (x @ w).mean(0)) ** 2),
     ],
@@ -261,6 +276,7 @@ def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
         "a sine",
         "a factor",
         "leaky",
+        "a scaled branch",
         "log softmax",
         "to the mean",
     ],

@@ -17,7 +17,8 @@ from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
 Made = Mapping[Var, JaxprEqn]  # by which operation a value was made
 FEW = 4  # terms of a sum of products, which cost little in float32
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
-STEP = 1 / 32  # the factor below which what is added is a small step
+STEP = 1 / 33  # the factor up to which what is added to another value is a small step
+PART = 1 / 4  # the factor up to which what is added to a constant is a small part
 MOST_SIDES = 64  # of a sum that is looked at
 
 
@@ -91,17 +92,17 @@ def is_tiny(eqn: JaxprEqn) -> bool:
     return terms_of(eqn) == 1 and jaxprs.array(eqn.outvars[0]).size <= FEW**2
 
 
-def is_step(eqn: JaxprEqn | None) -> bool:
-    """Whether an operation multiplies by a small number."""
-    return eqn is not None and 0 < number_of(eqn) < STEP
+def is_step(eqn: JaxprEqn | None, limit: float) -> bool:
+    """Whether an operation multiplies by a number up to a limit."""
+    return eqn is not None and 0 < number_of(eqn) <= limit
 
 
-def has_a_step(value: Var | Literal, made: Made) -> bool:
+def has_a_step(value: Var | Literal, made: Made, limit: float) -> bool:
     """Whether a value is a sum with a small step, such as `eye + 0.01 * w`."""
     eqn = maker(value, made)
     if eqn is None or eqn.primitive.name not in ("add", "sub"):
         return False
-    return any(is_step(maker(v, made)) for v in eqn.invars)
+    return any(is_step(maker(v, made), limit) for v in eqn.invars)
 
 
 def sides_of(eqn: JaxprEqn, made: Made) -> list[Side]:
@@ -131,16 +132,29 @@ def cancelling(sides: list[Side]) -> bool:
 
 
 def moments(sides: list[Side], made: Made) -> list[Var]:
-    """The products in a mean of squares less the square of a mean, as in a local variance."""
+    """The products in a mean of squares less the square of a mean, as in a local variance; and in
+    a square of a difference that is written out, as `x ** 2 - 2 * x @ y + y ** 2`."""
     found: list[Var] = []
-    squares = [(side, _factors(side.value, made)) for side in sides]
-    for square, factors in squares:
-        for side in sides:
-            kernels = _operands(side.value, made)
-            if side.is_less != square.is_less and factors and kernels:
-                shared = [kernels & _operands(factor, made) for factor in factors]
+    squares = [(side, _factors(side.value, made), _squared(side.value, made)) for side in sides]
+    for side in sides:
+        operands = _operands(side.value, made)
+        for square, factors, squared in squares if operands else ():
+            if factors and side.is_less != square.is_less:
+                shared = [operands & _operands(factor, made) for factor in factors]
                 found += [side.value, *factors] if all(shared) else []
+            if operands & squared:
+                found += [side.value, square.value]
     return found
+
+
+def _squared(value: Var, made: Made) -> set[Var]:
+    """The values whose squares are summed, by an axis or in a product."""
+    eqn = maker(value, made)
+    if eqn is None or eqn.primitive.name not in PRODUCTS | {"reduce_sum"}:
+        return set()
+    each = (maker(v, made) for v in eqn.invars)
+    roots = (root(e.invars[0], made) for e in each if e is not None and power_of(e) == 2)
+    return {r for r in roots if not isinstance(r, Literal)}
 
 
 def _factors(value: Var, made: Made) -> list[Var]:

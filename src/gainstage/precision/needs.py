@@ -14,7 +14,7 @@ from gainstage._base._jax import JaxprEqn, Literal, Var
 from gainstage._programs import jaxprs, patterns
 from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, TRAITS, Trait, names_with
-from gainstage._programs.patterns import AMPLIFIES, FEW, moves, number_of
+from gainstage._programs.patterns import AMPLIFIES, FEW, PART, STEP, moves, number_of
 
 PASSES = names_with(Trait.PASSES)
 PERIODIC = names_with(Trait.PERIODIC)
@@ -30,6 +30,8 @@ class Need(enum.Flag):
     ANGLE = enum.auto()  # a product with few terms, from which it comes
     SMALL = enum.auto()  # both sides, if it is a difference: what multiplies it is large
     STEP = enum.auto()  # the value, if a small number multiplies: it is added to others
+    PART = enum.auto()  # the value, if a number below 1 multiplies: it is added to a constant
+    GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
     SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
 
 
@@ -39,6 +41,7 @@ class Fact(enum.Flag):
     NOTHING = 0
     OF_PRODUCTS = enum.auto()  # it is computed from products
     HAS_A_STEP = enum.auto()  # it is a sum with a small step, not of products
+    CONSTANT = enum.auto()  # it depends on no argument
 
 
 def needs_of(program: AnyJaxpr) -> dict[Path, Need]:
@@ -67,6 +70,7 @@ class _Reader:
         self._made = {v: eqn for _, eqn in self._equations for v in eqn.outvars}
         self._known: dict[Var, Need] = {}
         self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
+        self._facts |= dict.fromkeys(self._jaxpr.constvars, Fact.CONSTANT)
         for _, eqn in reversed(self._equations):
             self._facts |= dict.fromkeys(eqn.outvars, self._fact_of(eqn))
 
@@ -95,8 +99,12 @@ class _Reader:
                 self._known[variable] = self._known.get(variable, need) | need
 
     def _fact(self, variable: Var | Literal) -> Fact:
-        known = Fact.NOTHING if isinstance(variable, Literal) else self._facts.get(variable)
-        return known or Fact.NOTHING
+        if isinstance(variable, Literal):
+            return Fact.CONSTANT
+        return self._facts.get(variable, Fact.NOTHING)
+
+    def _is_constant(self, variable: Var | Literal) -> bool:
+        return Fact.CONSTANT in self._fact(variable)
 
     def _fact_of(self, eqn: JaxprEqn) -> Fact:
         """The properties of the results of an operation."""
@@ -104,9 +112,12 @@ class _Reader:
         inside = (e for part in jaxprs.inner(eqn) for e in jaxprs.equations(part))
         if Fact.OF_PRODUCTS in given or any(e.primitive.name in PRODUCTS for e in (eqn, *inside)):
             return Fact.OF_PRODUCTS
-        if any(patterns.has_a_step(v, self._made) for v in eqn.outvars):
+        if all(map(self._is_constant, eqn.invars)):
+            return Fact.CONSTANT
+        limit = PART if any(map(self._is_constant, eqn.invars)) else STEP
+        if any(patterns.has_a_step(v, self._made, limit) for v in eqn.outvars):
             return Fact.HAS_A_STEP
-        return given if moves(eqn) else Fact.NOTHING
+        return given & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
 
     def _by_itself(self, eqn: JaxprEqn) -> Need:
         """What a product needs, whatever is computed with it."""
@@ -125,7 +136,8 @@ class _Reader:
                 exact |= Need.OPERANDS
         elif name in PASSES or moves(eqn):
             exact |= need & Need.RESULT
-        if Need.STEP in need and patterns.is_step(eqn):
+        limit = PART if Need.PART in need else STEP if Need.STEP in need else 0.0
+        if patterns.is_step(eqn, limit) or (Need.GATE in need and name == "logistic"):
             exact |= Need.RESULT
         return exact
 
@@ -137,9 +149,9 @@ class _Reader:
         if name in ("add", "sub", "mul", "neg", "div") or moves(eqn):
             passed |= need & Need.ANGLE
         if name in ("add", "sub"):
-            passed |= Need.STEP
+            passed |= Need.PART if any(map(self._is_constant, eqn.invars)) else Need.STEP
         if name == "neg" or moves(eqn):
-            passed |= need & Need.STEP
+            passed |= need & (Need.STEP | Need.PART | Need.GATE)
         if name in PERIODIC:
             passed |= Need.ANGLE
         if number_of(eqn) >= AMPLIFIES:
@@ -150,6 +162,8 @@ class _Reader:
         singular = TRAITS.get(name, Trait(0))
         yield from ((v, Need.RESULT) for v in eqn.invars[:1] if Trait.FIRST in singular)
         yield from ((v, Need.RESULT) for v in eqn.invars[1:2] if Trait.SECOND in singular)
+        if name == "sub" and isinstance(eqn.invars[0], Literal) and eqn.invars[0].val == 1:
+            yield eqn.invars[1], Need.GATE
         if name == "integer_pow" and eqn.params["y"] < 0:
             yield eqn.invars[0], Need.RESULT
         yield from ((v, Need.RESULT) for v in patterns.near_pairs(eqn, self._made))
