@@ -1,4 +1,7 @@
-"""The sharding of an optimizer's state: as its variable, or over more axes (ZeRO-1)."""
+"""Meshes and shardings of arrays: what lies where, what varies over devices, what is a sum.
+
+Where the state of an optimizer lies is in `zero_sharding.py`.
+"""
 
 import functools
 import math

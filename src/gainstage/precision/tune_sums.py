@@ -10,7 +10,7 @@ from gainstage._programs.jaxprs import Path
 from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage.transforms.retrace import Retraced
 
-# Sums stay in float32: their error and their size grow with the batch.
+# Sums stay in float32 in a plan: their error and their size grow with the batch.
 SUMS = names_with(Trait.SUM)
 
 
