@@ -315,6 +315,22 @@ opt.minimize(lambda: (opt.scale_loss(v * v), 1.0), [v], has_aux=True)
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
 gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v * v), [v]), ([v], opt.variables))()
 """),
+    "minimize of scaled losses that are summed": ("refused", "leave scale_loss", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v])
+"""),
+    "minimize of scaled losses that are summed in gs.jit": ("refused", "leave scale_loss", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v]), ([v], opt.variables))()
+"""),
+    "minimize of a true loss, with a scaled one beside it": ("works", "", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+def loss():
+    true = plain(v.value()); scaled = opt.scale_loss(true); return true, {"scaled": 2 * scaled}
+def divided(): scaled = opt.scale_loss(v.value() ** 2); return scaled.sum() / opt.loss_scale
+opt.minimize(loss, [v], has_aux=True); opt.minimize(divided, [v])
+gs.jit(lambda: opt.minimize(loss, [v], has_aux=True), ([v], opt.variables))()
+"""),
     "compute_gradients of a scaled loss": ("refused", "leave scale_loss", """
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
 opt.compute_gradients(lambda: opt.scale_loss(v * v), [v])
@@ -567,6 +583,35 @@ gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
     "scale_loss of a part, in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)
+"""),
+    "scale_loss of what it has returned": ("refused", "Multiply once", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+jax.jit(jax.grad(lambda w, s: gs.scale_loss(gs.scale_loss(plain(w), s), s)))(w, state)
+"""),
+    "scale_loss of what an optimizer's has returned": ("refused", "Multiply once", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+gs.jit(lambda: jax.grad(lambda w: opt.scale_loss(opt.scale_loss(plain(w)) / 2))(v.value()), ([v], opt.variables))()
+"""),
+    "get_scaled_loss of what it has returned": ("refused", "Multiply once", """
+from gainstage.compat import tf2
+opt = tf2.LossScaleOptimizer(gs.SGD())
+jax.grad(lambda w: opt.get_scaled_loss(opt.get_scaled_loss(plain(w))))(w)
+"""),
+    "scale_loss of what Keras's has returned": ("refused", "Multiply once", """
+import keras; from gainstage.interop.keras import LossScaleOptimizer
+opt = LossScaleOptimizer(keras.optimizers.SGD(0.1)); opt.scale_loss(opt.scale_loss(jnp.float32(1.0)))
+"""),
+    "scale_loss of several losses, and of one that is true again": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.LossScaleOptimizer(gs.SGD())
+for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
+                      (lambda x: gs.scale_loss(x, state), lambda: gs.loss_scale(state))]:
+    def total(w):
+        one, two = scaled(plain(w)), scaled(2 * plain(w))
+        return one + two + scaled(one / scale())
+    def with_penalty(w):
+        g = jax.grad(lambda w: scaled(plain(w)))(w) / scale()
+        return scaled(plain(w) + jnp.sum(g * g))
+    for f in (total, with_penalty): jax.grad(f)(w); scaled(jnp.sum(jax.grad(f)(w)))
 """),
     "a state that a scan closes over, in a compiled epoch": ("warns", "a part of the carry", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)

@@ -82,6 +82,10 @@ MULTIPLIED_ALREADY = (
     "Expected the loss itself from fun; got what scale_loss has multiplied. Leave scale_loss out: "
     "value_and_grad and train_step multiply the loss by the loss scale themselves."
 )
+SCALED_TWICE = (
+    "Expected the loss itself for scale_loss; got what scale_loss has multiplied by the loss scale "
+    "already. Multiply once."
+)
 
 # By its id, each scale that is alive, with what was done with it:
 #   "true": `value_and_grad` or `train_step` has computed true gradients with it
