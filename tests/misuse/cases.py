@@ -580,6 +580,25 @@ gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state), state)(w)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
 """),
+    "loss_scale times the loss, in value_and_grad": ("refused", "Leave this factor out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+jax.jit(lambda w, s: gs.value_and_grad(lambda w: plain(w) * gs.loss_scale(s), s)(w))(w, state)
+"""),
+    "loss_scale times each loss, in value_and_grad": ("refused", "Leave this factor out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+jax.jit(lambda w, s: gs.value_and_grad(lambda w: jnp.mean(gs.loss_scale(s) * w ** 2) + plain(w), s)(w))(w, state)
+"""),
+    "loss_scale that is returned, or divides, in value_and_grad": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def beside(w, s): return plain(w), {"scale": gs.loss_scale(s), "scaled": plain(w) * gs.loss_scale(s)}
+def divided(w, s): return plain(w) / gs.loss_scale(s), 0
+def again(w, s):
+    g = jax.grad(lambda w: plain(w) * gs.loss_scale(s))(w) / gs.loss_scale(s)
+    return plain(w) + jnp.sum(g * g) + 0.0 * gs.loss_scale(s), 0
+for f in (beside, divided, again):
+    for run in (jax.jit, lambda f: f):
+        run(lambda w, s: gs.value_and_grad(f, s, has_aux=True)(w, s))(w, state)
+"""),
     "scale_loss of a part, in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)

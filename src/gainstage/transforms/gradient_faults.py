@@ -82,6 +82,10 @@ MULTIPLIED_ALREADY = (
     "Expected the loss itself from fun; got what scale_loss has multiplied. Leave scale_loss out: "
     "value_and_grad and train_step multiply the loss by the loss scale themselves."
 )
+READ_ALREADY = (
+    "Expected the loss itself from fun; got it times gainstage.loss_scale(opt_state). Leave this "
+    "factor out: value_and_grad and train_step multiply the loss by the loss scale themselves."
+)
 SCALED_TWICE = (
     "Expected the loss itself for scale_loss; got what scale_loss has multiplied by the loss scale "
     "already. Multiply once."
@@ -99,6 +103,7 @@ _SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 _UNKNOWN: set[str] = set()
 # The traces of the losses that `value_and_grad` differentiates now, each with what was done in it.
 LOSSES: list[tuple[object, set[str]]] = []
+_OF_SUMS = "add", "sub", "neg", "reduce_sum", "convert_element_type"
 # The files whose equations scale a loss by no state.
 _SCALE_THEMSELVES = tuple(
     os.path.join("gainstage", "transforms", name)
@@ -210,6 +215,27 @@ def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
         or any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in source.traceback.frames)
         for source in sources
     )
+
+
+def is_times_a_scale(loss: Any) -> bool:
+    """Whether the last that was done to a loss is, up to sums and numbers, a product with a scale
+    that `loss_scale` has returned."""
+    read = {key for key, (_, uses) in _SCALES.items() if "read" in uses}
+    todo, seen = [getattr(loss, "primal", loss)], set[int]()
+    while todo:
+        equation: Any = getattr(todo.pop(), "parent", None)
+        if equation is None or id(equation) in seen:
+            continue
+        seen.add(id(equation))
+        name, operands = equation.primitive.name, list(equation.in_tracers)
+        is_number = [isinstance(getattr(x, "val", None), Literal) for x in operands]
+        if name == "mul" and not any(is_number) and any(id(x) in read for x in operands):
+            return True
+        if name in _OF_SUMS or (name == "mul" and any(is_number)):
+            todo += operands
+        elif name == "div" and is_number[1]:
+            todo.append(operands[0])
+    return False
 
 
 def is_constant_of_a_loop(scale: Any) -> bool:

@@ -18,7 +18,9 @@ from gainstage.transforms.gradient_faults import (
     LOSSES,
     MULTIPLIED,
     MULTIPLIED_ALREADY,
+    READ_ALREADY,
     SCALED_TWICE,
+    is_times_a_scale,
     note_scale,
 )
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
@@ -156,6 +158,8 @@ def scaled_value_and_grad(
         in_it = "multiplied" in done and "read" not in done and not is_aux
         if in_it or MULTIPLIED.get(id(loss)) is loss:
             raise ValueError(MULTIPLIED_ALREADY)
+        if "read" in done and is_times_a_scale(loss):
+            raise ValueError(READ_ALREADY)
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
