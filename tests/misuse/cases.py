@@ -423,6 +423,20 @@ other.apply([w], [v]); other.save_own_variables({})
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
 """),
+    "a state that was cast to half precision": ("refused", "got bfloat16.*inner=jax", """
+tx = gs.loss_scaled(optax.adam(0.1)); state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.init(w))
+gs.train_step(plain, tx)(w, state)
+"""),
+    "a state of which the numbers were cast to float16": ("refused", "got float16.*inner=jax", """
+tx = gs.loss_scaled(optax.adam(0.1))
+state = jax.tree.map(lambda x: x.astype("float16") if x.dtype == "float32" else x, tx.init(w))
+tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+"""),
+    "an inner state in half precision": ("works", "", """
+tx = gs.loss_scaled(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state = tx.init(w)
+state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.inner))
+tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+"""),
     # ── old and foreign states ───────────────────────────────────────────────────────────────
     "value_and_grad once before the loop": ("warns", "scale of another state", """
 tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**20)); state = tx.init(w)
@@ -1130,6 +1144,19 @@ gs.loss_scaled(sgd).init({"params": variables})
 tx = gs.loss_scaled(sgd); state = tx.init(W)
 step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), tx)
 W, state, loss = step(W, state, X); assert loss.dtype == jnp.float32
+"""),
+    "autocast of float64 alone": ("warns", "in float64, which it leaves", """
+with jax.enable_x64(True):
+    f = gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2))
+    for _ in range(2): jax.jit(jax.grad(f))(jnp.zeros((4, 1)), jnp.ones((8, 4)))
+"""),
+    "autocast of float64 beside float32, or kept": ("works", "", """
+with jax.enable_x64(True):
+    x, y = jnp.ones((8, 4)), jnp.ones((8, 4), jnp.float32)
+    @gs.keep_float32()
+    def kept(w): return jnp.sum(x @ w)
+    both = lambda w: jnp.sum(x @ w) + jnp.sum(y @ w.astype(jnp.float32))
+    for f in (kept, both, jnp.sum): jax.grad(gs.autocast(f))(jnp.zeros((4, 1)))
 """),
     "autocast around a step": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(W)

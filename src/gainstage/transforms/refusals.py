@@ -111,6 +111,16 @@ def wrong_state(state: object) -> TypeError:
     )
 
 
+def cast_state(dtype: Any) -> TypeError:
+    """The error for a state whose scale, and perhaps its counts, are in half precision."""
+    return TypeError(
+        f"Expected the float32 loss scale of tx.init in opt_state; got {dtype}, which cannot hold "
+        f"all scales and counts. Cast the state of the inner transformation alone: "
+        f"opt_state = opt_state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.{dtype}) if "
+        f"x.dtype == jnp.float32 else x, opt_state.inner))."
+    )
+
+
 def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     """The error for the state of another rule; a fixed scale keeps any state."""
     of = type(state).__name__
