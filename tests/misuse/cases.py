@@ -405,6 +405,24 @@ grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 tv, ov = step(tv, ov); opt.save_own_variables({})
 """),
+    "variables that functional does not change, saved": ("warns", "Assign them first", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+run = jax.jit(gs.functional(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+values = [x.value() for x in state]
+for _ in range(3): loss, values = run(values); opt.save_own_variables({})
+"""),
+    "variables that functional reads, or that are assigned, saved": ("works", "", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+jax.jit(gs.functional(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
+opt.save_own_variables({})
+step = gs.jit(lambda: opt.minimize(lambda: plain(v.value()), [v]), state)
+step.lower(); opt.save_own_variables({}); step(); opt.save_own_variables({})
+run = jax.jit(gs.functional(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+for _ in range(3):
+    loss, values = run([x.value() for x in state])
+    for x, new in zip(state, values): x.assign(new)
+    opt.save_own_variables({})
+"""),
     "a checkpoint of what stateless_apply returns": ("works", "", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
 v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
