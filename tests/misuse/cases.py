@@ -455,6 +455,30 @@ tx = gs.loss_scaled(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state 
 state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.inner))
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 """),
+    "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.self_scaled", """
+def search(f, tx):
+    @jax.jit
+    def step(w, s):
+        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
+        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
+    new, state = step(W, tx.init(W)); step(new, state)
+search(lambda w: half(w, X), gs.loss_scaled(optax.lbfgs()))
+"""),
+    "a line search that scales, is in float32, or differentiates nothing": ("works", "", """
+def search(f, tx):
+    @jax.jit
+    def step(w, s):
+        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
+        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
+    new, state = step(W, tx.init(W)); step(new, state)
+search(lambda w: gs.self_scaled(half)(w, X), gs.loss_scaled(optax.lbfgs()))
+search(gs.self_scaled(lambda w: half(w, X)), gs.loss_scaled(optax.lbfgs()))
+search(jax.jit(lambda w: gs.self_scaled(half)(w, X)), gs.loss_scaled(optax.lbfgs()))
+search(lambda w: jnp.mean((X @ w) ** 2), gs.loss_scaled(optax.lbfgs()))
+search(gs.autocast(lambda w: jnp.mean((X @ w) ** 2), "bfloat16"), gs.loss_scaled(optax.lbfgs()))
+backtracking = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+search(lambda w: half(w, X), gs.loss_scaled(backtracking))
+"""),
     # ── old and foreign states ───────────────────────────────────────────────────────────────
     "value_and_grad once before the loop": ("warns", "scale of another state", """
 tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**20)); state = tx.init(w)

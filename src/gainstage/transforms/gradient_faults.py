@@ -15,10 +15,12 @@ from gainstage._base._jax import (
     Tracer,
     computed_by,
     is_around_a_loop,
+    is_differentiated,
     trace_ctx,
     trace_of,
 )
 from gainstage._programs import jaxprs
+from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import PyTree
 
 NOT_SCALED = (
@@ -56,6 +58,11 @@ PLAIN_GRAD_FN = (
     "The gradients of grad_fn in this update of gainstage.loss_scaled were computed without the "
     "loss scale, so small ones are lost. Write grad_fn=lambda params, i: "
     "gainstage.value_and_grad(loss_fn, opt_state)(params, *batch)[1]."
+)
+PLAIN_VALUE_FN = (
+    "The line search in this update of gainstage.loss_scaled differentiates a float16 value_fn "
+    "without a loss scale, so small gradients are lost. Write value_fn=lambda params: "
+    "gainstage.self_scaled(loss_fn)(params, *batch)."
 )
 STALE = (
     "The gradients of this update of gainstage.loss_scaled were computed with the scale of another "
@@ -215,6 +222,25 @@ def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
         or any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in source.traceback.frames)
         for source in sources
     )
+
+
+def is_plain_half(loss: Any) -> bool:
+    """Whether a loss that is differentiated in this trace has float16 products, and no scale."""
+    if not is_differentiated(loss):
+        return False
+    equations, _ = computed_by([getattr(loss, "primal", loss)], [])
+    within = (part for equation in equations for part in jaxprs.inner(equation))
+    each = [*equations, *(equation for part in within for equation in jaxprs.equations(part))]
+    traces = [equation.source_info.traceback for equation in each]
+    frames = (frame for trace in traces if trace is not None for frame in trace.frames)
+    if any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in frames):
+        return False
+    operands = (getattr(x, "in_tracers", None) or x.invars for x in each if _is_product(x))
+    return any(getattr(x.aval, "dtype", None) == np.float16 for xs in operands for x in xs)
+
+
+def _is_product(equation: Any) -> bool:
+    return equation.primitive.name in PRODUCTS
 
 
 def is_times_a_scale(loss: Any) -> bool:

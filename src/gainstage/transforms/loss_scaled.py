@@ -37,6 +37,7 @@ from gainstage.transforms.refusals import (
     explain,
     half_in,
     statistics_in,
+    told_if_half,
     told_if_plain,
     wrong_rule,
     wrong_state,
@@ -214,6 +215,8 @@ def loss_scaled_within(
             wrong = fault(scale, loss_scale, is_inside(), ruled, updates, params)
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
+            if "value_fn" in extra:
+                extra["value_fn"] = told_if_half(extra["value_fn"], told)
         if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
             told.add(wrong)
             warn(wrong)

@@ -14,7 +14,12 @@ from gainstage._scaling.float8_states import place_of_state
 from gainstage._variables.types import OptState, PyTree, Structure, Transformation
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.transforms.gradient_faults import PLAIN_GRAD_FN, is_plain
+from gainstage.transforms.gradient_faults import (
+    PLAIN_GRAD_FN,
+    PLAIN_VALUE_FN,
+    is_plain,
+    is_plain_half,
+)
 from gainstage.transforms.loss_scaled_state import LossScaledState
 
 
@@ -79,6 +84,20 @@ def told_if_plain(
             told.add(PLAIN_GRAD_FN)
             warn(PLAIN_GRAD_FN)
         return grads
+
+    return checked
+
+
+def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
+    """A loss for the line search of the inner transformation, with a warning if it is
+    differentiated in float16 without a scale."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value = value_fn(*args, **kwargs)
+        if PLAIN_VALUE_FN not in told and is_plain_half(value):
+            told.add(PLAIN_VALUE_FN)
+            warn(PLAIN_VALUE_FN)
+        return value
 
     return checked
 
