@@ -315,6 +315,22 @@ opt.minimize(lambda: (opt.scale_loss(v * v), 1.0), [v], has_aux=True)
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
 gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v * v), [v]), ([v], opt.variables))()
 """),
+    "minimize of scaled losses that are summed": ("refused", "leave scale_loss", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v])
+"""),
+    "minimize of scaled losses that are summed in gs.jit": ("refused", "leave scale_loss", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v]), ([v], opt.variables))()
+"""),
+    "minimize of a true loss, with a scaled one beside it": ("works", "", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+def loss():
+    true = plain(v.value()); scaled = opt.scale_loss(true); return true, {"scaled": 2 * scaled}
+def divided(): scaled = opt.scale_loss(v.value() ** 2); return scaled.sum() / opt.loss_scale
+opt.minimize(loss, [v], has_aux=True); opt.minimize(divided, [v])
+gs.jit(lambda: opt.minimize(loss, [v], has_aux=True), ([v], opt.variables))()
+"""),
     "compute_gradients of a scaled loss": ("refused", "leave scale_loss", """
 v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
 opt.compute_gradients(lambda: opt.scale_loss(v * v), [v])
@@ -389,6 +405,24 @@ grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 tv, ov = step(tv, ov); opt.save_own_variables({})
 """),
+    "variables that functional does not change, saved": ("warns", "Assign them first", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+run = jax.jit(gs.functional(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+values = [x.value() for x in state]
+for _ in range(3): loss, values = run(values); opt.save_own_variables({})
+"""),
+    "variables that functional reads, or that are assigned, saved": ("works", "", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+jax.jit(gs.functional(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
+opt.save_own_variables({})
+step = gs.jit(lambda: opt.minimize(lambda: plain(v.value()), [v]), state)
+step.lower(); opt.save_own_variables({}); step(); opt.save_own_variables({})
+run = jax.jit(gs.functional(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+for _ in range(3):
+    loss, values = run([x.value() for x in state])
+    for x, new in zip(state, values): x.assign(new)
+    opt.save_own_variables({})
+"""),
     "a checkpoint of what stateless_apply returns": ("works", "", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
 v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
@@ -406,6 +440,44 @@ other.apply([w], [v]); other.save_own_variables({})
     "float16 times a scale": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 assert jnp.isfinite(gs.scale_loss(jnp.float16(1000.0), state))
+"""),
+    "a state that was cast to half precision": ("refused", "got bfloat16.*inner=jax", """
+tx = gs.loss_scaled(optax.adam(0.1)); state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.init(w))
+gs.train_step(plain, tx)(w, state)
+"""),
+    "a state of which the numbers were cast to float16": ("refused", "got float16.*inner=jax", """
+tx = gs.loss_scaled(optax.adam(0.1))
+state = jax.tree.map(lambda x: x.astype("float16") if x.dtype == "float32" else x, tx.init(w))
+tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+"""),
+    "an inner state in half precision": ("works", "", """
+tx = gs.loss_scaled(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state = tx.init(w)
+state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.inner))
+tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
+"""),
+    "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.self_scaled", """
+def search(f, tx):
+    @jax.jit
+    def step(w, s):
+        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
+        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
+    new, state = step(W, tx.init(W)); step(new, state)
+search(lambda w: half(w, X), gs.loss_scaled(optax.lbfgs()))
+"""),
+    "a line search that scales, is in float32, or differentiates nothing": ("works", "", """
+def search(f, tx):
+    @jax.jit
+    def step(w, s):
+        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
+        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
+    new, state = step(W, tx.init(W)); step(new, state)
+search(lambda w: gs.self_scaled(half)(w, X), gs.loss_scaled(optax.lbfgs()))
+search(gs.self_scaled(lambda w: half(w, X)), gs.loss_scaled(optax.lbfgs()))
+search(jax.jit(lambda w: gs.self_scaled(half)(w, X)), gs.loss_scaled(optax.lbfgs()))
+search(lambda w: jnp.mean((X @ w) ** 2), gs.loss_scaled(optax.lbfgs()))
+search(gs.autocast(lambda w: jnp.mean((X @ w) ** 2), "bfloat16"), gs.loss_scaled(optax.lbfgs()))
+backtracking = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
+search(lambda w: half(w, X), gs.loss_scaled(backtracking))
 """),
     # ── old and foreign states ───────────────────────────────────────────────────────────────
     "value_and_grad once before the loop": ("warns", "scale of another state", """
@@ -564,9 +636,57 @@ gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state), state)(w)
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.train_step(lambda w: gs.scale_loss(plain(w), state), tx)(w, state)
 """),
+    "loss_scale times the loss, in value_and_grad": ("refused", "Leave this factor out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+jax.jit(lambda w, s: gs.value_and_grad(lambda w: plain(w) * gs.loss_scale(s), s)(w))(w, state)
+"""),
+    "loss_scale times each loss, in value_and_grad": ("refused", "Leave this factor out", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+jax.jit(lambda w, s: gs.value_and_grad(lambda w: jnp.mean(gs.loss_scale(s) * w ** 2) + plain(w), s)(w))(w, state)
+"""),
+    "loss_scale that is returned, or divides, in value_and_grad": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def beside(w, s): return plain(w), {"scale": gs.loss_scale(s), "scaled": plain(w) * gs.loss_scale(s)}
+def divided(w, s): return plain(w) / gs.loss_scale(s), 0
+def again(w, s):
+    g = jax.grad(lambda w: plain(w) * gs.loss_scale(s))(w) / gs.loss_scale(s)
+    return plain(w) + jnp.sum(g * g) + 0.0 * gs.loss_scale(s), 0
+for f in (beside, divided, again):
+    for run in (jax.jit, lambda f: f):
+        run(lambda w, s: gs.value_and_grad(f, s, has_aux=True)(w, s))(w, state)
+"""),
     "scale_loss of a part, in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 gs.value_and_grad(lambda w: gs.scale_loss(plain(w), state) + 1.0, state)(w)
+"""),
+    "scale_loss of what it has returned": ("refused", "Multiply once", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+jax.jit(jax.grad(lambda w, s: gs.scale_loss(gs.scale_loss(plain(w), s), s)))(w, state)
+"""),
+    "scale_loss of what an optimizer's has returned": ("refused", "Multiply once", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+gs.jit(lambda: jax.grad(lambda w: opt.scale_loss(opt.scale_loss(plain(w)) / 2))(v.value()), ([v], opt.variables))()
+"""),
+    "get_scaled_loss of what it has returned": ("refused", "Multiply once", """
+from gainstage.compat import tf2
+opt = tf2.LossScaleOptimizer(gs.SGD())
+jax.grad(lambda w: opt.get_scaled_loss(opt.get_scaled_loss(plain(w))))(w)
+"""),
+    "scale_loss of what Keras's has returned": ("refused", "Multiply once", """
+import keras; from gainstage.interop.keras import LossScaleOptimizer
+opt = LossScaleOptimizer(keras.optimizers.SGD(0.1)); opt.scale_loss(opt.scale_loss(jnp.float32(1.0)))
+"""),
+    "scale_loss of several losses, and of one that is true again": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.LossScaleOptimizer(gs.SGD())
+for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
+                      (lambda x: gs.scale_loss(x, state), lambda: gs.loss_scale(state))]:
+    def total(w):
+        one, two = scaled(plain(w)), scaled(2 * plain(w))
+        return one + two + scaled(one / scale())
+    def with_penalty(w):
+        g = jax.grad(lambda w: scaled(plain(w)))(w) / scale()
+        return scaled(plain(w) + jnp.sum(g * g))
+    for f in (total, with_penalty): jax.grad(f)(w); scaled(jnp.sum(jax.grad(f)(w)))
 """),
     "a state that a scan closes over, in a compiled epoch": ("warns", "a part of the carry", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -1066,6 +1186,19 @@ gs.loss_scaled(sgd).init({"params": variables})
 tx = gs.loss_scaled(sgd); state = tx.init(W)
 step = gs.train_step(gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2)), tx)
 W, state, loss = step(W, state, X); assert loss.dtype == jnp.float32
+"""),
+    "autocast of float64 alone": ("warns", "in float64, which it leaves", """
+with jax.enable_x64(True):
+    f = gs.autocast(lambda w, x: jnp.mean((x @ w) ** 2))
+    for _ in range(2): jax.jit(jax.grad(f))(jnp.zeros((4, 1)), jnp.ones((8, 4)))
+"""),
+    "autocast of float64 beside float32, or kept": ("works", "", """
+with jax.enable_x64(True):
+    x, y = jnp.ones((8, 4)), jnp.ones((8, 4), jnp.float32)
+    @gs.keep_float32()
+    def kept(w): return jnp.sum(x @ w)
+    both = lambda w: jnp.sum(x @ w) + jnp.sum(y @ w.astype(jnp.float32))
+    for f in (kept, both, jnp.sum): jax.grad(gs.autocast(f))(jnp.zeros((4, 1)))
 """),
     "autocast around a step": ("works", "", """
 tx = gs.loss_scaled(sgd); state = tx.init(W)

@@ -52,6 +52,7 @@ __all__ = [
     "Tracer",
     "Var",
     "computed_by",
+    "computes",
     "dce_jaxpr",
     "get_opaque_trace_state",
     "holds_arrays",
@@ -109,6 +110,12 @@ def computed_by(values: Iterable[Any], known: Iterable[Any]) -> tuple[list[Any],
             equations[id(equation)] = equation
             todo.extend(equation.in_tracers)
     return list(equations.values()), given
+
+
+def computes(known: Any, value: Any) -> bool:
+    """Whether equations of a trace compute a value from a known one, or both are one."""
+    equations, _ = computed_by([value], [known])
+    return value is known or any(x is known for e in equations for x in e.in_tracers)
 
 
 def is_around_a_loop(trace: object) -> bool:

@@ -7,6 +7,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, Generic
 
@@ -131,6 +132,13 @@ def functional(
         >>> print(new_count, int(count))
         15 0
     """
+    return _functional(fn, state, notes=True)
+
+
+def _functional(
+    fn: Callable[P, R], state: State, notes: bool
+) -> Callable[Concatenate[PyTree, P], tuple[R, PyTree]]:
+    """`functional`, which notes in `LEFT` what it changes but for its results, if asked to."""
     variables = variables_in(state)
     structure: Structure = jax.tree.structure(state)
 
@@ -148,15 +156,21 @@ def functional(
         try:
             with bound(variables, values):
                 result = fn(*args, **kwargs)
-                return result, structure.unflatten(read(variables))
+                new = read(variables)
         finally:
             # Again, because a signal may have interrupted `bound` while it did so.
             Variable._unbind(variables, own)
+        for variable, before, after in zip(variables, values, new, strict=True) if notes else ():
+            if after is not before and isinstance(variable._value, jax.Array):
+                LEFT[variable] = weakref.ref(variable._value)
+        return result, structure.unflatten(new)
 
     del pure.__wrapped__  # its signature is another one
     return pure  # type: ignore[return-value] # mypy: `values` has a name here
 
 
+# By the variable that a function of `functional` has assigned, its value, which stays as it was.
+LEFT: weakref.WeakKeyDictionary[Variable, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _MADE_IN_LOOP = (
     "{n} functions of gainstage.jit with the same code and state were made and called once each, "
     "and each was compiled. Create it before the loop: step = gainstage.jit(fn, state)."
@@ -203,7 +217,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         self._state, self._donate = variables_in(state), donate
         found = [variable._constants_of for variable in self._state]
         self._constants = [reference for reference in found if reference is not None]
-        self._pure: Callable[..., tuple[R, Any]] = functional(fn, self._state)
+        self._pure: Callable[..., tuple[R, Any]] = _functional(fn, self._state, notes=False)
         self._calls, self._captured = Calls(fn, _MADE_IN_LOOP), Captured(fn, *_CAPTURED)
         self._compile()
         functools.update_wrapper(self, fn, updated=())
@@ -295,7 +309,7 @@ def _copies(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def run_eagerly(fn: Callable[P, R], state: State, *args: P.args, **kwargs: P.kwargs) -> R:
     """Runs `fn` uncompiled; its assignments to `state` are made at its end, or not at all."""
-    result, values = functional(fn, state)(read(state), *args, **kwargs)
+    result, values = _functional(fn, state, notes=False)(read(state), *args, **kwargs)
     assign(variables_in(state), jax.tree.leaves(values))
     return result
 

@@ -37,6 +37,7 @@ from gainstage.rules.loss_scale import (
     start,
     with_number,
 )
+from gainstage.transforms.gradient_faults import MULTIPLIED, SCALED_TWICE
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
@@ -183,7 +184,12 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         """Returns the loss times the scale, in float32."""
         self._check_factor()
         self._has_scaled = True
-        return gradients.scaled(loss, self.loss_scale)
+        if MULTIPLIED.get(id(loss), self) is loss:
+            raise ValueError(SCALED_TWICE)
+        scaled = gradients.scaled(loss, self.loss_scale)
+        if self.rule != FixedLossScale(1.0):
+            MULTIPLIED[id(scaled)] = scaled
+        return scaled
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Takes a step on gradients of `scale_loss(loss)`; gradients may be None, and variables

@@ -173,6 +173,8 @@ class LossScaleOptimizer(Retrying):
         return self._loss_scale()
 
     def scale_loss(self, loss: Scalar) -> jax.Array:
+        if not self._is_one():
+            self._uses.check_true(loss)
         scaled = gradients.scaled(loss, self._loss_scale())
         return self._uses.multiply(self._wrapper.state.scale.scale._value, scaled)
 

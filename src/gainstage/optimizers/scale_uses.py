@@ -4,8 +4,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from gainstage._base._jax import Tracer, computes
 from gainstage._base.warn import warn
 from gainstage._variables.variable import is_inside
+from gainstage.transforms.gradient_faults import SCALED_TWICE
 
 NOT_IN_STATE = (
     "Expected the loss scale of {name!r} in the state of the function that is traced; got a number "
@@ -28,6 +30,8 @@ class ScaleUses:
     has_scaled: bool = False  # whether the user has multiplied a loss by it, or read it in a trace
     _was_read = False  # eagerly, since the last `apply`: perhaps to multiply by it
     _scaled: weakref.ref[Any] | None = None  # the last loss that was multiplied
+    _tangent: weakref.ref[Any] | None = None  # its derivative, where it is differentiated
+    _was_read_since = False  # whether the scale was read after that
     _before: weakref.ref[Any] | None = None  # the scale that `stateless_apply` did not change
     _true: tuple[weakref.ref[Any], ...] = ()  # the gradients that `compute_gradients` divided last
     _reads, _told = 0, False  # the reads of that scale, and whether this was said
@@ -42,6 +46,7 @@ class ScaleUses:
     def read(self, value: Any) -> None:
         """Notes that the scale is read, where its variable has this value; warns, once, if that is
         out of date."""
+        self._was_read_since = True
         if is_inside() or self._fixed:
             self.has_scaled = True
         else:
@@ -62,8 +67,25 @@ class ScaleUses:
     def multiply(self, value: Any, loss: Any) -> Any:
         """Notes, and returns, a loss that the user has multiplied by the scale."""
         self.read(value)
-        self.has_scaled, self._scaled = True, weakref.ref(loss)
+        self.has_scaled, self._was_read_since, self._scaled = True, False, weakref.ref(loss)
+        tangent = getattr(loss, "tangent", None)
+        self._tangent = weakref.ref(tangent) if isinstance(tangent, Tracer) else None
         return loss
+
+    def check_true(self, loss: Any) -> None:
+        """Raises an error for a loss that was multiplied by the scale already."""
+        if self._is_scaled(loss):
+            raise ValueError(SCALED_TWICE)
+
+    def _is_scaled(self, loss: Any) -> bool:
+        """Whether a loss is what was multiplied last, or its derivative is computed from that
+        one's, with no scale read since to divide by."""
+        scaled, tangent = (x and x() for x in (self._scaled, self._tangent))
+        if scaled is not None and loss is scaled:
+            return True
+        if tangent is None or self._was_read_since:
+            return False
+        return computes(tangent, getattr(loss, "tangent", None))
 
     def restore(self, has_scaled: bool) -> None:
         """Forgets what `minimize` has done, which says nothing of the next `apply`."""
@@ -91,7 +113,7 @@ class ScaleUses:
         def checked() -> Any:
             result = loss()
             value = result[0] if has_aux and isinstance(result, tuple) and result else result
-            if value is not None and self._scaled is not None and value is self._scaled():
+            if self._is_scaled(value):
                 raise ValueError(
                     "Expected loss() to return the true loss; got what was multiplied by the loss "
                     "scale. `minimize` and `compute_gradients` multiply by it themselves: leave "

@@ -190,8 +190,15 @@ class _Caster:
         each = [eqn for eqn in every if eqn.primitive.name in PRODUCTS]
         dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
         known = self._dtype in dtypes or not dtypes <= {SINGLE, *DTYPES.values()}
-        known |= any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
-        if each and not (self._products or known or self._told):
+        kept = any(KEEPS.search(jaxprs.scopes(eqn)) for eqn in every)
+        if dtypes == {np.dtype("float64")} and not (kept or self._told):
+            self._told = True
+            warn(
+                f"autocast has computed no product in {self._dtype}: all {len(each)} are in "
+                f"float64, which it leaves as it is. Under jax_enable_x64, ask for float32 where "
+                f"you create parameters and inputs, as in jnp.zeros(4, jnp.float32)."
+            )
+        if each and not (self._products or known or kept or self._told):
             self._told = True
             warn(
                 f"autocast has computed no product in {self._dtype}: {len(each)} are in functions "

@@ -15,10 +15,12 @@ from gainstage._base._jax import (
     Tracer,
     computed_by,
     is_around_a_loop,
+    is_differentiated,
     trace_ctx,
     trace_of,
 )
 from gainstage._programs import jaxprs
+from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import PyTree
 
 NOT_SCALED = (
@@ -57,6 +59,11 @@ PLAIN_GRAD_FN = (
     "loss scale, so small ones are lost. Write grad_fn=lambda params, i: "
     "gainstage.value_and_grad(loss_fn, opt_state)(params, *batch)[1]."
 )
+PLAIN_VALUE_FN = (
+    "The line search in this update of gainstage.loss_scaled differentiates a float16 value_fn "
+    "without a loss scale, so small gradients are lost. Write value_fn=lambda params: "
+    "gainstage.self_scaled(loss_fn)(params, *batch)."
+)
 STALE = (
     "The gradients of this update of gainstage.loss_scaled were computed with the scale of another "
     "state, which never changes. In each step, compute them with the state that update gets: "
@@ -82,6 +89,14 @@ MULTIPLIED_ALREADY = (
     "Expected the loss itself from fun; got what scale_loss has multiplied. Leave scale_loss out: "
     "value_and_grad and train_step multiply the loss by the loss scale themselves."
 )
+READ_ALREADY = (
+    "Expected the loss itself from fun; got it times gainstage.loss_scale(opt_state). Leave this "
+    "factor out: value_and_grad and train_step multiply the loss by the loss scale themselves."
+)
+SCALED_TWICE = (
+    "Expected the loss itself for scale_loss; got what scale_loss has multiplied by the loss scale "
+    "already. Multiply once."
+)
 
 # By its id, each scale that is alive, with what was done with it:
 #   "true": `value_and_grad` or `train_step` has computed true gradients with it
@@ -95,6 +110,7 @@ _SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 _UNKNOWN: set[str] = set()
 # The traces of the losses that `value_and_grad` differentiates now, each with what was done in it.
 LOSSES: list[tuple[object, set[str]]] = []
+_OF_SUMS = "add", "sub", "neg", "reduce_sum", "convert_element_type"
 # The files whose equations scale a loss by no state.
 _SCALE_THEMSELVES = tuple(
     os.path.join("gainstage", "transforms", name)
@@ -206,6 +222,46 @@ def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
         or any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in source.traceback.frames)
         for source in sources
     )
+
+
+def is_plain_half(loss: Any) -> bool:
+    """Whether a loss that is differentiated in this trace has float16 products, and no scale."""
+    if not is_differentiated(loss):
+        return False
+    equations, _ = computed_by([getattr(loss, "primal", loss)], [])
+    within = (part for equation in equations for part in jaxprs.inner(equation))
+    each = [*equations, *(equation for part in within for equation in jaxprs.equations(part))]
+    traces = [equation.source_info.traceback for equation in each]
+    frames = (frame for trace in traces if trace is not None for frame in trace.frames)
+    if any(frame.file_name.endswith(_SCALE_THEMSELVES) for frame in frames):
+        return False
+    operands = (getattr(x, "in_tracers", None) or x.invars for x in each if _is_product(x))
+    return any(getattr(x.aval, "dtype", None) == np.float16 for xs in operands for x in xs)
+
+
+def _is_product(equation: Any) -> bool:
+    return equation.primitive.name in PRODUCTS
+
+
+def is_times_a_scale(loss: Any) -> bool:
+    """Whether the last that was done to a loss is, up to sums and numbers, a product with a scale
+    that `loss_scale` has returned."""
+    read = {key for key, (_, uses) in _SCALES.items() if "read" in uses}
+    todo, seen = [getattr(loss, "primal", loss)], set[int]()
+    while todo:
+        equation: Any = getattr(todo.pop(), "parent", None)
+        if equation is None or id(equation) in seen:
+            continue
+        seen.add(id(equation))
+        name, operands = equation.primitive.name, list(equation.in_tracers)
+        is_number = [isinstance(getattr(x, "val", None), Literal) for x in operands]
+        if name == "mul" and not any(is_number) and any(id(x) in read for x in operands):
+            return True
+        if name in _OF_SUMS or (name == "mul" and any(is_number)):
+            todo += operands
+        elif name == "div" and is_number[1]:
+            todo.append(operands[0])
+    return False
 
 
 def is_constant_of_a_loop(scale: Any) -> bool:

@@ -32,10 +32,12 @@ from gainstage.transforms import models
 from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage.transforms.loss_scaled_state import OVER_OF, RULE_OF, LossScaledState, states_in
 from gainstage.transforms.refusals import (
+    cast_state,
     check_leaves,
     explain,
     half_in,
     statistics_in,
+    told_if_half,
     told_if_plain,
     wrong_rule,
     wrong_state,
@@ -208,9 +210,13 @@ def loss_scaled_within(
         if warns:
             ruled = starts_at_own and not isinstance(state, WithLossScaleState)
             scale = state.loss_scale.scale
+            if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
+                raise cast_state(scale.dtype)
             wrong = fault(scale, loss_scale, is_inside(), ruled, updates, params)
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
+            if "value_fn" in extra:
+                extra["value_fn"] = told_if_half(extra["value_fn"], told)
         if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
             told.add(wrong)
             warn(wrong)

@@ -14,7 +14,12 @@ from gainstage._scaling.float8_states import place_of_state
 from gainstage._variables.types import OptState, PyTree, Structure, Transformation
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
-from gainstage.transforms.gradient_faults import PLAIN_GRAD_FN, is_plain
+from gainstage.transforms.gradient_faults import (
+    PLAIN_GRAD_FN,
+    PLAIN_VALUE_FN,
+    is_plain,
+    is_plain_half,
+)
 from gainstage.transforms.loss_scaled_state import LossScaledState
 
 
@@ -83,6 +88,20 @@ def told_if_plain(
     return checked
 
 
+def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., Any]:
+    """A loss for the line search of the inner transformation, with a warning if it is
+    differentiated in float16 without a scale."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        value = value_fn(*args, **kwargs)
+        if PLAIN_VALUE_FN not in told and is_plain_half(value):
+            told.add(PLAIN_VALUE_FN)
+            warn(PLAIN_VALUE_FN)
+        return value
+
+    return checked
+
+
 def explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:
     """Raises a clearer error than optax's if the state was made for other parameters."""
     made = state
@@ -108,6 +127,16 @@ def wrong_state(state: object) -> TypeError:
         f"Expected the state that tx.init returned for opt_state; got {kind}. Start with "
         f"opt_state = tx.init(params), or tx.init(model): an nnx.Optimizer and its opt_state are "
         f"for optimizer.update alone."
+    )
+
+
+def cast_state(dtype: Any) -> TypeError:
+    """The error for a state whose scale, and perhaps its counts, are in half precision."""
+    return TypeError(
+        f"Expected the float32 loss scale of tx.init in opt_state; got {dtype}, which cannot hold "
+        f"all scales and counts. Cast the state of the inner transformation alone: "
+        f"opt_state = opt_state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.{dtype}) if "
+        f"x.dtype == jnp.float32 else x, opt_state.inner))."
     )
 
 

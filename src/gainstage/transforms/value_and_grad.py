@@ -14,7 +14,15 @@ from gainstage._variables.sharding import note_sums
 from gainstage._variables.types import Aux, OptState, P, PyTree, Scalar, Using
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.gradient_faults import LOSSES, MULTIPLIED, MULTIPLIED_ALREADY, note_scale
+from gainstage.transforms.gradient_faults import (
+    LOSSES,
+    MULTIPLIED,
+    MULTIPLIED_ALREADY,
+    READ_ALREADY,
+    SCALED_TWICE,
+    is_times_a_scale,
+    note_scale,
+)
 from gainstage.transforms.loss_scaled_state import loss_scaled_state, state_to_scale_by
 
 
@@ -150,6 +158,8 @@ def scaled_value_and_grad(
         in_it = "multiplied" in done and "read" not in done and not is_aux
         if in_it or MULTIPLIED.get(id(loss)) is loss:
             raise ValueError(MULTIPLIED_ALREADY)
+        if "read" in done and is_times_a_scale(loss):
+            raise ValueError(READ_ALREADY)
         return gradients.scaled(loss, scale), (gradients.upcast(loss), aux)
 
     by: dict[str, Any] = {} if argnums == 0 else {"argnums": argnums}
@@ -197,8 +207,11 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
 
     Raises:
         TypeError: `loss` is not a single array.
-        ValueError: `opt_state` has no loss-scale state, or several.
+        ValueError: `opt_state` has no loss-scale state, or several, or `loss` is what `scale_loss`
+            has returned.
     """
+    if MULTIPLIED.get(id(loss), scale_loss) is loss:
+        raise ValueError(SCALED_TWICE)
     scale = loss_scaled_state(opt_state).loss_scale.scale
     note_scale(scale, "multiplied")
     multiplied = gradients.scaled(loss, scale)

@@ -17,7 +17,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.arrays import owned
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
-from gainstage._variables.bridge import assign
+from gainstage._variables.bridge import LEFT, assign
 from gainstage._variables.types import Values
 from gainstage._variables.variable import Variable
 
@@ -88,13 +88,14 @@ class Saved:
 
     def _tell_if_left(self) -> None:
         """Warns once of variables that are saved as they were before `stateless_apply`."""
-        left = _LEFT.pop(self, None)
-        if left is not None and left() is self.variables[0]._value and self not in _TOLD:
+        first = self.variables[0]
+        left = [x() for x in (_LEFT.pop(self, None), LEFT.pop(first, None)) if x is not None]
+        if any(value is first._value for value in left) and self not in _TOLD:
             _TOLD.add(self)
             warn(
                 "The variables that are saved here are those of before the steps of "
-                "stateless_apply, which returns the new values and changes no variable. Assign "
-                "them first: for v, x in zip([*variables, *optimizer.variables], "
+                "stateless_apply or functional, which return the new values and change no "
+                "variable. Assign them first: for v, x in zip([*variables, *optimizer.variables], "
                 "[*weights, *state]): v.assign(x)."
             )
 
