@@ -227,6 +227,19 @@ def test_the_gradient_is_that_of_float32(name, dtype):
     np.testing.assert_allclose(cast(w), loss(w), rtol={"float16": 0.01, "bfloat16": 0.05}[dtype])
 
 
+def test_a_long_unrolled_loop_is_read():
+    """Sums of many steps, one in the other, and complex factors, are no error."""
+
+    def loss(w):
+        h = first = X @ w
+        for _ in range(1500):
+            h = h + 0.001 * w[0]
+        return jnp.mean((h - first) ** 2) + jnp.mean(jnp.abs((w @ w) * 1j))
+
+    w = draw(1, 16, 16)
+    assert error(jax.grad(gs.autocast(loss))(w), jax.grad(loss)(w)) < 0.01
+
+
 def drift(w, x):
     """How much of its energy a spring loses, which no factor shows."""
     forces = w @ w.T + jnp.eye(8)

@@ -3,8 +3,7 @@
 What an operation is by itself is in `operations.py`.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ FEW = 4  # terms of a sum of products, which cost little in float32
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
 PART = 1 / 4  # the factor up to which what is added to a constant is a small part
-MOST_SIDES = 64  # of a sum that is looked at
+MOST_SUMS = 64  # within a sum, that are looked into
 
 
 class Side(NamedTuple):
@@ -51,23 +50,25 @@ def number_of(eqn: JaxprEqn) -> float:
     name, numbers = eqn.primitive.name, [v.val for v in eqn.invars if isinstance(v, Literal)]
     if len(numbers) != 1 or np.ndim(numbers[0]) or name not in ("mul", "div"):
         return 0.0
-    size = abs(float(numbers[0]))
+    size = float(abs(numbers[0]))
     return 1 / size if name == "div" and size else size
 
 
 def maker(value: Var | Literal, made: Made) -> JaxprEqn | None:
     """The operation that has made a value, before it was moved."""
     eqn = None if isinstance(value, Literal) else made.get(value)
-    if eqn is not None and moves(eqn) and len(eqn.invars) == 1:
-        return maker(eqn.invars[0], made)
+    while eqn is not None and moves(eqn) and len(eqn.invars) == 1:
+        value = eqn.invars[0]
+        eqn = None if isinstance(value, Literal) else made.get(value)
     return eqn
 
 
 def root(value: Var | Literal, made: Made) -> Var | Literal:
     """The value of which another is a view, or a multiple by a number."""
     eqn = None if isinstance(value, Literal) else made.get(value)
-    if eqn is not None and (eqn.primitive.name in VIEWS | {"neg"} or number_of(eqn)):
-        return next((root(v, made) for v in eqn.invars if not isinstance(v, Literal)), value)
+    while eqn is not None and (eqn.primitive.name in VIEWS | {"neg"} or number_of(eqn)):
+        value = next(v for v in eqn.invars if v is eqn.invars[-1] or not isinstance(v, Literal))
+        eqn = None if isinstance(value, Literal) else made.get(value)
     return value
 
 
@@ -107,22 +108,27 @@ def has_a_step(value: Var | Literal, made: Made, limit: float) -> bool:
 
 def sides_of(eqn: JaxprEqn, made: Made) -> list[Side]:
     """What is added up in an operation, through other sums and what is linear in them."""
-    return list(itertools.islice(_sides(eqn, made, False), MOST_SIDES))
+    sides: list[Side] = []
+    todo, left = [(eqn, False)] if _is_linear(eqn) else [], MOST_SUMS
+    while todo:
+        now, is_less = todo.pop()
+        for place, value in enumerate(now.invars):
+            if isinstance(value, Literal):
+                continue
+            name, inner = now.primitive.name, made.get(value)
+            is_negative = is_less ^ (name == "neg" or (name == "sub" and place == 1))
+            if left and inner is not None and _is_linear(inner):
+                todo.append((inner, is_negative))
+                left -= 1
+            else:
+                sides.append(Side(value, is_negative))
+    return sides
 
 
-def _sides(eqn: JaxprEqn, made: Made, is_less: bool) -> Iterator[Side]:
+def _is_linear(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
-    is_linear = moves(eqn) and name not in CHOICES
-    if not (name in ("add", "sub", "neg") or number_of(eqn) or is_linear):
-        return
-    for place, value in enumerate(eqn.invars):
-        if isinstance(value, Literal):
-            continue
-        is_negative = is_less ^ (name == "neg" or (name == "sub" and place == 1))
-        inner = _sides(made[value], made, is_negative) if value in made else iter(())
-        first = next(inner, None)
-        yield Side(value, is_negative) if first is None else first
-        yield from inner
+    moves_all = moves(eqn) and name not in CHOICES
+    return name in ("add", "sub", "neg") or bool(number_of(eqn)) or moves_all
 
 
 def cancelling(sides: list[Side]) -> bool:
