@@ -172,6 +172,43 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 step = jax.jit(lambda w, s: tx.update(2 * jnp.nan_to_num(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
 for _ in range(3): state = step(w, state)
 """),
+    **{
+        f"{name} of gradients": ("warns", match, f"""
+tx, f = gs.loss_scaled(sgd), lambda g: {code}; state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(f(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
+for _ in range(3): state = step(w, state)
+""")
+        for name, match, code in [
+            ("clip", "jnp.clip.*optax.clip", "2 * jnp.clip(g, -1.0, 1.0)"),
+            ("clamp", "jax.lax.clamp", "jax.lax.clamp(-1.0, g, 1.0)"),
+            ("sign", "jnp.sign.*scale_by_sign", "jnp.sign(g)"),
+            ("zeros for infinities", "Leave it out", "jnp.where(jnp.isfinite(g), g, 0.0)"),
+            ("infinities to zeros", "Leave it out", "jnp.where(~jnp.isfinite(g), jnp.zeros_like(g), g)"),
+        ]
+    },
+    "true gradients that are divided by the scale again": ("warns", "divided by the loss scale again", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update(gs.value_and_grad(plain, s)(w)[1] / gs.loss_scale(s), s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "true gradients times the inverse of the scale": ("warns", "divided by the loss scale again", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+step = jax.jit(lambda w, s: tx.update((1 / gs.loss_scale(s)) * gs.value_and_grad(plain, s)(w)[1], s, w)[1])
+for _ in range(3): state = step(w, state)
+"""),
+    "what may be done to true gradients": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def clipped(g, norm): return jnp.where(jnp.isfinite(norm), g / jnp.maximum(norm, 1.0), g)
+def masked(g, norm): return jnp.where(jnp.arange(3) < 2, g, 0.0)
+def shared(g, norm): return (g + 0.1) / 4.0
+for f in (clipped, masked, shared):
+    step = jax.jit(lambda w, s: tx.update((lambda g: f(g, optax.tree.norm(g)))(gs.value_and_grad(plain, s)(w)[1]), s, w)[1])
+    for _ in range(3): state = step(w, state)
+def own(w, s):
+    g = gs.value_and_grad(plain, s)(w)[1]
+    return tx.update(jnp.clip(g, -1.0, 1.0), s, w, apply_if=jnp.isfinite(g).all())[1]
+for _ in range(3): state = jax.jit(own)(w, state)
+"""),
     "nan_to_num of a loss, and of NaN alone": ("works", "", """
 tx, loss = gs.loss_scaled(sgd), lambda w: jnp.nan_to_num(plain(w)); state = tx.init(w)
 keeps = lambda g: jnp.nan_to_num(g, posinf=jnp.inf, neginf=-jnp.inf)
@@ -772,6 +809,52 @@ for n in range(6): x, y = np.full(3, n), np.full(3, 2.0 * n); w, state, _ = step
     "a number that a loss reads from outside": ("warns", "`beta` has changed.*step\\(params, opt_state, ..., beta", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(lambda w: beta * plain(w), tx)
 for n in range(6): beta = n / 6; w, state, _ = step(w, state)
+"""),
+    "a number in an object that a loss reads": ("warns", "`self.beta` has changed.*loss_fn\\(params, ..., beta\\).*self.beta", """
+class Task:
+    beta = 0.0
+    def loss(self, w): return self.parts(w) + 1.0
+    def parts(self, w): return self.beta * plain(w)
+tx, task = gs.loss_scaled(sgd), Task(); state, step = tx.init(w), gs.train_step(task.loss, tx)
+for n in range(6): task.beta = n / 6; w, state, _ = step(w, state)
+"""),
+    "a number in a dictionary that a loss reads": ("warns", "`hp\\['beta'\\]` has changed", """
+tx, hp = gs.loss_scaled(sgd), {"beta": 0.0}; state, step = tx.init(w), gs.train_step(lambda w: hp["beta"] * plain(w), tx)
+for n in range(6): hp["beta"] = n / 6; w, state, _ = step(w, state)
+"""),
+    "a number in an object that gs.jit reads": ("warns", "`self.rate` has changed.*lambda rate: ..., state", """
+class Task:
+    rate = 0.0
+    def step(self): return v.assign_add(self.rate * w)
+v, task = gs.Variable(w), Task(); step = gs.jit(task.step, [v])
+for n in range(6): task.rate = n / 6; step()
+"""),
+    "arrays in an object that a loss reads": ("warns", "`self.target` has changed", """
+class Task:
+    target = jnp.zeros(3)
+    def loss(self, w): return plain(w - self.target)
+tx, task = gs.loss_scaled(sgd), Task(); state, step = tx.init(w), gs.train_step(task.loss, tx)
+for n in range(6): w, state, _ = step(w, state); task.target = 0.9 * w
+"""),
+    "what a loss reads in an object and may": ("works", "", """
+class Task:
+    __slots__ = ("length", "steps", "seen", "__dict__", "__weakref__")
+    table = {"a": 1.0}
+    @property
+    def turn(self): raise RuntimeError
+    def loss(self, w, x):
+        self.steps = self.steps + 1
+        jax.debug.callback(lambda: self.seen.append(self.beta))
+        if self.steps < 0: print(self.turn, self.table["b"], self.gone.gone)
+        return self.table["a"] * plain(w) / self.length
+tx, task = gs.loss_scaled(sgd), Task(); state, step = tx.init(w), gs.train_step(task.loss, tx)
+task.steps, task.seen, task.length = 0, [], 1
+for n in range(8): task.steps, task.beta, task.name = n, n, n; w, state, _ = step(w, state, jnp.ones(3))
+class Growing:
+    length = 1
+    def loss(self, w, x): return plain(w) / self.length
+task = Growing(); step = gs.train_step(task.loss, tx)
+for n in [*range(1, 7), *range(1, 7)]: task.length = n; w, state, _ = step(w, state, jnp.ones(n))
 """),
     "a model that a loss closes over and others train": ("warns", "`other` has changed", """
 tx, other, m = gs.loss_scaled(sgd), nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 1, rngs=nnx.Rngs(0))

@@ -211,7 +211,7 @@ _SAME_PARAMS = (
 )
 _CAPTURED = (
     "this step of gainstage.train_step",
-    "loss_fn(params, ..., {names}), and step(params, opt_state, ..., {names})",
+    "loss_fn(params, ..., {new}), and step(params, opt_state, ..., {names})",
 )
 _WATCHES: deque[Watch] = deque(maxlen=16)  # those of the newest steps
 

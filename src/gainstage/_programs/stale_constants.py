@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import functools
 import inspect
 import types
 import weakref
@@ -19,6 +20,7 @@ CHANGES = 3  # calls with new values of a name, after which it is told
 _LOOKS = 64  # calls between two looks for arrays that were replaced inside of an object
 _NUMERIC = "biufV"  # of arrays of numpy: numbers, also in bfloat16
 _NUMBERS = (bool, int, float)
+_Part = tuple[Any, bool]  # an attribute, or a key of a dictionary
 _STALE = (
     "`{names}` has changed, but {what} goes on with its first value: what it reads from outside "
     "is a constant of the compiled program. Make it an argument: {remedy}."
@@ -67,24 +69,29 @@ class Captured:
         """Looks at the names before a call, and warns of one that has changed in vain."""
         self._calls += 1
         looks_inside = self._calls % _LOOKS == 0
-        stale = [x.name for x in self.watched or () if x.is_stale(self.traces, looks_inside)]
+        stale = [x for x in self.watched or () if x.is_stale(self.traces, looks_inside)]
         if stale:
-            self._names, self.watched, names = [], [], ", ".join(stale)
-            remedy = self._remedy.format(names=names)
+            self._names, self.watched = [], []
+            stale = list({x.name: x for x in stale}.values())
+            names, new = (", ".join(getattr(x, of) for x in stale) for of in ("name", "argument"))
+            remedy = self._remedy.format(names=names, new=new)
             warn(_STALE.format(names=names, what=self._what, remedy=remedy))
 
 
 class _Name:
-    """A name that a function reads: a global one, or one of the function around it.
+    """A name that a function reads: `rate`, or one inside of an object, such as `self.rate`.
 
     Args:
-        function: the function.
-        name: the name.
-        place: its place among the variables of the functions around it, None if it is global.
+        root: returns the object that the name begins with, None if it is gone.
+        base: how the function names that object.
+        path: the attributes and the keys that lead from it to what is read.
     """
 
-    def __init__(self, function: types.FunctionType, name: str, place: int | None):
-        self._function, self._place, self.name = weakref.ref(function), place, name
+    def __init__(self, root: Callable[[], Any], base: str, path: tuple[_Part, ...] = ()):
+        self._root, self._base, self._path = root, base, path
+        self.name = base + "".join(f"[{key!r}]" if by_key else f".{key}" for key, by_key in path)
+        last = str(path[-1][0]) if path else base
+        self.argument = last if last.isidentifier() else "value"  # its name as an argument
 
     def begin(self, constants: dict[int, weakref.ref[Any]]) -> None:
         """Notes the first value, of whose arrays these are constants of a program, by place."""
@@ -96,13 +103,19 @@ class _Name:
 
     def read(self) -> Any:
         """The value, None if there is none."""
-        function = self._function()
-        if function is None or self._place is None:
-            return None if function is None else function.__globals__.get(self.name)
-        try:
-            return (function.__closure__ or ())[self._place].cell_contents
-        except ValueError:  # not assigned yet
-            return None
+        return functools.reduce(_part, self._path, self._root())
+
+    def method(self) -> Any:
+        """The value; a function of a class is the method of the object that it was read from."""
+        value = self.read()
+        if not (self._path and isinstance(value, types.FunctionType)):
+            return value
+        owner = functools.reduce(_part, self._path[:-1], self._root())
+        return value if isinstance(owner, types.ModuleType) else types.MethodType(value, owner)
+
+    def parts(self) -> set[object]:
+        """The names, attributes and keys on the way to the value, each of which may be assigned."""
+        return {self._base, *(key for key, _ in self._path)}
 
     def is_stale(self, traces: int, looks_inside: bool) -> bool:
         """Whether calls have got new values, without being compiled for them."""
@@ -138,41 +151,100 @@ class _Name:
 
 def _names_of(fn: Any) -> list[_Name]:
     """The names that a function reads from outside and does not assign, and those of the functions
-    of its module that it calls."""
-    todo, found, assigned, seen = [fn], list[_Name](), set[str](), set[int]()
+    of its module, and of its object, that it calls."""
+    todo, found, assigned, seen = [fn], list[_Name](), set[object](), set[int]()
     library = inside()
     while todo:
         fn = todo.pop()
         fn = inspect.unwrap(getattr(fn, "func", fn))
-        fn = getattr(fn, "__func__", fn)
+        fn, owner = getattr(fn, "__func__", fn), getattr(fn, "__self__", None)
         if not isinstance(fn, types.FunctionType) or id(fn) in seen:
             continue
         seen.add(id(fn))
         if fn.__code__.co_filename.startswith(library):
             continue
-        names = [_Name(fn, name, place) for place, name in enumerate(fn.__code__.co_freevars)]
-        read = list(_instructions(fn.__code__))
-        names += [_Name(fn, name, None) for op, name in dict.fromkeys(read) if op == "LOAD_GLOBAL"]
-        assigned |= {name for op, name in read if op in ("STORE_GLOBAL", "STORE_DEREF")}
+        names = list[_Name]()
+        for kind, base, path in dict.fromkeys(_reads(fn.__code__)):
+            if kind == "STORE":
+                assigned.add(base)
+            elif (root := _root(fn, owner, kind, base)) is not None:
+                names.append(_Name(root, base, path))
         found += names
-        called = [inspect.unwrap(value) for value in map(_Name.read, names) if callable(value)]
+        called = [inspect.unwrap(value) for value in map(_Name.method, names) if callable(value)]
         todo += [f for f in called if getattr(f, "__globals__", None) is fn.__globals__]
-    return [name for name in found if name.name not in assigned]
+    return [name for name in found if assigned.isdisjoint(name.parts())]
 
 
-def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """The instructions of a function and of those inside of it, with their names."""
-    for instruction in dis.get_instructions(code):
-        yield instruction.opname, instruction.argval
+def _root(fn: types.FunctionType, owner: Any, kind: str, name: str) -> Callable[[], Any] | None:
+    """What reads a name of a function from outside of it; None if it is its own."""
+    code, function = fn.__code__, weakref.ref(fn)
+    if kind == "GLOBAL":
+        return lambda: getattr(function(), "__globals__", {}).get(name)
+    if kind == "DEREF" and name in code.co_freevars:
+        place = code.co_freevars.index(name)
+        return lambda: _cell(function(), place)
+    if owner is None or code.co_varnames[:1] != (name,):
+        return None
+    with contextlib.suppress(TypeError):  # no weak reference to it
+        return weakref.ref(owner)
+    return None
+
+
+def _cell(function: Any, place: int) -> Any:
+    """The variable of the functions around it that a function reads, None if there is none."""
+    with contextlib.suppress(AttributeError, IndexError, ValueError):  # gone, or not assigned yet
+        return function.__closure__[place].cell_contents
+    return None
+
+
+def _reads(code: types.CodeType) -> Iterator[tuple[str, Any, tuple[_Part, ...]]]:
+    """What a function, and those inside of it, read: from where, the name, and what inside of it.
+    `FAST` are its own variables; `STORE` is what they assign: a name, an attribute or a key."""
+    read: list[tuple[str, Any]] = [(x.opname, x) for x in dis.get_instructions(code)]
+    for i, (op, x) in enumerate(read):
+        if op in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"):
+            yield "STORE", x.argval, ()
+        elif op == "STORE_SUBSCR" and read[i - 1][0].startswith("LOAD_CONST"):
+            yield "STORE", read[i - 1][1].argval, ()
+        elif op == "LOAD_GLOBAL" or op.startswith(("LOAD_DEREF", "LOAD_FAST")):
+            name = x.argval[-1] if isinstance(x.argval, tuple) else x.argval
+            yield op.split("_")[1], name, _path(read[i + 1 : i + 9])
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _instructions(constant)
+            yield from (read for read in _reads(constant) if read[0] != "FAST")
+
+
+def _path(read: Sequence[tuple[str, Any]]) -> tuple[_Part, ...]:
+    """The attributes and constant keys that these instructions read one inside of the other."""
+    path = list[_Part]()
+    while read and len(path) < 4:
+        (op, x), then = read[0], read[1] if len(read) > 1 else ("", None)
+        if op in ("LOAD_ATTR", "LOAD_METHOD"):
+            path.append((x.argval, False))
+            read = read[1:]
+        elif op.startswith("LOAD_CONST") and (
+            then[0] == "BINARY_SUBSCR" or getattr(then[1], "argrepr", "") == "[]"
+        ):
+            path.append((x.argval, True))
+            read = read[2:]
+        else:
+            break
+    return tuple(path)
+
+
+def _part(value: Any, part: _Part) -> Any:
+    """An attribute of an object, or a value of a dictionary, None if it has none; runs no code."""
+    key, by_key = part
+    if by_key:
+        return value.get(key) if type(value) is dict else None
+    holders = [value, *type(value).__mro__]
+    return next((vars(x)[key] for x in holders if key in getattr(x, "__dict__", ())), None)
 
 
 def _is(value: Any) -> Callable[[Any], bool]:
     """A function that tells whether it gets this very value, or the same number."""
     if type(value) in _NUMBERS:
-        return lambda x: type(x) in _NUMBERS and x == value
+        return lambda x: type(x) in _NUMBERS and (x == value or x != x != value != value)
     try:
         reference = weakref.ref(value)
     except TypeError:  # such as a list

@@ -177,7 +177,7 @@ _MADE_IN_LOOP = (
 )
 _CAPTURED = (
     "this function of gainstage.jit",
-    "step = gainstage.jit(lambda {names}: ..., state), and step({names})",
+    "step = gainstage.jit(lambda {new}: ..., state), and step({names})",
 )
 
 

@@ -22,6 +22,7 @@ from gainstage._base._jax import (
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
 from gainstage._variables.types import PyTree
+from gainstage._variables.variable import is_inside
 
 NOT_SCALED = (
     "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
@@ -50,9 +51,25 @@ NARROW = (
     "ones again. Pass on the gradients in float32, as value_and_grad returns them. To send fewer "
     "bytes, cast them to bfloat16."
 )
-FILLED = (
-    "jnp.nan_to_num in front of this update of gainstage.loss_scaled makes an overflow a huge "
-    "finite number, which destroys the weights. Leave it out: update skips such a step."
+HIDDEN = (
+    "{name} in front of this update of gainstage.loss_scaled makes an overflow a finite number, so "
+    "the step is taken, and the loss scale never falls. {remedy}"
+)
+_INSIDE = "Put it inside, behind the check: gainstage.loss_scaled(optax.chain({inner}, tx))."
+_LEAVE_OUT = "Leave it out: update skips such a step."
+# What hides an overflow: its primitive, or the name of a function of jax.numpy; and what to do.
+_HIDE = {
+    "nan_to_num": ("jnp.nan_to_num", _LEAVE_OUT),
+    "_where": ("jnp.where(jnp.isfinite(...), ...)", _LEAVE_OUT),
+    "select_n": ("jnp.where(jnp.isfinite(...), ...)", _LEAVE_OUT),
+    "clip": ("jnp.clip", _INSIDE.format(inner="optax.clip(limit)")),
+    "clamp": ("jax.lax.clamp", _INSIDE.format(inner="optax.clip(limit)")),
+    "sign": ("jnp.sign", _INSIDE.format(inner="optax.scale_by_sign()")),
+    "tanh": ("jnp.tanh", _INSIDE.format(inner="your transformation")),
+}
+DIVIDED_TWICE = (
+    "This update of gainstage.loss_scaled got true gradients that were divided by the loss scale "
+    "again. Leave the division out: value_and_grad returns true gradients."
 )
 PLAIN_GRAD_FN = (
     "The gradients of grad_fn in this update of gainstage.loss_scaled were computed without the "
@@ -118,6 +135,8 @@ _SCALE_THEMSELVES = tuple(
 )
 # By its id, the `applied` of each state that is alive and that an update has taken: an old state.
 UPDATED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+# By its id, each traced true gradient that is alive, as `value_and_grad` has returned it.
+TRUE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 # By its id, each loss that is alive and that `scale_loss` has returned.
 MULTIPLIED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 OLD = (
@@ -126,8 +145,10 @@ OLD = (
 )
 
 
-def note_scale(scale: Any, *uses: str) -> None:
-    """Notes, for the whole process, what is done with the loss scale of a state."""
+def note_scale(scale: Any, *uses: str, true: PyTree = ()) -> None:
+    """Notes, for the whole process, what is done with the loss scale of a state; `true` are
+    gradients that were divided by it."""
+    TRUE.update({id(x): x for x in jax.tree.leaves(true) if isinstance(x, Tracer)})
     key = id(scale)
     if key not in _SCALES:
 
@@ -148,20 +169,20 @@ def note_self_scaled() -> None:
 
 
 def fault(
-    scale: Any, by: Any, traced: bool, ruled: bool, grads: PyTree, params: PyTree
+    scale: Any, by: Any, ruled: bool, grads: PyTree, params: PyTree, chosen: bool
 ) -> str | None:
     """What is wrong with the gradients of an update, as far as can be known.
 
     Args:
         scale: the loss scale of the state that the update gets.
         by: the loss scale that the update divides the gradients by, or None.
-        traced: whether it is inside of a trace.
         ruled: whether its user has chosen a rule for a scale that no parameters carry.
         grads, params: what the update gets.
+        chosen: whether its user decides what is applied, by `apply_if`.
     """
     _, uses = _SCALES.get(id(scale), (None, set[str]()))
     uses.discard("waiting")
-    if "constant" in uses and traced:
+    if "constant" in uses and is_inside():
         return FROZEN
     of_another_trace = isinstance(scale, Tracer) and trace_of(scale) is not trace_ctx.trace
     if of_another_trace and is_constant_of_a_loop(scale):
@@ -173,13 +194,8 @@ def fault(
             x: Any = leaf
             if getattr(x, "dtype", None) == np.float16:
                 return NARROW
-            for _ in range(4):  # what was done to it last
-                equation = getattr(x, "parent", None)
-                if equation is None:
-                    break
-                if equation.params.get("name") == "nan_to_num" and len(equation.in_tracers) < 3:
-                    return FILLED
-                x = next((y for y in equation.in_tracers if np.shape(y) == np.shape(x)), None)
+            if TRUE.get(id(x)) is not x and (wrong := _done_to(x, scale, chosen)):
+                return wrong
         return MULTIPLIED_TWICE if "multiplied" in uses and "read" not in uses else None
     if by is not None:
         moves = isinstance(by, Tracer) or not isinstance(scale, Tracer)
@@ -195,6 +211,63 @@ def fault(
     if (waiting or _UNKNOWN) and not is_plain(grads, scale, params):
         return NO_USE if ruled and not waiting and {"itself"} == _UNKNOWN else None
     return NOT_SCALED
+
+
+def _done_to(gradient: Any, scale: Any, chosen: bool) -> str | None:
+    """What is wrong with what was done last to a true gradient, in one trace.
+
+    Args:
+        gradient: the gradient.
+        scale: its loss scale.
+        chosen: whether the user decides what is applied.
+    """
+    while TRUE.get(id(gradient)) is not gradient:
+        equation = getattr(gradient, "parent", None)
+        if equation is None:
+            return None
+        name, operands = equation.primitive.name, list(equation.in_tracers)
+        function = name if name in _HIDE else equation.params.get("name")
+        hides = function in _HIDE and not chosen
+        if function == "nan_to_num":
+            hides &= len(operands) < 3  # more are numbers of the user for infinities
+        elif hides and function in ("_where", "select_n"):
+            hides = _of_finite(operands[0]) and any(map(_is_number, operands[1:]))
+        if hides:
+            called, remedy = _HIDE[function]
+            return HIDDEN.format(name=called, remedy=remedy)
+        if name in ("mul", "div") and any(_is_of(scale, x) for x in operands):
+            return DIVIDED_TWICE
+        gradient = next((x for x in operands if np.shape(x) == np.shape(gradient)), None)
+    return None
+
+
+def _of_finite(condition: Any) -> bool:
+    """Whether a condition asks what is finite, or what is not."""
+    equation = getattr(condition, "parent", None)
+    while equation is not None and equation.primitive.name == "not":
+        equation = getattr(equation.in_tracers[0], "parent", None)
+    return equation is not None and equation.primitive.name == "is_finite"
+
+
+def _is_number(x: Any) -> bool:
+    """Whether a value is written out, perhaps with another shape."""
+    equation = getattr(x, "parent", None)
+    if equation is not None and equation.primitive.name == "broadcast_in_dim":
+        x = equation.in_tracers[0]
+    return isinstance(getattr(x, "val", None), Literal)
+
+
+def _is_of(scale: Any, x: Any) -> bool:
+    """Whether a value is the loss scale or its inverse, perhaps of another dtype and shape."""
+    for _ in range(4):
+        equation = getattr(x, "parent", None)
+        if x is scale or equation is None:
+            return x is scale
+        inverts = equation.primitive.name == "div" and np.ndim(x) == 0
+        if not (inverts or equation.primitive.name in ("convert_element_type", "broadcast_in_dim")):
+            return False
+        x = equation.in_tracers[-1]
+    return False
 
 
 def is_plain(grads: PyTree, scale: Any, params: PyTree) -> bool:
@@ -254,7 +327,7 @@ def is_times_a_scale(loss: Any) -> bool:
             continue
         seen.add(id(equation))
         name, operands = equation.primitive.name, list(equation.in_tracers)
-        is_number = [isinstance(getattr(x, "val", None), Literal) for x in operands]
+        is_number = list(map(_is_number, operands))
         if name == "mul" and not any(is_number) and any(id(x) in read for x in operands):
             return True
         if name in _OF_SUMS or (name == "mul" and any(is_number)):
@@ -281,3 +354,4 @@ def forget_scales() -> None:
     _UNKNOWN.clear()
     UPDATED.clear()
     MULTIPLIED.clear()
+    TRUE.clear()

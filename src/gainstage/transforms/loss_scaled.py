@@ -212,7 +212,8 @@ def loss_scaled_within(
             scale = state.loss_scale.scale
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
-            wrong = fault(scale, loss_scale, is_inside(), ruled, updates, params)
+            chosen = apply_if is not None
+            wrong = fault(scale, loss_scale, ruled, updates, params, chosen)
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
             if "value_fn" in extra:

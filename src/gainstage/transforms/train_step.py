@@ -333,10 +333,10 @@ class TrainStep(Generic[Params, P, *More]):
         differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
         (_, (loss, aux)), grads = differentiate(params, *batch)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
-        if not divides:
-            note_scale(scale, "true")
         extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
-        grads = grads if divides else gradients.unscale(grads, scale)
+        if not divides:
+            grads = gradients.unscale(grads, scale)
+            note_scale(scale, "true", true=grads)
         trainable = models.chosen(params, grads)
         self._told = self._told or warned_of_sums(loss, trainable)
         if shardings and divides:

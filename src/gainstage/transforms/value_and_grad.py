@@ -97,8 +97,8 @@ def value_and_grad(
         differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
         (_, (loss, aux)), grads = differentiate(*args, **kwargs)
         constant = not isinstance(scale, Tracer) and is_tracing()
-        note_scale(scale, "true", "waiting", *["constant"] * constant)
         grads = gradients.unscale(grads, scale)
+        note_scale(scale, "true", "waiting", *["constant"] * constant, true=grads)
         if jax.sharding.get_abstract_mesh().manual_axes:
             note_sums(loss, grads)
         return ((loss, aux) if has_aux else loss), grads
