@@ -31,6 +31,7 @@ from rich.progress import track
 
 import gainstage as gs
 from benchmarks.harness import environment, file_to_write
+from gainstage._programs.jaxprs import scan_counts
 from gainstage.diagnostics import tune_precision
 
 from . import DOCS, RESULTS
@@ -86,8 +87,8 @@ def computed(eqn: Any, args: list[Any], top: Any) -> tuple[Any, Any]:
     """The results of one operation, and the largest number."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        inner, fixed = params["jaxpr"], params["num_consts"]
-        carries = fixed + params["num_carry"]
+        inner, (fixed, carried) = params["jaxpr"], scan_counts(params, len(args))
+        carries = fixed + carried
 
         def turn(carry: Any, xs: Any) -> Any:
             outs, top = walked(inner.jaxpr, inner.consts, [*args[:fixed], *carry[0], *xs], carry[1])
