@@ -16,13 +16,14 @@ DEAD = 50  # skipped steps in a row with which a run counts as dead
 class Watch:
     """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run.
 
-    It never waits: a flag that is not computed yet is left for the next look. Of a step it keeps
-    scalars, until it has looked at them. It looks before a step, so that a warning that is an
-    error loses nothing.
+    It never waits: a flag that is not computed yet is left for the next look. Of a healthy run it
+    keeps the scalars of one step in 64. After a skipped one it keeps those of each step, as at the
+    start. It looks before a step, so that a warning that is an error loses nothing.
     """
 
     def __init__(self) -> None:
         self._steps: list[tuple[Any, Any, Any]] = []  # those that it has not looked at yet
+        self._count, self._keeps_all = 0, True
         self._skipped = 0  # in a row, up to these
         self._warned = False
         self._last: Any = None  # the flag of the last step
@@ -35,8 +36,10 @@ class Watch:
             loss: its true loss, or None.
             wanted: False, also as an array, for a step that the user left out.
         """
-        self._steps.append((applied, loss, wanted))
         self._last = applied
+        self._count += 1
+        if self._keeps_all or not self._steps:
+            self._steps.append((applied, loss, wanted))
 
     def ended_with(self, applied: Any) -> bool:
         """Whether this is the flag of the last step, so that the next one goes on from there."""
@@ -48,7 +51,8 @@ class Watch:
         Args:
             scale: a function that returns the current loss scale.
         """
-        if len(self._steps) % EVERY == 0 and self._steps:
+        if self._count == EVERY:
+            self._count = 0
             self._look(scale)
 
     def _look(self, scale: Callable[[], Any]) -> None:
@@ -63,10 +67,12 @@ class Watch:
             in_a_row += bool(np.asarray(wanted))
         else:
             in_a_row += self._skipped
-        self._skipped = in_a_row
-        if looked and in_a_row >= DEAD and not self._warned:
+        self._skipped = in_a_row if self._keeps_all else 0
+        if looked and self._skipped >= DEAD and not self._warned:
             self._warned = True
             warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
+        if looked:
+            self._keeps_all = in_a_row > 0 and not self._warned
 
 
 def _is_ready(x: Any) -> bool:
