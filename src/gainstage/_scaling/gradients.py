@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from gainstage._base._jax import Layout, Tracer, with_layout_constraint
 from gainstage._scaling.float8_states import Seen
 from gainstage._variables.types import PyTree, Scalar
-from gainstage._variables.variable import Variable, placed
+from gainstage._variables.variable import placed
 
 
 def float32_or_wider(dtype: np.dtype) -> np.dtype:
@@ -173,33 +173,3 @@ def _factors(norm: jax.Array, limit: float) -> tuple[jax.Array, jax.Array]:
     first = jnp.where(norm * 2.0**-100 > limit, 2.0**-100, 1.0)
     second = limit / jnp.maximum(norm * first, limit)
     return first, jnp.where(jnp.isfinite(norm), second, jnp.nan)
-
-
-class WithLoss(list[Any]):
-    """A list of gradients, or of (gradient, variable) pairs, with their true loss.
-
-    Args:
-        elements: the gradients or pairs.
-        loss: the true loss.
-        aux: the auxiliary output of the loss.
-        assigned: the variables that the loss assigned, with their new values.
-    """
-
-    def __init__(
-        self,
-        elements: Iterable[Any],
-        loss: jax.Array | None,
-        aux: Any = None,
-        assigned: Mapping[Variable, jax.Array] | None = None,
-    ):
-        super().__init__(elements)
-        self.loss, self.aux, self.assigned = loss, aux, assigned or {}
-
-    def of(self, elements: Iterable[Any]) -> "WithLoss":
-        """Returns a list of other elements with the same loss."""
-        return WithLoss(elements, self.loss, self.aux, self.assigned)
-
-
-def loss_of(elements: object) -> jax.Array | None:
-    """The loss of a `WithLoss`, else None."""
-    return elements.loss if isinstance(elements, WithLoss) else None

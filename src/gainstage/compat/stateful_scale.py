@@ -11,12 +11,11 @@ from gainstage._base import checks
 from gainstage._base.checks import LARGEST, brief
 from gainstage._base.configurable import explained, explains_arguments
 from gainstage._scaling import gradients
-from gainstage._scaling.gradients import WithLoss
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import assign, read
 from gainstage._variables.types import Given, PyTree
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._step.differentiate import VarList, array_of_loss
+from gainstage.optimizers._step.differentiate import Differentiated, VarList, array_of_loss
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules import loss_scale as rules
 from gainstage.rules.loss_scale import start
@@ -241,7 +240,6 @@ class UnscaledLossScaleOptimizer(LossScaleOptimizer):
         ]
         return gradients.unscale(floating, self._loss_scale())
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
-        pairs = super()._loss_and_gradients(loss, var_list, **how)
-        grads = self._divided(gradient for gradient, _ in pairs)
-        return pairs.of((g, v) for g, (_, v) in zip(grads, pairs, strict=True))
+    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
+        found = super()._differentiate(loss, var_list, **how)
+        return found._replace(grads=self._divided(found.grads))

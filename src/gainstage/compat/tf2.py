@@ -13,13 +13,12 @@ from jax.typing import DTypeLike
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS
 from gainstage._base.configurable import deserialize, serialize
-from gainstage._scaling.gradients import WithLoss
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.types import Given, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.compat import stateful_scale as live
 from gainstage.optimizers._step import saving
-from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.slots import Initializer
 from gainstage.optimizers._step.step import StepInputs
 from gainstage.optimizers._step.store import Computed, ScalingWrapper, Store
@@ -279,10 +278,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         """Returns the pairs unchanged: gradients here are those of the whole mesh."""
         return pairs_in(grads_and_vars)
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
+    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         if not how:  # else it is `minimize`, which says nothing of the next `apply_gradients`
             self._forgotten.clear()  # this method scales and unscales itself
-        return super()._loss_and_gradients(loss, var_list, **how)
+        return super()._differentiate(loss, var_list, **how)
 
     def apply_gradients(
         self,
@@ -302,11 +301,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         Raises:
             ValueError: there are no gradients.
         """
-        own = isinstance(grads_and_vars, WithLoss)
-        pairs = grads_and_vars if own else pairs_in(grads_and_vars)
+        pairs = pairs_in(grads_and_vars)
         if not pairs:
             raise ValueError("Expected at least one (gradient, variable) pair; got none.")
-        if self._forgotten and not own:
+        if self._forgotten and not self._runner.minimizes:
             warnings.warn(
                 f"Expected {' and '.join(sorted(self._forgotten))} to be called before "
                 f"apply_gradients: is the loss scaled, and are the gradients unscaled?",

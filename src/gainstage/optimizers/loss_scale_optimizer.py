@@ -9,14 +9,13 @@ from gainstage._base import checks
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
-from gainstage._scaling.gradients import WithLoss
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Given, Grads, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step import saving
-from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.options import (
     OPTIONS,
     Fixed,
@@ -204,13 +203,13 @@ class LossScaleOptimizer(Retrying):
             raise ValueError(NOT_IN_STATE.format(name=self.name)) from error
         return scaling.loss_scale(state._replace(scale=scale))
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
+    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         before, one = self._uses.has_scaled, self._is_one()
         loss = loss if one else self._uses.true_loss(loss, how.get("has_aux", False))
-        pairs = super()._loss_and_gradients(loss, var_list, **how)
+        found = super()._differentiate(loss, var_list, **how)
         if how:  # of `minimize`, which takes the step itself
             self._uses.restore(before)
-        return pairs
+        return found
 
     def _is_one(self) -> bool:
         """Whether the loss scale is always 1."""
@@ -220,7 +219,7 @@ class LossScaleOptimizer(Retrying):
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         if not (self._unscaled or self._uses.has_scaled or self._is_one()):
             self._runner.check_again()
-            if not self._runner.takes_true_loss:
+            if not self._runner.minimizes:
                 self._uses.check_scaled()
         return super()._checked(grads, trainable_variables)
 

@@ -14,7 +14,7 @@ from gainstage._base.arrays import Devices, with_devices
 from gainstage._base.checks import brief, missing, overrides
 from gainstage._base.configurable import Configurable, deserialize, without_legacy
 from gainstage._scaling import gradients
-from gainstage._scaling.gradients import Gradients, WithLoss, loss_of
+from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.bridge import assign, bound, functional, read, write
@@ -22,7 +22,7 @@ from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
-from gainstage.optimizers._step.differentiate import VarList, check_floating, differentiate
+from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.runner import Runner, by_place, check_bound, fitted, listed
 from gainstage.optimizers._step.saving import Saved, shown, wrong_count
@@ -278,7 +278,6 @@ class Optimizer(Configurable, Arguments, Saved):
                 f"Expected {self.name!r} to be built outside of the traced function; call "
                 f"`build(variables)` before it."
             )
-        check_floating(variables)
         grouped = self.group_small and self._is_elementwise()
         self._store.build(variables, self.master_weights, grouped, self._undecayed)
 
@@ -483,16 +482,18 @@ class Optimizer(Configurable, Arguments, Saved):
 
     def _take(
         self, loss: Callable[[], Any], var_list: VarList, has_aux: bool
-    ) -> tuple[Any, list[Any], WithLoss]:
+    ) -> tuple[Any, list[Any], Differentiated]:
         """Takes a step; returns what `minimize` does, bools of which all are True if the step was
         applied, and the gradients."""
-        pairs = self._loss_and_gradients(
+        found = self._differentiate(
             loss, var_list, has_aux=has_aux, may_assign=True, among=self._store.index or None
         )
-        if not pairs:
+        if not found.variables:
             raise ValueError("Expected at least one variable in var_list; got none.")
-        conditions = self._runner.take(self.apply_gradients, pairs)
-        return (pairs.loss, pairs.aux) if has_aux else pairs.loss, conditions, pairs
+        with self._runner.minimizing(found.loss) as decisions:
+            self.apply_gradients(found.pairs)
+        conditions = found.assign(decisions)
+        return (found.loss, found.aux) if has_aux else found.loss, conditions, found
 
     def compute_gradients(
         self, loss: Callable[[], Scalar], var_list: VarList
@@ -511,16 +512,17 @@ class Optimizer(Configurable, Arguments, Saved):
             TypeError: `loss` is not callable, or does not return a floating number.
             ValueError: `loss` does not return a scalar.
         """
-        return self._loss_and_gradients(loss, var_list)
+        found = self._differentiate(loss, var_list)
+        self._runner.computed(found)
+        return found.pairs
 
-    def _loss_and_gradients(self, loss: Any, var_list: VarList, **how: Any) -> WithLoss:
+    def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         return differentiate(loss, var_list, self.scale_loss, sums=self._sums_losses, **how)
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Variable]]) -> Variable:
         """Takes a step on (gradient, variable) pairs, and returns `iterations`."""
-        loss, own = loss_of(grads_and_vars), isinstance(grads_and_vars, WithLoss)
-        pairs = grads_and_vars if own else pairs_in(grads_and_vars)
-        self.apply(WithLoss([g for g, _ in pairs], loss), [v for _, v in pairs])
+        pairs = pairs_in(grads_and_vars)
+        self.apply([g for g, _ in pairs], [v for _, v in pairs])
         return self.iterations
 
     def apply(
@@ -556,7 +558,8 @@ class Optimizer(Configurable, Arguments, Saved):
             ValueError: gradients of the wrong number or shape, an unknown variable, only None
                 gradients, or no variables for an optimizer that is not built.
         """
-        loss, grads = loss_of(grads) if loss is None else loss, listed("grads", grads)
+        grads = listed("grads", grads)
+        loss = self._runner.loss_of(grads) if loss is None else loss
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         if not grads:
             return

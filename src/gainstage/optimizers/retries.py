@@ -102,10 +102,10 @@ class Retrying(Optimizer):
 
         def take() -> tuple[Any, jax.Array, jax.Array]:
             before = rule.scale.value()
-            result, conditions, pairs = self._take(loss, var_list, has_aux)
-            changed[:] = dict.fromkeys([*self._store.index, *self.variables, *pairs.assigned])
+            result, conditions, found = self._take(loss, var_list, has_aux)
+            changed[:] = dict.fromkeys([*self._store.index, *self.variables, *found.assigned])
             applied = jnp.array(conditions, bool).all()
-            return result, applied, may_help(applied, pairs.loss, before, rule.scale.value())
+            return result, applied, may_help(applied, found.loss, before, rule.scale.value())
 
         def again() -> tuple[Any, jax.Array, jax.Array]:
             observed = self._wrapper.state.observed

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gainstage._base.buffers import buffers
 from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
-from gainstage._scaling.gradients import WithLoss, upcast
+from gainstage._scaling.gradients import upcast
 from gainstage._variables.arguments import variables_in
 from gainstage._variables.bridge import assign, functional, read, recorded
 from gainstage._variables.reads import linearized_by_reads
@@ -19,6 +19,46 @@ from gainstage._variables.variable import Variable, is_inside
 
 VarList = Sequence[Variable] | Callable[[], Sequence[Variable]]
 ALL_READ: Any = object()  # in place of a `VarList`: all trainable variables that the loss reads
+
+
+class Differentiated(NamedTuple):
+    """What `differentiate` returns.
+
+    Args:
+        grads: the gradient of the scaled loss for each variable; None if it is independent of it.
+        variables: the variables.
+        loss: the true loss.
+        aux: what the loss has returned beside it, None if nothing.
+        assigned: the variables that the loss has assigned, with their new values.
+    """
+
+    grads: list[Any]
+    variables: list[Variable]
+    loss: jax.Array
+    aux: Any
+    assigned: dict[Variable, jax.Array]
+
+    @property
+    def pairs(self) -> list[tuple[Any, Variable]]:
+        """The (gradient, variable) pairs."""
+        return list(zip(self.grads, self.variables, strict=True))
+
+    def assign(self, decisions: Sequence[Any]) -> list[Any]:
+        """Assigns what the loss has assigned, if there was a step, and all were applied.
+
+        Args:
+            decisions: what tells whether each step was applied; None: always.
+
+        Returns:
+            Those that are not None.
+        """
+        conditions = [applied for applied in decisions if applied is not None]
+        if decisions and self.assigned:
+            variables, values = list(self.assigned), list(self.assigned.values())
+            if conditions:
+                values = _selected(conditions, values, read(variables))
+            assign(variables, values)
+        return conditions
 
 
 def differentiate(
@@ -29,8 +69,8 @@ def differentiate(
     may_assign: bool = False,
     sums: bool = False,
     among: Collection[Variable] | None = None,
-) -> WithLoss:
-    """Returns the (gradient, variable) pairs of the scaled loss; None if it is independent of one.
+) -> Differentiated:
+    """Returns the gradients of the scaled loss, with its true value.
 
     Args:
         loss: a function of no argument that returns the loss; it is called once.
@@ -101,9 +141,7 @@ def differentiate(
             if not memory.isdisjoint(buffers(variable._value)):
                 variable.value()  # marks it as held by others
     value, aux, new = more
-    return WithLoss(
-        zip(grads, variables, strict=True), value, aux, dict(zip(assigned, new, strict=True))
-    )
+    return Differentiated(grads, variables, value, aux, dict(zip(assigned, new, strict=True)))
 
 
 def _values_of(variables: Iterable[Variable]) -> dict[Variable, Any]:
@@ -138,14 +176,6 @@ def _with_aux(result: object) -> tuple[Any, Any]:
             f"{brief(jax.tree.structure(result))}."
         )
     return result
-
-
-def assign_if(conditions: list[Any], new: Mapping[Variable, jax.Array]) -> None:
-    """Assigns the values that a loss has assigned, if all conditions are True."""
-    variables, values = list(new), list(new.values())
-    if conditions:
-        values = _selected(conditions, values, read(variables))
-    assign(variables, values)
 
 
 @jax.jit

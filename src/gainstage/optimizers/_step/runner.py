@@ -1,8 +1,9 @@
 """Runs a step on its variables: its gradients checked, compiled or inside another trace."""
 
+import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +14,9 @@ from gainstage._base.arrays import ARRAYS, strong
 from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._base.dead_run import Watch
 from gainstage._base.warn import warn
-from gainstage._scaling.gradients import WithLoss
 from gainstage._variables.bridge import jit, run_eagerly
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._step.differentiate import assign_if
+from gainstage.optimizers._step.differentiate import Differentiated
 from gainstage.optimizers._step.saving import wrong_count
 from gainstage.optimizers._step.step import StepInputs
 
@@ -33,39 +33,48 @@ class Runner:
         self._kind: Signature | None = (
             None  # the kind of the last gradients, if they needed no change
         )
-        self._decisions: list[Any] | None = None  # whether steps were applied, if requested
+        # Inside of `minimize`, its true loss, and whether each of its steps was applied.
+        self._minimized: tuple[jax.Array, list[Any]] | None = None
+        # The gradients of the last `compute_gradients`, and their true loss.
+        self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
         self._again = False  # whether the next gradients are checked, of whatever kind they are
         self._watch = Watch()
 
     @property
-    def takes_true_loss(self) -> bool:
-        """Whether the gradients are those of `minimize`, which has the true loss."""
-        return self._decisions is not None
+    def minimizes(self) -> bool:
+        """Whether the next step is one of `minimize`, which has scaled the loss itself."""
+        return self._minimized is not None
 
     def check_again(self) -> None:
         """Lets `checked` not skip the next check, though the gradients may be of the same kind."""
         self._again = True
 
-    def take(self, apply_gradients: Callable[[WithLoss], object], pairs: WithLoss) -> list[Any]:
-        """Takes a step with what `differentiate` returned, and assigns what the loss assigned.
+    @contextlib.contextmanager
+    def minimizing(self, loss: jax.Array) -> Iterator[list[Any]]:
+        """The steps inside have this true loss, whatever list of gradients they get.
 
-        Args:
-            apply_gradients: the method that takes the step, with this runner.
-            pairs: the gradients with their variables; if none has a gradient, there is no step.
-
-        Returns:
-            Bool scalars: the step was applied if all are True.
+        The list that it gives is filled with what tells whether each was applied; None: always.
         """
         decisions: list[Any] = []
-        self._decisions = decisions
+        self._minimized = loss, decisions
         try:
-            apply_gradients(pairs)
+            yield decisions
         finally:
-            self._decisions = None
-        conditions = [applied for applied in decisions if applied is not None]
-        if decisions and pairs.assigned:
-            assign_if(conditions, pairs.assigned)
-        return conditions
+            self._minimized = None
+
+    def computed(self, found: Differentiated) -> None:
+        """Notes the true loss of gradients that the user gets, for the step that gets them."""
+        self._computed = [weakref.ref(g) for g in found.grads if g is not None], found.loss
+
+    def loss_of(self, grads: list[Any]) -> jax.Array | None:
+        """The true loss of the gradients of a step, if it is known."""
+        if self._minimized is not None:
+            return self._minimized[0]
+        if self._computed is None:
+            return None
+        (known, loss), self._computed = self._computed, None
+        alive = [reference() for reference in known]
+        return loss if any(g is x for x in alive if x is not None for g in grads) else None
 
     def checked(
         self,
@@ -129,8 +138,8 @@ class Runner:
         if not inside and applied is not None:
             wanted = inputs.apply_if
             self._watch.see(applied, loss, True if wanted is None else wanted)
-        if self._decisions is not None:
-            self._decisions.append(applied)
+        if self._minimized is not None:
+            self._minimized[1].append(applied)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

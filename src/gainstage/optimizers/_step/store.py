@@ -21,6 +21,7 @@ from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable
 from gainstage._variables.zero_sharding import check_axes, sharding_of_state
+from gainstage.optimizers._step.differentiate import check_floating
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
 from gainstage.optimizers._step.traced import Traced
@@ -322,6 +323,7 @@ class Store:
         undecayed: Undecayed,
     ) -> None:
         """Creates all state for these variables."""
+        check_floating(variables)
         for variable in [v for v in variables if getattr(v, "overwrite_with_gradient", False)]:
             raise ValueError(
                 f"{variable.name!r} has overwrite_with_gradient, which is for Keras models: use "
