@@ -18,15 +18,10 @@ from gainstage._scaling.gradients import Clip
 from gainstage._scaling.measures import measure, measured_of_both
 from gainstage._scaling.step_telemetry import at_first, observed
 from gainstage._variables.bridge import select
-from gainstage._variables.sharding import everywhere
 from gainstage._variables.types import Given, PyTree, RuleState
 from gainstage._variables.variable import is_inside
 from gainstage.rules.loss_scale import LossScale, advance
 
-NO_RETRY = (
-    "Retries have no effect with a fixed loss scale: a step is taken again at the scale that the "
-    "rule has lowered. Use gainstage.DynamicLossScale(), or leave `retries` out."
-)
 Update = Callable[..., tuple[Any, PyTree]]  # (state, mask) -> (result, state)
 Taken = tuple[Any, PyTree, jax.Array]  # the result, the state, and whether it was updated
 Due = tuple[Given, jax.Array]  # whether the scale is updated (None: always), and as if finite
@@ -131,20 +126,6 @@ class DropWindow(AccumulationWindow):
 
 
 WINDOWS = {"extend": AccumulationWindow, "drop_window": DropWindow}
-
-
-def may_help(applied: jax.Array, loss: Given, before: jax.Array, after: jax.Array) -> jax.Array:
-    """Whether a step may be applied if it is taken again with the same batch.
-
-    A non-finite loss is so at any scale; and nothing changes at the same scale.
-
-    Args:
-        applied: whether the step was applied.
-        loss: the unscaled loss.
-        before, after: the scale of the step, and of the next.
-    """
-    is_finite = True if loss is None else jnp.all(jnp.isfinite(loss))
-    return everywhere(~jnp.asarray(applied) & is_finite & (before != after))
 
 
 class ScaledStepState(NamedTuple):

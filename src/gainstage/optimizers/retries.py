@@ -5,11 +5,10 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
-from gainstage._scaling.scaled_step import NO_RETRY, may_help
+from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
 from gainstage._variables.bridge import assign, functional, read, write
 from gainstage._variables.types import Aux, Scalar
 from gainstage._variables.variable import is_tracing
@@ -100,42 +99,39 @@ class Retrying(Optimizer):
         changed, rule = list(self._store.index), self._wrapper.state.scale
         scales = jax.tree.leaves(rule)
 
-        def take() -> tuple[Any, jax.Array, jax.Array]:
+        def take() -> Tried:
             before = rule.scale.value()
             result, conditions, found = self._take(loss, var_list, has_aux)
             changed[:] = dict.fromkeys([*self._store.index, *self.variables, *found.assigned])
             applied = jnp.array(conditions, bool).all()
-            return result, applied, may_help(applied, found.loss, before, rule.scale.value())
+            helps = may_help(applied, found.loss, before, rule.scale.value())
+            return Tried(helps, (result, applied))
 
-        def again() -> tuple[Any, jax.Array, jax.Array]:
+        def again(_: object) -> Tried:
             observed = self._wrapper.state.observed
             if observed is not None:  # the step that was skipped is retried instead
                 observed.info.skipped_steps.assign_sub(1)
                 observed.info.retried_steps.assign_add(1)
             return take()
 
-        result, applied, helps = take()
+        first = take()
         after_one = [variable.value() for variable in scales]
-        if not is_tracing():
-            count = 0
-            while count < retries and helps:
-                (result, applied, helps), count = again(), count + 1
-            if count:
-                assign(scales, _selected(applied, read(scales), after_one))
+        if is_tracing():  # the variables are carried through the loop
+            variables = [variable for variable in changed if variable._is_bound]
+            pure = functional(again, variables)
+
+            def once_more(state: tuple[Any, list[Any]]) -> Tried:
+                (helps, taken), values = pure(state[1], None)
+                return Tried(helps, (taken, values))
+
+            start = Tried(first.helps, (first.result, read(variables)))
+            _, ((result, applied), values) = try_again(start, once_more, retries)
+            write(variables, values)
+            write(scales, _selected(applied, read(scales), after_one))
             return result
-        variables = [variable for variable in changed if variable._is_bound]
-
-        def turn(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            count, *_, values = state
-            taken, values = functional(again, variables)(values)
-            return count + 1, taken, values
-
-        state = jnp.int32(0), (result, applied, helps), read(variables)
-        _, (result, applied, _), values = lax.while_loop(
-            lambda s: s[1][2] & (s[0] < retries), turn, state
-        )
-        write(variables, values)
-        write(scales, _selected(applied, read(scales), after_one))
+        count, (result, applied) = try_again(first, again, retries)
+        if count:
+            assign(scales, _selected(applied, read(scales), after_one))
         return result
 
 

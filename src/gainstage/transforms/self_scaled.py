@@ -17,6 +17,7 @@ from gainstage._programs import jaxprs
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.float8_states import places_of_counts
+from gainstage._scaling.retry_loop import BACKOFF, Tried, try_again
 from gainstage._variables.sharding import everywhere, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.gradient_faults import note_self_scaled
@@ -29,7 +30,6 @@ from gainstage.transforms.with_loss_scale import (
     usable,
 )
 
-BACKOFF = 16.0  # a retry divides the scale by it
 NOT_UPDATED = (
     "The loss scale that these parameters carry is not differentiated with them, so it never "
     "changes. Differentiate it too, and let the optimizer have it. Of an NNX model, for example: "
@@ -182,19 +182,20 @@ def _with_own_scale(
             overflowed = ~all_finite(true) & jnp.isfinite(results[0])
             return everywhere(~overflowed), results, true
 
-        def retried(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            lower = jnp.maximum(state[0] / BACKOFF, SMALLEST)
-            return lower, state[1] + 1, *at(lower, values)
+        def tried(scale: jax.Array) -> Tried:
+            finite, *found = at(scale, values)
+            return Tried(~finite, (scale, *found))
+
+        def again(found: tuple[Any, ...]) -> Tried:
+            return tried(jnp.maximum(found[0] / BACKOFF, SMALLEST))
 
         first = jnp.asarray(scale, jnp.float32)
         if carried:
             first = usable(values[(updated or carried)[0]], first)
-        state = (first, jnp.int32(0), *at(first, values))
-        if retries:
-            state = lax.while_loop(lambda s: ~s[2] & (s[1] < retries), retried, state)
-        _, count, _, results, grads = state
+
+        count, (_, results, grads) = try_again(tried(first), again, retries)
         each = dict(zip(chosen, grads, strict=True))
-        each |= {i: reported(count, values[i]) for i in updated}
+        each |= {i: reported(jnp.asarray(count), values[i]) for i in updated}
         return results, [each.get(i) for i in range(len(values))]
 
     def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, TypeVarTuple, overload
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.stages import Wrapped
 
 from gainstage._base import checks
@@ -19,7 +17,7 @@ from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
-from gainstage._scaling.scaled_step import NO_RETRY, may_help
+from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
 from gainstage._scaling.step_telemetry import leaves_and_none
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
@@ -303,19 +301,16 @@ class TrainStep(Generic[Params, P, *More]):
         if not self._retries:
             return first
 
-        def tried(taken: tuple[Any, ...], before: OptState) -> tuple[jax.Array, tuple[Any, ...]]:
+        def tried(taken: tuple[Any, ...], before: OptState) -> Tried:
             old, new = (loss_scaled_state(state) for state in (before, taken[1]))
             scales = old.loss_scale.scale, new.loss_scale.scale
-            return may_help(new.applied, taken[2], *scales), taken
+            return Tried(may_help(new.applied, taken[2], *scales), taken)
 
-        def again(state: tuple[Any, ...]) -> tuple[Any, ...]:
-            count, _, (arrays, before, *_) = state
-            before = retried(before)
-            return count + 1, *tried(self._take(shardings, model, arrays, before, batch), before)
+        def again(skipped: tuple[Any, ...]) -> Tried:
+            arrays, before = skipped[0], retried(skipped[1])
+            return tried(self._take(shardings, model, arrays, before, batch), before)
 
-        start = jnp.int32(0), *tried(first, opt_state)
-        last = lax.while_loop(lambda s: s[1] & (s[0] < self._retries), again, start)[2]
-        arrays, opt_state, *results = last
+        _, (arrays, opt_state, *results) = try_again(tried(first, opt_state), again, self._retries)
         return arrays, with_first_scale_if_skipped(opt_state, first[1]), *results
 
     def _take(
