@@ -96,6 +96,45 @@ def test_no_object_is_changed_from_outside():
     assert found == []
 
 
+# What the rooms around the optimizers read of other objects that has no public name, and why.
+PRIVATE = {
+    "compat/v1.py": {"opt._use_locking", "loss_scale._state"},  # classes of the same room
+    "distributed/processes.py": {"os._exit"},
+    "interop/keras.py": {"getattr(optimizer, 'inner_optimizer', optimizer)._iterations"},  # Keras's
+    "interop/keras_autocast.py": {  # Keras's
+        "model._flatten_layers", "model._call_has_training_arg", "self._plain._unpickle_model",
+    },
+    "interop/keras_loss_scale.py": {  # Keras's, and a `KerasOptimizer`'s, of the same room
+        "optimizer._accumulated_gradients", "self.inner_optimizer._iterations", "inner._iterations",
+        "self.dynamic_scale._value", "count._value", "inner._u_product",
+        "optimizer._mirror", "inner_optimizer._ours", "optimizer._ours",
+    },
+    "interop/keras_mirrors.py": {"mirror._is_of_gainstage", "mirror._layout"},  # Keras's variable
+    "interop/keras_settings.py": {"optimizer._learning_rate"},  # Keras's
+    "optimizers/multi.py": {"optimizer._state"},  # that of `Optax`, of the same room
+}  # fmt: skip
+
+
+def test_optimizers_are_asked_through_one_file():
+    """Other rooms reach into no private attribute of an optimizer or variable: what they may ask
+    beside what users may stands in `optimizers/_internals.py`, or in a list with a reason."""
+    found = defaultdict(set)
+    for path, tree in TREES.items():
+        where = path.relative_to(SRC).as_posix()
+        rooms = ("compat/", "distributed/", "interop/", "runs/", "optimizers/multi.py")
+        if not where.startswith(rooms):
+            continue
+        nodes = list(ast.walk(tree))
+        parts = [node for node in nodes if isinstance(node, ast.Attribute)]
+        own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        own |= {part.attr for part in parts if ast.unparse(part.value) == "self"}
+        own |= {"_asdict", "_replace", "_fields"}
+        for part in [part for part in parts if re.match(r"_[^_]", part.attr)]:
+            if ast.unparse(part.value) not in ("self", "cls", "super()") and part.attr not in own:
+                found[where].add(ast.unparse(part))
+    assert found == PRIVATE
+
+
 def test_no_file_is_long():
     """A file has at most 400 lines, the documented surface of an optimizer at most 800."""
     lines = {path: len(path.read_text().splitlines()) for path in SRC.rglob("*.py")}

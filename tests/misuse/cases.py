@@ -460,6 +460,20 @@ for _ in range(3):
     for x, new in zip(state, values): x.assign(new)
     opt.save_own_variables({})
 """),
+    "a checkpoint without what the loss assigns": ("warns", "no value of .'mean'.*loss of its minimize assigns", """
+import tempfile; from gainstage.interop.orbax import Checkpoints
+v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+def loss(x): mean.assign(0.9 * mean.value() + x); return plain(v.value()) + mean.value()
+step = gs.jit(lambda x: opt.minimize(lambda: loss(x), [v]), ([v, mean], opt.variables))
+checkpoints = Checkpoints(tempfile.mkdtemp())
+for n in range(3): step(0.1); checkpoints.save(n, [v], opt)
+"""),
+    "a checkpoint with what the loss assigns": ("works", "", """
+import tempfile; from gainstage.interop.orbax import Checkpoints
+v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+def loss(x): mean.assign(0.9 * mean.value() + x); return plain(v.value()) + mean.value()
+for n in range(3): opt.minimize(lambda: loss(0.1), [v]); Checkpoints(tempfile.mkdtemp()).save(n, [v, mean], opt)
+"""),
     "a checkpoint of what stateless_apply returns": ("works", "", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
 v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])

@@ -16,6 +16,7 @@ from gainstage._variables.types import Given, Rate, Values
 from gainstage._variables.variable import Variable, is_tracing
 from gainstage.compat.stateful_scale import summed
 from gainstage.optimizers import optimizer as core
+from gainstage.optimizers._internals import store_of
 from gainstage.optimizers._step.differentiate import ALL_READ, VarList
 from gainstage.optimizers._step.options import Setting, within
 
@@ -118,7 +119,7 @@ class Optimizer:
         return self._slots().get((var, name))
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
-        slots = self._optimizer._store.slots.of
+        slots = store_of(self._optimizer).slots.of
         return {(var, name): slot for (var, name, number), slot in slots.items() if number == 0}
 
     def compute_gradients(
@@ -210,7 +211,7 @@ class Optimizer:
         self._optimizer.apply_gradients(pairs)
 
     def _steps(self) -> jax.Array:
-        return self._optimizer._store.microbatches.value()
+        return store_of(self._optimizer).microbatches.value()
 
     def minimize(
         self,

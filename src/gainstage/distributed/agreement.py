@@ -15,7 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage import __version__
 from gainstage._base._jax import multihost_utils
 from gainstage._base.configurable import readable
-from gainstage._variables.sharding import axes_of, is_first
+from gainstage._variables.arguments import is_planned
+from gainstage._variables.bridge import read
+from gainstage._variables.sharding import axes_of, is_first, on_mesh
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.saving import unique_names
@@ -55,7 +57,7 @@ def assert_consistent(optimizer: Optimizer) -> None:
 
 
 def _facts(optimizer: Optimizer) -> dict[str, Any]:
-    trainable, state = list(optimizer._store.index), optimizer.variables
+    trainable, state = optimizer.trainable_variables, optimizer.variables
     facts: dict[str, Any] = {
         "class": type(optimizer).__name__,
         "version of gainstage": __version__,
@@ -67,9 +69,9 @@ def _facts(optimizer: Optimizer) -> dict[str, Any]:
     }
     for variables in (trainable, state):
         for name, variable in zip(unique_names(variables), variables, strict=True):
-            about = [list(variable.shape), str(variable.dtype), str(variable._sharding)]
+            about = [list(variable.shape), str(variable.dtype), str(on_mesh(variable))]
             facts[f"shape, dtype and sharding of {name!r}"] = about
-            if not variable.shape and not variable._is_planned:
+            if not variable.shape and not is_planned(variable):
                 facts[f"value of {name!r}"] = repr(variable.numpy().item())
     return facts
 
@@ -114,7 +116,7 @@ def check_replicas(tree: PyTree) -> jax.Array:
         >>> bool(distributed.check_replicas({"w": jax.device_put(1.0, everywhere)}))
         True
     """
-    leaves = [x._value if isinstance(x, Variable) else x for x in jax.tree.leaves(tree)]
+    leaves = [read(x) if isinstance(x, Variable) else x for x in jax.tree.leaves(tree)]
     arrays = [x for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)]
     shardings = [array.sharding for array in arrays]
     meshes = {sharding.mesh for sharding in shardings}

@@ -2,9 +2,9 @@
 
 import math
 
-from jax.sharding import NamedSharding
-
+from gainstage._variables.sharding import on_mesh
 from gainstage._variables.variable import Variable
+from gainstage.optimizers._internals import store_of
 from gainstage.optimizers.optimizer import Optimizer
 
 
@@ -38,10 +38,10 @@ def describe_layout(optimizer: Optimizer) -> str:
     """
     if not optimizer.built:
         raise ValueError(f"Expected {optimizer.name!r} to be built before describe_layout.")
-    variables, state = list(optimizer._store.index), optimizer.variables
+    variables, state = optimizer.trainable_variables, optimizer.variables
     rows = [["variable", "shape", "dtype", "layout", "bytes", "state", "layout", "bytes"]]
     for variable in variables:
-        own = optimizer._store.state_of(variable)
+        own = store_of(optimizer).state_of(variable)
         rows.append(
             [variable.name, str(variable.shape), str(variable.dtype), _sharding([variable])]
         )
@@ -57,9 +57,7 @@ def describe_layout(optimizer: Optimizer) -> str:
 
 def _sharding(variables: list[Variable]) -> str:
     """The sharding of some variables; if they differ, the most frequent."""
-    specs = [
-        v._sharding.spec if isinstance(v._sharding, NamedSharding) else None for v in variables
-    ]
+    specs = [sharding and sharding.spec for sharding in map(on_mesh, variables)]
     written = [str(tuple(spec)).replace("'", "") if spec and any(spec) else "-" for spec in specs]
     return max(written, key=written.count, default="-")
 

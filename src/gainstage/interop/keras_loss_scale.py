@@ -23,6 +23,7 @@ from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_fit_warning import Fits
 from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
 from gainstage.interop.keras_settings import constants
+from gainstage.optimizers._internals import store_of
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers._step.store import Wrapper
@@ -99,7 +100,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             )
         rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
         if isinstance(inner_optimizer, Optimizer):
-            if inner_optimizer._store.in_force.loss_scale_factor is not None:
+            if store_of(inner_optimizer).in_force.loss_scale_factor is not None:
                 raise ValueError(
                     "Expected an inner_optimizer without loss_scale_factor; set initial_scale."
                 )
@@ -115,7 +116,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         self.rule, self._fits = rule, Fits(rule, first)
         if isinstance(inner_optimizer, KerasOptimizer):
             self._wrapper = Wrapper(self.name)
-            inner_optimizer._ours._store.set_wrapper(self._wrapper)
+            store_of(inner_optimizer._ours).set_wrapper(self._wrapper)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
@@ -226,7 +227,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         arrays = [g if g is None else _array(variable.path, g) for variable, g in named]
         inner_optimizer = self.inner_optimizer
         ours = isinstance(inner_optimizer, KerasOptimizer)
-        clip = inner_optimizer._ours._store.in_force.clip if ours else None
+        clip = store_of(inner_optimizer._ours).in_force.clip if ours else None
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
@@ -372,7 +373,7 @@ def _accumulators(optimizer: Any) -> list[Any]:
     if not optimizer.gradient_accumulation_steps:
         return []
     if isinstance(optimizer, KerasOptimizer):
-        return [optimizer._mirror(total) for total in optimizer._ours._store.accumulators]
+        return [optimizer._mirror(total) for total in store_of(optimizer._ours).accumulators]
     return optimizer._accumulated_gradients
 
 

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
+from gainstage._variables.sharding import on_mesh
 from gainstage._variables.variable import Variable
 from gainstage.interop.keras_backend import keras
+from gainstage.optimizers._internals import store_of
 from gainstage.optimizers.optimizer import Optimizer
 
 
@@ -24,7 +26,7 @@ class _Updates(keras.Variable):
 
     @property
     def value(self) -> jax.Array:
-        return self._optimizer._store.in_force.updates(self._count.value)
+        return store_of(self._optimizer).in_force.updates(self._count.value)
 
     def assign(self, value: ArrayLike) -> None:
         raise TypeError(
@@ -46,7 +48,7 @@ def mirror_of(slot: Variable, value: jax.Array) -> Any:
     name = slot.name.replace("/", "_")
     mirror = keras.Variable(value, dtype=str(slot.dtype), trainable=False, name=name)
     mirror._is_of_gainstage = True
-    place_as(mirror, slot._sharding)
+    place_as(mirror, on_mesh(slot))
     return mirror
 
 

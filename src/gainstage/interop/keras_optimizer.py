@@ -17,6 +17,7 @@ from gainstage._base.checks import brief, check_verbs, overrides
 from gainstage._base.configurable import deserialize, family, serialize
 from gainstage._base.signals import deferred_signals
 from gainstage._variables.bridge import functional
+from gainstage._variables.sharding import on_mesh
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 from gainstage.interop.keras_backend import keras
@@ -29,6 +30,7 @@ from gainstage.interop.keras_mirrors import (
 )
 from gainstage.interop.keras_settings import constants, own_settings
 from gainstage.interop.keras_stale_copy import Original
+from gainstage.optimizers._internals import first_values, rate_of_step, store_of, update_one
 from gainstage.optimizers._step.options import Options
 from gainstage.optimizers._step.step import LearningRate
 from gainstage.optimizers._step.undecayed import Undecayed
@@ -152,14 +154,15 @@ class KerasOptimizer(Options, Stateless):
         check_verbs(optimizer, "Keras", ("minimize", "compute_gradients", "apply_gradients"))
         if optimizer.built:
             raise ValueError(f"Expected {optimizer.name!r} not to be built before Keras does it.")
-        _check_rate(optimizer._store.rate)
+        _check_rate(store_of(optimizer).rate)
         super().__init__(learning_rate=0.0, name=name or optimizer.name)
         for variable in super().variables:  # replaced by mirrors of our own variables
             self._untrack_variable(variable)
-        shared = {id(s): s for s in [optimizer._store.rate.source] if callable(s)}  # as in Keras
+        shared = {id(s): s for s in [store_of(optimizer).rate.source] if callable(s)}  # as in Keras
         self._ours, self._original = copy.deepcopy(optimizer, shared), Original(optimizer)
         self._undecayed: Any = None  # Keras variables, and names, if they were given
-        count, rate = self._ours._store.microbatches, self._ours._store.rate
+        store = store_of(self._ours)
+        count, rate = store.microbatches, store.rate
         self._iterations = mirror_of(count, count.value())  # the assignment tracks it
         self._updates = updates_counted(self._iterations, self._ours)
         self._untrack_variable(self._updates)
@@ -184,10 +187,10 @@ class KerasOptimizer(Options, Stateless):
             )
         self._ours.build(planned)
         values = [variable.value for variable in variables]
-        starts = self._ours._first_values(dict(zip(planned, values, strict=True)))
+        starts = first_values(self._ours, dict(zip(planned, values, strict=True)))
         first = self._mirrors  # iterations and rate, which may have been assigned since
         for slot, mirror in zip(self._ours.variables, first, strict=False):
-            place_as(mirror, slot._sharding)
+            place_as(mirror, on_mesh(slot))
         slots = self._ours.variables[len(first) :]
         for slot in slots:
             self._track_variable(mirror_of(slot, starts[slot]))
@@ -212,17 +215,15 @@ class KerasOptimizer(Options, Stateless):
         else:
             new, state = ours.stateless_apply(before, given, old)
         steps, taken = self.gradient_accumulation_steps, state[0] != before[0]
-        updates = ours._store.in_force.updates
+        updates = store_of(ours).in_force.updates
         for i in measured:
             new[i] = old[i]
             if grads[i] is None:
                 continue
             value, due = jnp.asarray(grads[i], old[i].dtype), taken
             if steps:  # the maximum over a window, at its end
-                place, ended = (
-                    ours.variables.index(ours._store.accumulators[i]),
-                    (before[0] + 1) % steps == 0,
-                )
+                place = ours.variables.index(store_of(ours).accumulators[i])
+                ended = (before[0] + 1) % steps == 0
                 value = jnp.maximum(value, before[place])
                 state[place] = jnp.where(taken, jnp.where(ended, 0, value), before[place])
                 due = taken & ended & (updates(state[0]) > updates(before[0]))
@@ -238,7 +239,7 @@ class KerasOptimizer(Options, Stateless):
         ours = self._ours
         mine = ours.trainable_variables[self._get_variable_index(variable)]
         gradient, rate = jnp.asarray(gradient, jnp.float32), jnp.asarray(learning_rate, jnp.float32)
-        self._run(lambda: ours._update_one(gradient, mine, rate))
+        self._run(lambda: update_one(ours, gradient, mine, rate))
 
     def _run(self, change: Callable[[], object]) -> None:
         """Runs what changes the optimizer's variables, on the values of Keras's."""
@@ -264,7 +265,7 @@ class KerasOptimizer(Options, Stateless):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _get_option(self, name: str) -> Any:
-        return getattr(self._ours._store.in_force, name)
+        return getattr(store_of(self._ours).in_force, name)
 
     def _set_option(self, name: str, value: object) -> None:
         if "_ours" in vars(self):  # Keras's constructor sets its defaults before
@@ -286,9 +287,9 @@ class KerasOptimizer(Options, Stateless):
     @property
     def _model_variables_moving_average(self) -> list[Any]:
         """The moving averages, by the name that Keras's `SwapEMAWeights` uses."""
-        if not self._ours._store.averages:
+        if not store_of(self._ours).averages:
             raise AttributeError("Expected use_ema=True; there are no moving averages.")
-        return [self._mirror(average) for average in self._ours._store.averages]
+        return [self._mirror(average) for average in store_of(self._ours).averages]
 
     def scale_loss(self, loss: jax.Array) -> jax.Array:
         """Returns the loss times `loss_scale_factor`, in float32; without one, the loss itself."""
@@ -304,13 +305,13 @@ class KerasOptimizer(Options, Stateless):
     def learning_rate(self) -> Any:
         """The current rate: a variable; with a schedule or a `learning_rate` of the optimizer's own
         class, its current value."""
-        if self._ours._store.has_own_rate:
-            pure = functional(self._ours._rate_of_step, self._ours.variables)
+        if store_of(self._ours).has_own_rate:
+            pure = functional(lambda: rate_of_step(self._ours), self._ours.variables)
             return pure([variable.value for variable in self._mirrors])[0]
         rate = self._learning_rate
         if isinstance(rate, keras.Variable):
             return rate
-        return self._ours._store.rate.at(self._iterations.value)
+        return store_of(self._ours).rate.at(self._iterations.value)
 
     @learning_rate.setter
     def learning_rate(self, learning_rate: Any) -> None:
@@ -349,13 +350,13 @@ class KerasOptimizer(Options, Stateless):
             chosen = [mine[self._get_variable_index(variable)] for variable in var_list]
             self._run(lambda: self._ours.finalize_variable_values(chosen))
             return
-        if not self._ours._store.averages or not int(self._iterations.value):
+        if not store_of(self._ours).averages or not int(self._iterations.value):
             return
         self._check_variables_are_known(var_list)
         for variable in var_list:
             if self._overwrite_variable_with_gradient(variable):
                 continue
-            average = self._ours._store.averages[self._get_variable_index(variable)]
+            average = store_of(self._ours).averages[self._get_variable_index(variable)]
             # A copy, because `fit` donates both, and a buffer can be donated only once.
             variable.assign(jnp.copy(self._mirror(average).value))
 

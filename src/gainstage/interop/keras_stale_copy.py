@@ -3,6 +3,7 @@
 import weakref
 
 from gainstage._base.warn import warn
+from gainstage.optimizers._internals import store_of
 from gainstage.optimizers.optimizer import Optimizer
 
 
@@ -14,14 +15,14 @@ class Original:
     """
 
     def __init__(self, optimizer: Optimizer):
-        self._of, self._copy = weakref.ref(optimizer), optimizer._store.note_copy()
+        self._of, self._copy = weakref.ref(optimizer), store_of(optimizer).note_copy()
         self._told = False
 
     def check(self) -> None:
         """Warns, once, if it was changed since, and neither copied again nor used itself. Call it
         where the copy is used."""
         optimizer = self._of()
-        if optimizer is None or self._told or not optimizer._store.changed_since(self._copy):
+        if optimizer is None or self._told or not store_of(optimizer).changed_since(self._copy):
             return
         self._told = True
         warn(

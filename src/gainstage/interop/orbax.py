@@ -17,10 +17,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from gainstage._base.checks import brief
 from gainstage._base.configurable import readable
 from gainstage._base.warn import warn
+from gainstage._variables.arguments import is_planned
 from gainstage._variables.bridge import read, write
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 from gainstage.distributed.agreement import hashes
+from gainstage.optimizers._internals import assigned_by_losses, store_of, tell_if_left
 from gainstage.optimizers._step.saving import check_names, unique_names
 from gainstage.optimizers.optimizer import Optimizer
 
@@ -91,11 +93,11 @@ class Checkpoints:
             ValueError: not built, or there is a checkpoint of this or a later step.
         """
         named = _named(variables, optimizer)
-        for variable in [v for part in named.values() for v in part.values() if v._is_planned]:
+        for variable in [v for part in named.values() for v in part.values() if is_planned(v)]:
             variable.value()  # raises: a planned variable has no value
         self._tell_if_left_out(variables, optimizer)
         if step:  # a first checkpoint may be saved after a step was only compiled
-            optimizer._tell_if_left()
+            tell_if_left(optimizer)
         # `read` and `write` share no arrays; after `value()` or `assign` the next step would copy
         # them.
         values = read(named)
@@ -163,15 +165,18 @@ class Checkpoints:
         return step
 
     def _tell_if_left_out(self, variables: Sequence[Variable], optimizer: Optimizer) -> None:
-        """Warns once if a checkpoint lacks what the optimizer trains, or reads as its rate."""
-        rate, stored = optimizer._store.rate.source, {*variables, *optimizer.variables}
+        """Warns once if a checkpoint lacks what the optimizer trains, or reads as its rate, or what
+        a loss of `minimize` has assigned."""
+        rate, stored = store_of(optimizer).rate.source, {*variables, *optimizer.variables}
         needed = [*optimizer.trainable_variables, *([rate] if isinstance(rate, Variable) else [])]
-        left = [v.name for v in needed if v not in stored]
+        needed += assigned_by_losses(optimizer)
+        left = [v.name for v in dict.fromkeys(needed) if v not in stored]
         if left and not self._told:
             self._told = True
             warn(
                 f"The checkpoint has no value of {brief(left)}, which {optimizer.name!r} trains or "
-                f"reads as its learning rate, so a restored run has other values there. Add them "
+                f"reads as its learning rate, or which a loss of its minimize assigns, so a "
+                f"restored run has other values there. Add them "
                 f"to the list: save(step, [*variables, ...], optimizer), and so for restore."
             )
 

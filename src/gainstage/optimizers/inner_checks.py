@@ -9,6 +9,7 @@ from gainstage._base import checks
 from gainstage._base.checks import InvalidArgumentError, check_verbs
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
+from gainstage.optimizers._internals import given_options, store_of
 from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OPTIONS
 from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.optimizer import Optimizer
@@ -92,13 +93,13 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
             f"{inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
-    if inner._store.wrapper is not None:
+    if (wrapper := store_of(inner).wrapper) is not None:
         raise ValueError(
-            f"{inner.name!r} is already wrapped by {inner._store.wrapper.owner!r}. Create a new "
+            f"{inner.name!r} is already wrapped by {wrapper.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
     for option in sorted(given & OPTIONS.keys()):
-        both = inner._given & (CLIPS if option in CLIPS else {option})
+        both = given_options(inner) & (CLIPS if option in CLIPS else {option})
         if both:
             raise ValueError(
                 f"Expected {option} on the LossScaleOptimizer or on the inner optimizer; got "
@@ -120,7 +121,7 @@ def check_part(optimizer: Any) -> None:
             f"{optimizer!r}."
         )
     check_verbs(optimizer, "MultiOptimizer")
-    store = optimizer._store
+    store = store_of(optimizer)
     if store.wrapper is not None:
         raise ValueError(
             f"{optimizer.name!r} is already wrapped by {store.wrapper.owner!r}. Put one "

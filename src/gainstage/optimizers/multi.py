@@ -10,6 +10,7 @@ from gainstage._scaling.gradients import Gradients
 from gainstage._variables.arguments import variables_in
 from gainstage._variables.types import Given, Rate
 from gainstage._variables.variable import Variable
+from gainstage.optimizers._internals import decays, rate_of_step, store_of
 from gainstage.optimizers._step.options import DEFAULTS, WrapperOptions
 from gainstage.optimizers._step.store import Store, Wrapper
 from gainstage.optimizers.from_optax import Optax
@@ -105,8 +106,8 @@ class MultiOptimizer(Optimizer):
 
     def _attach(self) -> None:
         for optimizer, _ in self.optimizers_and_variables:
-            if optimizer._store.wrapper is None:  # a shallow copy shares the original's
-                optimizer._store.set_wrapper(self._wrapper)
+            if store_of(optimizer).wrapper is None:  # a shallow copy shares the original's
+                store_of(optimizer).set_wrapper(self._wrapper)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -129,7 +130,7 @@ class MultiOptimizer(Optimizer):
                     f"LossScaleOptimizer around {self.name!r}."
                 )
             if not built:
-                self._slots.all.extend(optimizer._store.variables)
+                self._slots.all.extend(store_of(optimizer).variables)
 
     def _wants_loss(self) -> bool:
         return any(optimizer._wants_loss() for optimizer, _ in self.optimizers_and_variables)
@@ -142,15 +143,15 @@ class MultiOptimizer(Optimizer):
             )
         gradient_of = dict(zip(self._store.index, grads, strict=True))
         for optimizer, variables in self.optimizers_and_variables:
-            store = optimizer._store
+            store = store_of(optimizer)
             own = [gradient_of[variable] for variable in variables]
-            own_rate = optimizer._rate_of_step()
+            own_rate = rate_of_step(optimizer)
             if own_rate is None:
                 own_rate = store.rate.at(store.microbatches.value())
             own_rate = rate * own_rate
             decay = store.in_force.weight_decay
             for variable, gradient in zip(variables, own, strict=True):
-                if decay is not None and gradient is not None and optimizer._decays(variable):
+                if decay is not None and gradient is not None and decays(optimizer, variable):
                     weight = variable.value()
                     self.assign(variable, weight - weight * decay * own_rate)
             optimizer._update_all(own, own_rate, loss)

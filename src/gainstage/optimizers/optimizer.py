@@ -490,7 +490,7 @@ class Optimizer(Configurable, Arguments, Saved):
         )
         if not found.variables:
             raise ValueError("Expected at least one variable in var_list; got none.")
-        with self._runner.minimizing(found.loss) as decisions:
+        with self._runner.minimizing(found) as decisions:
             self.apply_gradients(found.pairs)
         conditions = found.assign(decisions)
         return (found.loss, found.aux) if has_aux else found.loss, conditions, found

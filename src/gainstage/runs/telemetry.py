@@ -340,7 +340,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     """
     info, causes, exponents = jax.device_get(_observed(opt_or_state))
     if isinstance(opt_or_state, LossScaleOptimizer):
-        names = unique_names(list(opt_or_state._store.index))
+        names = unique_names(opt_or_state.trainable_variables)
     elif params is None:
         names = [f"gradient {place}" for place in range(len(causes))]
     else:

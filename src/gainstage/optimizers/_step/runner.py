@@ -35,10 +35,15 @@ class Runner:
         )
         # Inside of `minimize`, its true loss, and whether each of its steps was applied.
         self._minimized: tuple[jax.Array, list[Any]] | None = None
+        # What its losses have assigned.
+        self.assigned: weakref.WeakKeyDictionary[Variable, None] = weakref.WeakKeyDictionary()
         # The gradients of the last `compute_gradients`, and their true loss.
         self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
         self._again = False  # whether the next gradients are checked, of whatever kind they are
         self._watch = Watch()
+
+    def __reduce__(self) -> tuple[type["Runner"], tuple[()]]:
+        return Runner, ()  # a copy starts anew
 
     @property
     def minimizes(self) -> bool:
@@ -50,13 +55,14 @@ class Runner:
         self._again = True
 
     @contextlib.contextmanager
-    def minimizing(self, loss: jax.Array) -> Iterator[list[Any]]:
+    def minimizing(self, found: Differentiated) -> Iterator[list[Any]]:
         """The steps inside have this true loss, whatever list of gradients they get.
 
         The list that it gives is filled with what tells whether each was applied; None: always.
         """
         decisions: list[Any] = []
-        self._minimized = loss, decisions
+        self._minimized = found.loss, decisions
+        self.assigned.update(dict.fromkeys(found.assigned))
         try:
             yield decisions
         finally:
