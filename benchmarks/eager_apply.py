@@ -15,7 +15,6 @@ VARIANTS = (
     "Keras LossScaleOptimizer, eager",
     "ours, eager",
     "ours, eager, no scaling",
-    "ours, eager, group_small",
     peers.OPTAX,
 )
 

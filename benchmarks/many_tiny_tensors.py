@@ -1,7 +1,6 @@
 """Thousands of small tensors cost little more than handing them to a program and back.
 
-The floor is a program with the arguments and results of our step that does nothing else. With
-`group_small` there are fewer of them.
+The floor is a program with the arguments and results of our step that does nothing else.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,6 @@ VARIANTS = (
     peers.FLOOR,
     peers.OURS,
     peers.OURS_IN_OPTAX,
-    peers.FLOOR_GROUPED,
-    peers.OURS_GROUPED,
 )
 
 

@@ -45,7 +45,7 @@ STEPS = (
     "ours, stateless_apply",
     "ours, eager",  # `apply` alone: a compiled program too
 )
-EAGER = (peers.OPTAX, "ours, eager", "ours, eager, no scaling", "ours, eager, group_small")
+EAGER = (peers.OPTAX, "ours, eager", "ours, eager, no scaling")
 CHECKS = (peers.OPTAX, peers.SELECT, peers.CONDITIONAL, IF_FINITE, peers.OURS)
 DTYPES = ("float32", "float16", "bfloat16", "float8")
 

@@ -5,7 +5,6 @@ gradients are given, of float32 or float16; parameters are float32. All scales s
 every variant takes the same steps and can be checked: the program does not know, and divides.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -286,16 +285,9 @@ def ours_in_train_step(params: Params, kind: str) -> Variant:
     return pure(step, params, tx.init(params))
 
 
-def ours_grouped(params: Params, kind: str) -> Variant:
-    """With the slots of small tensors in one buffer."""
-    if "group_small" not in inspect.signature(gs.SGD).parameters:
-        raise NotImplementedError("gainstage has no group_small")
-    return ours(params, kind, group_small=True)
-
-
-def pass_through(params: Params, kind: str, group_small: bool = False) -> Variant:
+def pass_through(params: Params, kind: str) -> Variant:
     """A program with the arguments and results of our step, which computes nothing."""
-    optimizer, _ = our_optimizer(params, kind, group_small=group_small)
+    optimizer, _ = our_optimizer(params, kind)
     state = [jnp.copy(v.value()) for v in optimizer.variables]
     step, (weights, state, done) = pure(
         lambda weights, state, grads: (weights, state), params, state
@@ -312,8 +304,7 @@ def pass_through(params: Params, kind: str, group_small: bool = False) -> Varian
 OPTAX, OURS, OURS_IN_OPTAX = "optax", "ours", "ours, in an optax loop"
 OURS_IN_TRAIN_STEP = "ours, gs.train_step"
 SELECT, CONDITIONAL = "optax, checked, select", "optax, checked, conditional"
-KERAS_EAGER, OURS_GROUPED = "Keras, eager, no scaling", "ours, group_small"
-FLOOR, FLOOR_GROUPED = "nothing (the floor)", "nothing, group_small"
+KERAS_EAGER, FLOOR = "Keras, eager, no scaling", "nothing (the floor)"
 VARIANTS: dict[str, Callable[..., Variant]] = {
     OPTAX: plain_optax,
     OURS: ours,
@@ -322,7 +313,6 @@ VARIANTS: dict[str, Callable[..., Variant]] = {
     "ours, stateless_apply": ours_stateless,
     "ours, eager": ours_eager,
     "ours, eager, no scaling": partial(ours_eager, scaled=False),
-    "ours, eager, group_small": partial(ours_eager, group_small=True),
     "optax.apply_if_finite": apply_if_finite,
     SELECT: partial(checked, conditional=False),
     CONDITIONAL: partial(checked, conditional=True),
@@ -330,9 +320,7 @@ VARIANTS: dict[str, Callable[..., Variant]] = {
     "flax DynamicScale": with_flax,
     "jmp": with_jmp,
     "mpx": with_mpx,
-    OURS_GROUPED: ours_grouped,
     FLOOR: pass_through,
-    FLOOR_GROUPED: partial(pass_through, group_small=True),
     KERAS_EAGER: keras_eager,
     "Keras LossScaleOptimizer, eager": partial(keras_eager, scaled=True),
 }

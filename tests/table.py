@@ -14,4 +14,4 @@ OPTIMIZERS = {
     "lion": lambda **options: gs.Lion(0.1, **options),
     "optax": lambda **options: gs.Optax(optax.adam(0.1), **options),
 }
-ELEMENTWISE = {name: make for name, make in OPTIMIZERS.items() if name != "optax"}
+WITHOUT_OPTAX = {name: make for name, make in OPTIMIZERS.items() if name != "optax"}

@@ -84,14 +84,11 @@ def test_a_step_stores_nothing_on_the_way(kind, dtype, through):
 
 
 @pytest.mark.parametrize("few", [20, pytest.param(60, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("group_small", [False, True])
-def test_programs_grow_linearly(group_small, few):
+def test_programs_grow_linearly(few):
     """Four times the tensors are about four times the program, and no sixteenfold compilation."""
     sizes, seconds, beta = [], [], time.time_ns() % 10**6 / 10**7  # no run has compiled it before
     for count in (few, 4 * few):
-        _, opt, grads = make(
-            "adam", [(64,)] * count, jnp.float32, beta_1=beta, group_small=group_small
-        )
+        _, opt, grads = make("adam", [(64,)] * count, jnp.float32, beta_1=beta)
         step = gs.jit(opt.apply, (list(opt._store.index), opt.variables), donate=True)
         lowered = step.lower(grads)
         start = time.perf_counter()

@@ -361,16 +361,6 @@ def test_on_bad_microbatch_may_drop_the_window():
     assert run(opt, [8.0, np.nan, 8.0, 8.0]) == [3.0, 3.0, 3.0, 2.5]
 
 
-@row(3, "new: group_small")
-def test_group_small_shares_buffers():
-    """New: slots of small variables can share a buffer."""
-    variables = [gs.Variable([1.0, 2.0]), gs.Variable(3.0)]
-    opt = dtensor.SGD(0.5, 0.9, group_small=True)
-    opt.apply_gradients(zip([jnp.ones(2), jnp.ones(())], variables, strict=True))
-    assert opt.momentums[0] is opt.momentums[1]
-    assert numbers(variables) == [[0.5, 1.5], 2.5]
-
-
 @row(3, "new: master_weights")
 def test_master_weights_keep_small_updates():
     """New: a float32 copy accumulates updates that are too small for float16."""

@@ -1766,7 +1766,6 @@ AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
 ONE_OF_TWO = {
     "alone": lambda a, b, **options: gs.SGD(0.5, **options),
     "Adam": lambda a, b, **options: gs.Adam(0.5, **options),
-    "grouped": lambda a, b, **options: gs.SGD(0.5, group_small=True, **options),
     "wrapped": lambda a, b, **options: wrapped(**options),
     "several": lambda a, b, **options: wrapped(
         gs.MultiOptimizer([(gs.SGD(0.5), [a]), (gs.Adam(0.5), [b])]), **options

@@ -22,7 +22,7 @@ from gainstage.compat import dtensor
 
 import programs
 from peers import fails, live
-from table import ELEMENTWISE
+from table import WITHOUT_OPTAX
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 SHAPES = [(8, 24), (16,), (24, 4), (), (37, 5), (48, 12)]
@@ -176,7 +176,7 @@ def test_a_bad_replica_skips_everywhere(size):
 # The others are written in the same words, and take the longer on each mesh.
 SOME = [
     pytest.param(make, id=name, marks=[pytest.mark.slow] * (name not in ("sgd", "adam")))
-    for name, make in ELEMENTWISE.items()
+    for name, make in WITHOUT_OPTAX.items()
 ]
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
 
@@ -21,7 +20,6 @@ OPTIONS = {
     "clipped": {"global_clipnorm": 0.5},
     "averaged": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 3},
     "accumulated": {"gradient_accumulation_steps": 2},
-    "grouped": {"group_small": True},
 }
 
 
@@ -77,8 +75,6 @@ def test_telemetry_comes_with_it():
 
 def cases():
     for rule, options in itertools.product(RULES, OPTIONS):
-        if (rule, options) == ("optax", "grouped"):
-            continue  # refused
         seldom = options != "plain" and rule not in ("sgd", "adam", "optax")
         yield pytest.param(rule, options, marks=[pytest.mark.slow] if seldom else [])
 
@@ -164,16 +160,6 @@ def test_wrong_optimizers():
     opt.build([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="not to be built"):
         gs.to_optax(opt)
-
-
-def test_grouped_parameters_on_a_mesh():
-    """Inside of `jax.jit` parameters do not say that they lie on a mesh, where none are grouped."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    params = {"a": jnp.ones(8), "b": jnp.ones(8)}
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    tx = gs.to_optax(gs.SGD(0.5, momentum=0.5, group_small=True))
-    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
-    assert (updates["a"] == -0.5).all()
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -586,7 +586,7 @@ def test_what_decides_the_state_is_not_assigned_later():
     for name in ("telemetry", "underflow_every", "mesh"):
         with pytest.raises(AttributeError, match=f"`{name}` can be set only in the constr"):
             setattr(opt, name, None)
-    for name in ("master_weights", "shard_state_over", "group_small"):
+    for name in ("master_weights", "shard_state_over"):
         with pytest.raises(AttributeError, match=f"`{name}` can be set only in the constr"):
             setattr(opt.inner_optimizer, name, True)
 

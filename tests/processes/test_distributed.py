@@ -351,7 +351,7 @@ def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_pa
     """Each is named by its path, with the saved value and the one here; of many, five."""
 
     def make(adam=gs.Adam, sizes=(3,) * 12, **options):
-        optimizer = gs.LossScaleOptimizer(adam(0.1, group_small=True), **options)
+        optimizer = gs.LossScaleOptimizer(adam(0.1), **options)
         variables = [gs.Variable(np.ones(n), name=f"v{i}") for i, n in enumerate(sizes)]
         optimizer.build(variables)
         return variables, optimizer
@@ -360,6 +360,7 @@ def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_pa
     checkpoints.save(1, *make())
     inner, anyway = "inner_optimizer/config", " To restore it anyway, pass same_config=False."
     other = functools.partial(gs.Adam, beta_1=0.5, epsilon=1e-5)
+    many = functools.partial(other, beta_2=0.5, amsgrad=True, weight_decay=0.5, ema_momentum=0.5)
     for wrong, message in [
         (
             make(other),
@@ -377,10 +378,15 @@ def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_pa
         ),
         (
             make(sizes=(3, 4, *[3] * 10)),
-            "Expected groups {'0/1': ['v1', [3], 3], '0/2': ['v2', [3], 6], '0/3': ['v3', [3], 9], "
-            "'0/4': ['v4', [3], 12], '0/5': ['v5', [3], 15]}, as saved; got {'0/1': ['v1', [4], "
-            "3], '0/2': ['v2', [3], 7], '0/3': ['v3', [3], 10], '0/4': ['v4', [3], 13], '0/5': "
-            "['v5', [3], 16]} and 6 more.",
+            "Expected 'v1' of shape (3,) and dtype float32, as saved; got shape (4,) and dtype "
+            "float32.",
+        ),
+        (
+            make(many),
+            f"Expected config {{'{inner}/beta_1': 0.9, '{inner}/beta_2': 0.999, "
+            f"'{inner}/epsilon': 1e-07, '{inner}/amsgrad': False, '{inner}/weight_decay': None}}, "
+            f"as saved; got {{'{inner}/beta_1': 0.5, '{inner}/beta_2': 0.5, '{inner}/epsilon': "
+            f"1e-05, '{inner}/amsgrad': True, '{inner}/weight_decay': 0.5}} and 1 more.{anyway}",
         ),
     ]:
         with pytest.raises(ValueError, match=re.escape(message) + "$"):

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gainstage._scaling.gradients import Clip, float32_or_wider, real_parts
 from gainstage._scaling.norms import from_sums, pack, together, unit_for, unpack
-from gainstage._scaling.packing import SMALL
 from gainstage._variables.bridge import compiled_if_eager
 from gainstage._variables.sharding import (
     axes_of,
@@ -52,6 +51,7 @@ class Request(NamedTuple):
 # The squares of float32 numbers use half of its exponents. A norm is computed from the squares
 # times the first of these factors for which their sum is finite.
 FACTORS = (2.0**80, 1.0, 2.0**-90)
+SMALL = 4096  # elements: the largest array that is joined with others, and read in one chunk
 SMALLEST_SUM = 2.0**-60  # a smaller sum of squares may miss some that were flushed to zero
 
 

@@ -93,7 +93,6 @@ class EMAOption:
 class _MeshOptimizer(Optimizer):
     """The base of the DTensor optimizers: option objects, and `update_step` of two arguments."""
 
-    elementwise = True
     _is_base = True
     _sums_losses = True
     _steps_ago = 1  # `learning_rate` is that of the last step, except while a step asks for its own

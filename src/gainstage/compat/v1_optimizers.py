@@ -289,7 +289,6 @@ class _SlotNames(core.Optimizer):
 class _Momentum(_SlotNames, optimizers.SGD):
     """TensorFlow 1's rule: the learning rate multiplies the momentum, not the gradient."""
 
-    elementwise = True
     momentum: Setting[float] = Setting(check=checks.real)  # it always has a slot
 
     def build(self, var_list: Sequence[Variable]) -> None:

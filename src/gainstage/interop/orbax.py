@@ -249,7 +249,6 @@ def _manifest(named: Named, optimizer: Optimizer) -> dict[str, Any]:
         "format": CHECKPOINT_FORMAT,
         "class": type(optimizer).__name__,
         "config": _without_rate(readable(optimizer.get_config())),
-        "groups": optimizer.groups,
         **leaves,
     }
 
@@ -275,9 +274,7 @@ def _different_fields(saved: object, ours: object) -> tuple[object, object, str]
 
 
 def _fields(tree: object, path: str = "") -> dict[str, Any]:
-    """The values inside of dictionaries and of lists of lists, by their paths."""
-    if isinstance(tree, list) and tree and all(isinstance(x, list) for x in tree):
-        tree = dict(enumerate(tree))
+    """The values inside of dictionaries, by their paths."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
     each = (_fields(value, f"{path}/{key}" if path else str(key)) for key, value in tree.items())
@@ -285,7 +282,7 @@ def _fields(tree: object, path: str = "") -> dict[str, Any]:
 
 
 def _check_manifest(saved: dict[str, Any], ours: dict[str, Any], same_config: bool) -> None:
-    for key in ["format", "class", *(["config"] if same_config else []), "groups"]:
+    for key in ["format", "class", *(["config"] if same_config else [])]:
         if saved[key] != ours[key]:
             before, here, more = _different_fields(saved[key], ours[key])
             anyway = " To restore it anyway, pass same_config=False." * (key == "config")

@@ -41,7 +41,6 @@ class Adadelta(Optimizer):
     Source: `keras.optimizers.Adadelta`; Zeiler, 2012, arXiv:1212.5701.
     """
 
-    elementwise = True
     rho: Setting[float] = Setting(check=within(low=0, high=1))
     epsilon: Setting[float] = Setting(check=within(low=0))
     accumulated_grads: list[Variable]

@@ -41,7 +41,6 @@ class Adagrad(Optimizer):
     Source: `keras.optimizers.Adagrad`; Duchi et al., 2011.
     """
 
-    elementwise = True
     initial_accumulator_value: Setting[float] = Setting(
         check=within(low=0), needs_state=operator.ne
     )

@@ -43,7 +43,6 @@ class Adam(Optimizer):
     Source: `keras.optimizers.Adam`; Kingma and Ba, 2014, arXiv:1412.6980; Reddi et al., 2018.
     """
 
-    elementwise = True
     beta_1: Setting[float] = Setting(check=within(low=0, below=1))
     beta_2: Setting[float] = Setting(check=within(low=0, below=1))
     epsilon: Setting[float] = Setting(check=within(low=0))

@@ -40,8 +40,8 @@ class Optax(Optimizer):
         name: the prefix of the names of the optimizer's variables.
         learning_rate: a factor of the updates: a number, schedule or callable.
         master_weights: whether half-precision variables have a float32 copy in the state.
-        **options: options of every `Optimizer`, except `group_small` and `shard_state_over`: `tx`
-            decides the sharding of its state.
+        **options: options of every `Optimizer`, except `shard_state_over`: `tx` decides the
+            sharding of its state.
 
     Raises:
         TypeError: `tx` is not a transformation, an argument has the wrong type or is unknown.

@@ -130,11 +130,7 @@ def check_part(optimizer: Any) -> None:
     if optimizer.built:
         raise ValueError(f"Expected {optimizer.name!r} not to be built before MultiOptimizer.")
     given = {name for name, value in vars(store.options).items() if value != DEFAULTS[name]}
-    given |= {
-        n
-        for n in ("group_small", "master_weights", "shard_state_over", "mesh")
-        if getattr(optimizer, n)
-    }
+    given |= {n for n in ("master_weights", "shard_state_over", "mesh") if getattr(optimizer, n)}
     if others := sorted(given - {"weight_decay"}):
         raise ValueError(
             f"Expected {', '.join(others)} on the MultiOptimizer, for all variables; got it on "

@@ -38,7 +38,6 @@ class Lion(Optimizer):
     Source: `keras.optimizers.Lion`; Chen et al., 2023, arXiv:2302.06675.
     """
 
-    elementwise = True
     beta_1: Setting[float] = Setting(check=within(above=0, high=1))
     beta_2: Setting[float] = Setting(check=within(low=0, high=1))
 

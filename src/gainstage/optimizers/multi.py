@@ -50,8 +50,7 @@ class MultiOptimizer(Optimizer):
         name: the prefix of the names of the optimizer's own variables.
         learning_rate: a factor of each optimizer's learning rate: a number, schedule or callable.
         master_weights: whether half-precision variables have a float32 copy in the state.
-        **options: options of every `Optimizer`, except `weight_decay`, `group_small` and
-            `shard_state_over`.
+        **options: options of every `Optimizer`, except `weight_decay` and `shard_state_over`.
 
     Raises:
         TypeError: an element is not an optimizer, has a loss scale, or overrides `apply` or

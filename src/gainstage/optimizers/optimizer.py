@@ -68,18 +68,11 @@ class Optimizer(Configurable, Arguments, Saved):
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
         mesh: the `jax.sharding.Mesh` of all variables; by default that of the trained ones.
-        group_small: whether the slots of variables of at most 4096 elements share buffers, up to
-            32 in each, which speeds up steps on hundreds of variables. It needs an `elementwise`
-            update and variables on one device. `groups` lists the buffers.
         master_weights: whether half-precision variables have a float32 copy in the state. Updates
             go to the copy, and the variable is the rounded copy. Assigning a variable from outside
             starts a new copy.
         shard_state_over: the mesh axis or axes over which slots, averages, accumulators and master
             weights are sharded (ZeRO stage 1). Steps are the same up to the rounding of sums.
-
-    A class may set `elementwise = True` beside its `update_step` if it treats every element by
-    itself and its only state are slots of the variable's shape. It can then be called for several
-    variables at once.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -219,12 +212,6 @@ class Optimizer(Configurable, Arguments, Saved):
             raise AttributeError(f"Expected super().build(var_list) to set built; got {built!r}.")
 
     @property
-    def groups(self) -> list[list[list[Any]]]:
-        """With `group_small`, one table per shared buffer: name, shape and first element of each
-        variable's part."""
-        return [group.table for group in self._store.slots.groups]
-
-    @property
     def iterations(self) -> Variable:
         """The number of updates so far, an int32 variable. With gradient accumulation it is
         computed from the number of microbatches and cannot be assigned."""
@@ -278,8 +265,7 @@ class Optimizer(Configurable, Arguments, Saved):
                 f"Expected {self.name!r} to be built outside of the traced function; call "
                 f"`build(variables)` before it."
             )
-        grouped = self.group_small and self._is_elementwise()
-        self._store.build(variables, self.master_weights, grouped, self._undecayed)
+        self._store.build(variables, self.master_weights, self._undecayed)
 
     def update_step(
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
@@ -744,11 +730,7 @@ class Optimizer(Configurable, Arguments, Saved):
             return read(own)
 
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
-        gradient_of = dict(zip(self._store.index, grads, strict=True))
-        for group in self._store.slots.groups:
-            members = [gradient_of.pop(variable) for variable in group.members]
-            group.update(members, lambda g, v: self._update_one(g, v, rate))
-        for variable, gradient in gradient_of.items():
+        for variable, gradient in zip(self._store.index, grads, strict=True):
             if gradient is not None:
                 self._update_one(gradient.value(), variable, rate)
 
@@ -758,11 +740,6 @@ class Optimizer(Configurable, Arguments, Saved):
                 f"Expected {type(self).__name__}.update_step to assign the new value and "
                 f"return None; got a result."
             )
-
-    def _is_elementwise(self) -> bool:
-        """Whether the class that defines `update_step` sets `elementwise`; an override must too."""
-        wrote = next(vars(cls) for cls in type(self).__mro__ if "update_step" in vars(cls))
-        return wrote.get("elementwise", False)
 
     def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         """The first values of all state, given those of the trainable variables."""

@@ -45,7 +45,6 @@ class RMSprop(Optimizer):
     Source: `keras.optimizers.RMSprop`; Hinton, 2012, lecture 6e.
     """
 
-    elementwise = True
     rho: Setting[float] = Setting(check=within(low=0, high=1))
     momentum: Setting[float] = Setting(check=within(low=0, high=1), needs_state=needs_slot)
     epsilon: Setting[float] = Setting(check=within(low=0))

@@ -41,7 +41,6 @@ class SGD(Optimizer):
     Source: `keras.optimizers.SGD`; Sutskever et al., 2013.
     """
 
-    elementwise = True
     momentum: Setting[float] = Setting(check=within(low=0, high=1), needs_state=needs_slot)
     nesterov: Setting[bool] = Setting(check=checks.flag)
 

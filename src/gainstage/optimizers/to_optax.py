@@ -97,8 +97,8 @@ def _unscaled(
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any, Any, Any], list[Any]]]:
     """The transformation, and the accumulators in its state, as `loss_scaled_within` needs them."""
 
-    def built_for(params: PyTree, grouped: bool = True) -> tuple[Optimizer, list[Variable]]:
-        """The optimizer, built for shapes only; without groups if `grouped` is False."""
+    def built_for(params: PyTree) -> tuple[Optimizer, list[Variable]]:
+        """The optimizer, built for shapes only."""
         named, _ = jax.tree_util.tree_flatten_with_path(params)
         with jax.ensure_compile_time_eval():
             variables = [
@@ -109,8 +109,6 @@ def _unscaled(
                 for path, p in named
             ]
             mine = copy.deepcopy(optimizer)
-            if not grouped:
-                store_of(mine).slots.keep_apart()
             if wrapper is not None:
                 store_of(mine).set_wrapper(wrapper)
             mine.build(variables)
@@ -128,8 +126,7 @@ def _unscaled(
     ) -> tuple[PyTree, OptState]:
         if params is None:
             raise ValueError("Expected params for the update of to_optax; got None.")
-        # Traced parameters do not show their mesh; on a mesh there are no groups.
-        mine, _ = built_for(params, grouped=any("/group_0_" in name for name in state))
+        mine, _ = built_for(params)
         names = unique_names(mine.variables)
         leaves = jax.tree.leaves(params)
         structure: Structure = jax.tree.structure(params)
@@ -148,7 +145,7 @@ def _unscaled(
     def sums_in(state: OptState, named: object, params: PyTree) -> list[Any]:
         if not store_of(optimizer).in_force.gradient_accumulation_steps:
             return []
-        mine, _ = built_for(params, grouped=False)
+        mine, _ = built_for(params)
         names = dict(zip(mine.variables, unique_names(mine.variables), strict=True))
         return [state[names[total]] for total in store_of(mine).accumulators]
 

@@ -170,7 +170,6 @@ class Arguments(Options):
     name: Setting[str] = Setting(None, _name)
     jit_compile: Setting[bool] = Setting(True, checks.flag, ours=True)
     mesh: Fixed[Mesh | None] = Fixed(None, _mesh, ours=True)
-    group_small: Fixed[bool] = Fixed(False, checks.flag, ours=True)
     master_weights: Fixed[bool] = Fixed(False, checks.flag, ours=True)
     shard_state_over: Fixed[tuple[str, ...]] = Fixed(
         None, lambda _, axes: axis_names(axes), ours=True
@@ -203,7 +202,6 @@ class OptimizerOptions(WrapperOptions, total=False):
     """All keywords that a subclass of `Optimizer` passes on to it."""
 
     name: str | None
-    group_small: bool
     master_weights: bool
     shard_state_over: str | Sequence[str] | None
 

@@ -1,7 +1,6 @@
 """Saves and loads the state of an optimizer, a flat list of variables: all of it, or an error."""
 
 import itertools
-import json
 import reprlib
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -21,8 +20,6 @@ from gainstage._variables.bridge import LEFT, assign
 from gainstage._variables.types import Values
 from gainstage._variables.variable import Variable
 
-Table = list[list[list[Any]]]  # of each group, the name, shape and first element of its parts
-
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
 
 # By their owner, the first variable's value that the last `stateless_apply` left as it was.
@@ -33,12 +30,11 @@ _TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # those that have warned of it
 class Saved:
     """An object whose state can be saved and loaded.
 
-    It has `variables`, `groups` (a table for each buffer that several variables share), a `_store`,
-    and `_built_variables(caller)`, which raises an error if there is no state yet.
+    It has `variables`, a `_store`, and `_built_variables(caller)`, which raises an error if there
+    is no state yet.
     """
 
     variables: Any
-    groups: Any
     _store: Any
     _built_variables: Callable[[str], object]
 
@@ -59,26 +55,22 @@ class Saved:
 
     def state(self) -> dict[str, jax.Array]:
         """Returns all of `variables` by name, as a dictionary of arrays. The second variable of one
-        name gets the suffix "#2", and so on. With `group_small`, "groups" is the table of the
-        shared buffers."""
-        return as_names(self.variables, self.groups)
+        name gets the suffix "#2", and so on."""
+        return as_names(self.variables)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Sets all of `variables` from the result of `state`; changes none if an entry is wrong.
 
         Raises:
             TypeError: `state` is not a dictionary.
-            ValueError: not built, a name is missing or unknown, an array does not fit, or the
-                groups differ.
+            ValueError: not built, a name is missing or unknown, or an array does not fit.
         """
-        self.set_weights(from_names(self.variables, self.groups, state))
+        self.set_weights(from_names(self.variables, state))
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ...
-
-        With `group_small`, "groups" is the table of the shared buffers."""
+        """Writes all of `variables` to `store`, as numpy arrays under "0", "1", ..."""
         self._tell_if_left()
-        into_store(self.variables, self.groups, store)
+        into_store(self.variables, store)
 
     def _leave(self) -> None:
         """Notes a `stateless_apply`, which changes no variable."""
@@ -104,10 +96,10 @@ class Saved:
 
         Raises:
             TypeError: `store` is not a mapping.
-            ValueError: not built, a key is missing, an array does not fit, or the groups differ.
+            ValueError: not built, a key is missing, or an array does not fit.
         """
         self._built_variables("load_own_variables")
-        self.set_weights(from_store(self.variables, self.groups, store))
+        self.set_weights(from_store(self.variables, store))
 
 
 def set_all(variables: Sequence[Variable], weights: Sequence[Any], more: Checks) -> None:
@@ -135,40 +127,32 @@ def fitted_weight(variable: Variable, weight: npt.ArrayLike, more: Checks) -> ja
     return value
 
 
-def as_names(variables: Sequence[Variable], table: Table) -> dict[str, jax.Array]:
-    """Returns the values by name, and the table of groups, if there is one."""
-    named = dict(zip(unique_names(variables), variables, strict=True))
-    groups = {"groups": jnp.asarray(_packed(table))} if table else {}
-    return {name: variable.value() for name, variable in named.items()} | groups
+def as_names(variables: Sequence[Variable]) -> dict[str, jax.Array]:
+    """Returns the values by name."""
+    named = zip(unique_names(variables), variables, strict=True)
+    return {name: variable.value() for name, variable in named}
 
 
-def from_names(variables: Sequence[Variable], table: Table, state: Mapping[str, Any]) -> list[Any]:
+def from_names(variables: Sequence[Variable], state: Mapping[str, Any]) -> list[Any]:
     """Returns the values from `as_names`, in the variables' order."""
     names = unique_names(variables)
-    check_names("state", state, [*names, *(["groups"] if table else [])])
-    _check_groups(table, state)
+    check_names("state", state, names)
     return [state[name] for name in names]
 
 
-def into_store(
-    variables: Sequence[Variable], table: Table, store: MutableMapping[str, Any]
-) -> None:
+def into_store(variables: Sequence[Variable], store: MutableMapping[str, Any]) -> None:
     """Writes the values to `store`, as numpy arrays under "0", "1", ..."""
     for variable in variables:
         variable._read()  # raises before anything is stored
     for i, variable in enumerate(variables):
         store[str(i)] = variable.numpy()
-    if table:
-        store["groups"] = _packed(table)
 
 
-def from_store(variables: Sequence[Variable], table: Table, store: Mapping[str, Any]) -> list[Any]:
+def from_store(variables: Sequence[Variable], store: Mapping[str, Any]) -> list[Any]:
     """Returns the values from `into_store`, in the variables' order."""
     if not hasattr(store, "keys"):
         raise TypeError(f"Expected a store with keys; got {reprlib.repr(store)}.")
-    _check_groups(table, store)
-    count = len(store.keys()) - ("groups" in store)
-    keys = [str(i) for i in range(max(len(variables), count))]
+    keys = [str(i) for i in range(max(len(variables), len(store.keys())))]
     missing = [key for key in keys if key not in store]
     if missing:
         raise ValueError(
@@ -176,24 +160,6 @@ def from_store(variables: Sequence[Variable], table: Table, store: Mapping[str, 
             f"got {brief(sorted(map(str, store.keys())))}."
         )
     return [store[key] for key in keys]
-
-
-def _packed(table: Table) -> np.ndarray:
-    return np.frombuffer(json.dumps(table).encode(), np.uint8)
-
-
-def _check_groups(groups: Table, store: Mapping[str, Any]) -> None:
-    """Checks that the saved buffers have the same parts as here."""
-    saved = store["groups"] if "groups" in store else np.frombuffer(b"[]", np.uint8)
-    try:
-        table = json.loads(np.asarray(saved).tobytes())
-    except (ValueError, RecursionError):
-        table = reprlib.repr(saved)
-    if table != groups:
-        raise ValueError(
-            f"Expected the groups {brief(groups)} in what was saved; got {brief(table)}. Use the "
-            f"variables and the `group_small` of the optimizer that was saved."
-        )
 
 
 def shown(scalar: Variable) -> str:

@@ -19,11 +19,8 @@ from jax.typing import DTypeLike
 from gainstage._base.arrays import ARRAYS
 from gainstage._base.checks import InvalidArgumentError, brief
 from gainstage._scaling import gradients
-from gainstage._scaling.packing import join, offsets
-from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
 from gainstage._variables.zero_sharding import sharding_of_state
-from gainstage.optimizers._step.groups import Group, groups_of
 
 Initializer = str | npt.ArrayLike | Variable | Callable[..., Any]
 SlotName = Callable[[str, str, str, int], str]
@@ -43,15 +40,8 @@ class Slots:
         self.owner, self.named, self.shard_over = owner, named, shard_over
         self.all: list[Variable] = []
         self.of: dict[tuple[Variable, str, int], Variable] = {}  # the int counts equal ones
-        self.groups: list[Group] = []  # of small variables, which share buffers
-        self.group_of: dict[Variable, Group] = {}
-        self._apart = False
         self._added: dict[Any, Variable] = {}  # other variables that builds have added
         self._asked: Counter[Any] = Counter()  # the number of each kind in this build so far
-
-    def keep_apart(self) -> None:
-        """Gives every variable slots of its own, whatever `group_small` is."""
-        self._apart = True
 
     def start_build(self) -> None:
         """Starts a build, which reuses the variables of an earlier build."""
@@ -91,15 +81,10 @@ class Slots:
             )
         number = self._asked[reference, name]
         self._asked[reference, name] += 1
-        key, group = (reference, name, number), self.group_of.get(reference)
+        key = reference, name, number
         if key not in self.of:
-            if group is None:
-                self.of[key] = slot = self.like(reference, name, initializer)
-            else:
-                slot = self._of_group(group, *key, initializer)
+            self.of[key] = slot = self.like(reference, name, initializer)
             self.all.append(slot)
-        elif group is not None and key not in group.started:
-            self._start_part(group, *key, initializer)
         return self.of[key]
 
     @property
@@ -135,51 +120,6 @@ class Slots:
         else:
             slot._move_to(reference)
         return slot
-
-    def group(self, variables: Sequence[Variable]) -> None:
-        """Makes small variables share buffers, unless they are kept apart."""
-        self.groups = [] if self._apart else groups_of(variables)
-        for group in self.groups:
-            self.group_of |= dict.fromkeys(group.members, group)
-
-    def _of_group(
-        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
-    ) -> Variable:
-        others = "zeros" if callable(initializer) else initializer  # set by their own request
-        parts = [
-            self.like(variable, name, initializer if variable is reference else others)
-            for variable in group.members
-        ]
-        planned = any(part._is_planned for part in parts)
-        value = jax.eval_shape(join, read(parts)) if planned else join(read(parts))
-        slot = Variable(value, name=f"{self.owner}/{group.name}_{name}", trainable=False)
-        if planned:
-            slot._start_with(functools.partial(_joined_first_values, parts))
-        self.of |= {(variable, name, number): slot for variable in group.members}
-        group.slots.append(slot)
-        group.started.add((reference, name, number))
-        return slot
-
-    def _start_part(
-        self, group: Group, reference: Variable, name: str, number: int, initializer: Initializer
-    ) -> None:
-        """Initializes one variable's part of a buffer that another variable has created."""
-        group.started.add((reference, name, number))
-        if not callable(initializer):
-            return  # all parts have the same initializer
-        slot, place = self.of[reference, name, number], group.members.index(reference)
-        part = self.like(reference, name, initializer)
-        if slot._is_planned:
-            first_value: Any = slot._first_value
-            first_value.args[0][place] = part
-        else:
-            start = offsets(group.shapes)[place]
-            flat = slot.value().at[start : start + part.size].set(part.value().reshape(-1))
-            slot.assign(flat)
-
-
-def _joined_first_values(parts: Sequence[Variable]) -> jax.Array:
-    return join(part._first_value() if part._first_value else part._value for part in parts)
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:

@@ -319,7 +319,6 @@ class Store:
         self,
         variables: Sequence[Variable],
         master_weights: bool,
-        grouped: bool,
         undecayed: Undecayed,
     ) -> None:
         """Creates all state for these variables."""
@@ -365,8 +364,6 @@ class Store:
             self.wrapper.build(self, variables)
         self.index = {variable: place for place, variable in enumerate(variables)}
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
-        if grouped:
-            slots.group(variables)
         self.changed()
 
     def _counter(self, window: AccumulationWindow | None, policy: str) -> Variable | None:
@@ -389,7 +386,7 @@ class Store:
         copies = [kind[place] for kind in (self.averages, self.accumulators) if kind]
         masters = [self.masters[variable]] if variable in self.masters else []
         slots = [slot for (owner, *_), slot in self.slots.of.items() if owner is variable]
-        return [*copies, *masters, *(slots if variable not in self.slots.group_of else [])]
+        return [*copies, *masters, *slots]
 
     def first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         """The first values of all state, given those of the weights."""

@@ -1,0 +1,48 @@
+"""The slots that an optimizer's `build` adds."""
+
+import jax.numpy as jnp
+
+import gainstage as gs
+
+
+def test_every_slot_starts_as_its_own_request_says():
+    """A slot is what the initializer of its variable returns; a second `build` keeps it."""
+
+    class Anchored(gs.Optimizer):
+        def build(self, var_list):
+            super().build(var_list)
+            for v in var_list:
+                self.add_variable_from_reference(v, "start", lambda *_, v=v: v.value() + 0)
+
+        def update_step(self, gradient, variable, learning_rate):
+            start = self.get_slot(variable, "start")
+            self.assign(variable, variable - learning_rate * (gradient + variable - start))
+
+    weights = [gs.Variable([1.0, 1.0]), gs.Variable([5.0, 5.0, 5.0])]
+    opt = Anchored(0.5)
+    for _ in range(2):
+        opt.apply([jnp.zeros(2), jnp.zeros(3)], weights)
+        opt.build(weights)
+    assert [w.numpy().tolist() for w in weights] == [[1.0, 1.0], [5.0, 5.0, 5.0]]
+
+
+class TwoAverages(gs.SGD):
+    """A rule whose slots have no names of their own, and one that SGD has too."""
+
+    def build(self, var_list):
+        super().build(var_list)
+        self.firsts = [self.add_variable_from_reference(v) for v in var_list]
+        self.seconds = [self.add_variable_from_reference(v) for v in var_list]
+        self.own = self.add_optimizer_variables(var_list, "momentum", "ones")
+
+
+def test_slots_of_one_name_are_several():
+    """Each request makes a slot, as in Keras; a second `build` gets those of the first."""
+    variables = gs.Variable([1.0, 2.0], name="w"), gs.Variable([3.0, 4.0], name="b")
+    opt = TwoAverages(0.5, momentum=0.5)
+    for _ in range(2):
+        opt.build(variables)
+        slots = [opt.momentums[0], opt.firsts[0], opt.seconds[0], opt.own[0]]
+        assert len(set(slots)) == 4
+        assert len(opt.variables) == 2 + 4 * 2
+    assert [float(slots[0][0]) for slots in (opt.own, opt.momentums)] == [1, 0]
