@@ -460,6 +460,19 @@ for _ in range(3):
     for x, new in zip(state, values): x.assign(new)
     opt.save_own_variables({})
 """),
+    "the scale of a Keras optimizer that stateless_apply does not change": ("warns", "read 10 times since stateless_apply.*StatelessScope", """
+import keras; from gainstage.interop.keras import LossScaleOptimizer
+v = keras.Variable(np.ones(3, "float32")); opt = LossScaleOptimizer(keras.optimizers.SGD(0.1)); opt.build([v])
+step = jax.jit(lambda tv, ov, scale: opt.stateless_apply(ov, [jax.grad(lambda w: scale * plain(w))(tv[0])], tv))
+tv, ov = [v.value], [x.value for x in opt.variables]
+for n in range(12): tv, ov = step(tv, ov, opt.loss_scale)
+"""),
+    "the scale of a Keras optimizer between and after fits": ("works", "", """
+import keras; from gainstage.interop.keras import LossScaleOptimizer
+model = keras.Sequential([keras.layers.Dense(1)]); model.build((None, 4))
+model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+for n in range(3): model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0); [float(model.optimizer.loss_scale) for _ in range(12)]
+"""),
     "a checkpoint without what the loss assigns": ("warns", "no value of .'mean'.*loss of its minimize assigns", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
 v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])

@@ -29,6 +29,7 @@ from gainstage.optimizers._step.runner import not_an_array
 from gainstage.optimizers._step.store import Wrapper
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
+from gainstage.optimizers.scale_uses import IN_SCOPE, StaleReads
 from gainstage.rules.loss_scale import (
     FixedLossScale,
     LossScale,
@@ -114,6 +115,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule, self._fits = rule, Fits(rule, first)
+        self._stale = StaleReads(self.name, IN_SCOPE)
         if isinstance(inner_optimizer, KerasOptimizer):
             self._wrapper = Wrapper(self.name)
             store_of(inner_optimizer._ours).set_wrapper(self._wrapper)
@@ -155,7 +157,11 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 "Leave them out of compute_loss: after it, Keras multiplies by the scale itself. "
                 "In your own keras.StatelessScope, map `optimizer.variables` to their values."
             )
-        return self.dynamic_scale.value if self.built else jnp.float32(self.initial_scale)
+        if not self.built:
+            return jnp.float32(self.initial_scale)
+        if not is_inside():
+            self._stale.read(self.dynamic_scale._value)
+        return self.dynamic_scale.value
 
     def _has_no_value(self) -> bool:
         """Whether neither the scale's variable nor an active scope has a value for it."""
@@ -283,6 +289,10 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
         self._compiled_growth_steps = self.dynamic_growth_steps
+        before = self.dynamic_scale._value if self.built else None
+        known = isinstance(before, jax.Array) and not isinstance(before, Tracer)
+        if known and not isinstance(self.rule, FixedLossScale):
+            self._stale.step_without(before)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:

@@ -17,6 +17,49 @@ NOT_IN_STATE = (
     "`apply` outside, pass optimizer.loss_scale in as an argument."
 )
 STALE_READS = 10  # of one value after `stateless_apply`, with which it counts as used in vain
+IN_STATE = (
+    "scaled = gainstage.functional(optimizer.scale_loss, optimizer.variables), then "
+    "scaled(state, loss)[0]"
+)
+IN_SCOPE = (
+    "with keras.StatelessScope(zip(optimizer.variables, state)): loss = optimizer.scale_loss(loss)"
+)
+_STALE = (
+    "The loss scale of {name!r} was read {n} times since stateless_apply, which does not change "
+    "it: the new scale is in the values that it returns. Read it from them: {remedy}. Or assign "
+    "them to optimizer.variables."
+)
+
+
+class StaleReads:
+    """Sees reads of a scale that `stateless_apply` has not changed, and warns once.
+
+    Args:
+        name: the optimizer's name.
+        remedy: what reads the scale from the values that `stateless_apply` returns.
+    """
+
+    def __init__(self, name: str, remedy: str):
+        self._message = _STALE.format(name=name, n=STALE_READS, remedy=remedy)
+        self._before: weakref.ref[Any] | None = None  # the scale that was not changed
+        self._reads, self._told = 0, False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_before": None}
+
+    def step_without(self, value: Any) -> None:
+        """Notes a `stateless_apply` while the scale's variable has this value."""
+        if self._before is None or self._before() is not value:
+            self._before, self._reads = weakref.ref(value), 0
+
+    def read(self, value: Any) -> None:
+        """Notes a read of the scale, where its variable has this value."""
+        if self._before is None or self._before() is not value or self._told:
+            return
+        self._reads += 1
+        if self._reads == STALE_READS:
+            self._told = True
+            warn(self._message)
 
 
 class ScaleUses:
@@ -32,15 +75,14 @@ class ScaleUses:
     _scaled: weakref.ref[Any] | None = None  # the last loss that was multiplied
     _tangent: weakref.ref[Any] | None = None  # its derivative, where it is differentiated
     _was_read_since = False  # whether the scale was read after that
-    _before: weakref.ref[Any] | None = None  # the scale that `stateless_apply` did not change
     _true: tuple[weakref.ref[Any], ...] = ()  # the gradients that `compute_gradients` divided last
-    _reads, _told = 0, False  # the reads of that scale, and whether this was said
 
     def __init__(self, name: str, fixed: bool):
         self._name, self._fixed = name, fixed
+        self._stale = StaleReads(name, IN_STATE)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_name", "_fixed", "has_scaled")
+        kept = ("_name", "_fixed", "_stale", "has_scaled")
         return {name: getattr(self, name) for name in kept}
 
     def read(self, value: Any) -> None:
@@ -51,18 +93,7 @@ class ScaleUses:
             self.has_scaled = True
         else:
             self._was_read = True
-        if self._before is None or self._before() is not value or self._told:
-            return
-        self._reads += 1
-        if self._reads == STALE_READS:
-            self._told = True
-            warn(
-                f"The loss scale of {self._name!r} was read {STALE_READS} times since "
-                f"stateless_apply, which does not change it: the new scale is in the values that "
-                f"it returns. Read it from them: scaled = gainstage.functional("
-                f"optimizer.scale_loss, optimizer.variables), then scaled(state, loss)[0]. Or "
-                f"assign them to optimizer.variables."
-            )
+        self._stale.read(value)
 
     def multiply(self, value: Any, loss: Any) -> Any:
         """Notes, and returns, a loss that the user has multiplied by the scale."""
@@ -93,8 +124,8 @@ class ScaleUses:
 
     def step_without(self, value: Any) -> None:
         """Notes a `stateless_apply` while the scale's variable has this value."""
-        if not self._fixed and (self._before is None or self._before() is not value):
-            self._before, self._reads = weakref.ref(value), 0
+        if not self._fixed:
+            self._stale.step_without(value)
 
     def check_scaled(self) -> None:
         """Warns, once, of an `apply` whose gradients cannot be scaled."""
