@@ -1,13 +1,24 @@
 """ZeRO: the state of an optimizer, divided over the devices that hold the same weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from gainstage._variables.sharding import UNDIVIDED, axes_in, axes_of
-from gainstage._variables.variable import Variable
+from gainstage._base._jax import Tracer
+from gainstage._variables.sharding import (
+    UNDIVIDED,
+    axes_in,
+    axes_of,
+    on_mesh,
+    replicated_like,
+    typed_sharding,
+)
+from gainstage._variables.types import OptState, PyTree
+from gainstage._variables.variable import Variable, placed
 
 
 def sharding_of_state(variable: Variable, over: tuple[str, ...]) -> Sharding | None:
@@ -64,3 +75,71 @@ def check_axes(axes: Sequence[str], shardings: Sequence[Any]) -> None:
             raise ValueError(
                 f"Expected axes of the mesh, {known}, for shard_state_over; got {axis!r}."
             )
+
+
+# ── the state of an optax transformation ─────────────────────────────────────────────────────
+
+
+def created_over(
+    create: Callable[[PyTree], OptState], params: PyTree, over: tuple[str, ...]
+) -> OptState:
+    """What `create` makes for `params`, with what has a parameter's shape sharded over more axes.
+
+    Each device creates its own shards: the whole may not fit on one.
+    """
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(x, Tracer) for x in leaves):
+        return create(params)
+    check_axes(over, list(map(on_mesh, leaves)))
+    state = jax.eval_shape(create, params)
+    places = places_of_state(state, params, over, replicated_like(params))
+    return jax.jit(create, out_shardings=places)(params)
+
+
+def places_of_state(
+    state: OptState,
+    params: PyTree,
+    over: tuple[str, ...],
+    everywhere: NamedSharding | None,
+    otherwise: NamedSharding | None = None,
+) -> PyTree:
+    """The sharding of each array of a state: that of the parameter with its path and shape, over
+    more axes; else `everywhere`. A parameter on no mesh counts as on `otherwise`."""
+    known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
+
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
+        for i in range(len(path) + 1):  # `path` ends with the path of its parameter
+            sharding = on_mesh(known.get(path[i:])) or otherwise
+            if sharding is not None and jnp.shape(leaf) == getattr(known.get(path[i:]), "shape", 0):
+                return divided_over(sharding, jnp.shape(leaf), over)
+        return everywhere
+
+    return jax.tree_util.tree_map_with_path(sharding_of, state)
+
+
+def divided_state(
+    state: OptState, params: PyTree, over: tuple[str, ...], everywhere: NamedSharding
+) -> OptState:
+    """A state, divided as by `created_over` where its arrays are whole, such as those that were
+    loaded from a file. What is on no mesh counts as on `everywhere`."""
+    places = places_of_state(state, params, over, everywhere, everywhere)
+
+    def divided(x: Any, place: NamedSharding) -> Any:
+        is_whole = (on_mesh(x) or everywhere).is_fully_replicated
+        return jax.device_put(x, place) if is_whole and not place.is_fully_replicated else x
+
+    return jax.tree.map(divided, state, places)
+
+
+def divided_gradients(
+    grads: PyTree, shardings: Sequence[Sharding | None], over: tuple[str, ...]
+) -> tuple[PyTree, Sequence[Sharding | None]]:
+    """The gradients with the shardings of their slots, where those of the parameters are known."""
+    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda x: x is None)
+    shardings = [
+        divided_over(sharding, g.shape, over) if isinstance(sharding, NamedSharding) else sharding
+        for g, sharding in zip(leaves, shardings or map(typed_sharding, leaves), strict=True)
+    ]
+    pairs = zip(leaves, shardings, strict=True)
+    placed_leaves = [g if g is None else placed(g, sharding) for g, sharding in pairs]
+    return jax.tree.unflatten(structure, placed_leaves), shardings

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.dtypes import float0
-from jax.sharding import NamedSharding, Sharding
 
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
@@ -25,8 +24,8 @@ from gainstage._variables.sharding import (
     typed_sharding,
 )
 from gainstage._variables.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
-from gainstage._variables.variable import is_inside, placed
-from gainstage._variables.zero_sharding import axis_names, check_axes, divided_over
+from gainstage._variables.variable import is_inside
+from gainstage._variables.zero_sharding import axis_names, created_over, divided_gradients
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms import models
 from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
@@ -166,11 +165,14 @@ def loss_scaled_within(
     repeats, eager = Repeats(SAME_STATE, name="tx.update"), Eager()
     is_fixed = isinstance(rule, FixedLossScale)
 
+    def first_state(params: PyTree) -> OptState:
+        return tx.init(gradients.upcast(params))
+
     def init(params: PyTree) -> LossScaledState:
         carries = scale_at_first(params)
         params = models.trainable(params)
         check_leaves(params)
-        inner = _sharded_init(tx.init, params, over) if over else tx.init(gradients.upcast(params))
+        inner = created_over(first_state, params, over) if over else first_state(params)
         for wrong in (half_in(params), statistics_in(params, inner)):
             if wrong and wrong not in told:
                 told.add(wrong)
@@ -233,7 +235,7 @@ def loss_scaled_within(
             params = models.chosen(params, updates)
         params = gradients.upcast(params)
         if over:
-            updates, shardings = _sharded(updates, shardings or param_shardings, over)
+            updates, shardings = divided_gradients(updates, shardings or param_shardings, over)
         if jax.device_count() == 1:
             updates = jax.tree.map(gradients.row_major, updates)
         if loss_scale is None:
@@ -316,78 +318,6 @@ def _sums_of_multi_steps(
         return jnp.copysign(found[path], gradient)
 
     return [total(path, gradient) for path, gradient in named]
-
-
-def _sharded_init(
-    init: Callable[[PyTree], OptState], params: PyTree, over: tuple[str, ...]
-) -> OptState:
-    """The state for `params`, with what has a parameter's shape sharded over more mesh axes.
-
-    Each device creates its own shards: the whole may not fit on one.
-    """
-
-    def create(params: PyTree) -> OptState:
-        return init(gradients.upcast(params))
-
-    leaves = jax.tree.leaves(params)
-    if any(isinstance(x, Tracer) for x in leaves):
-        return create(params)
-    check_axes(over, list(map(on_mesh, leaves)))
-    places = _places(jax.eval_shape(create, params), params, over, replicated_like(params))
-    return jax.jit(create, out_shardings=places)(params)
-
-
-def _places(
-    state: OptState,
-    params: PyTree,
-    over: tuple[str, ...],
-    everywhere: NamedSharding | None,
-    otherwise: NamedSharding | None = None,
-) -> PyTree:
-    """The sharding of each array of a state: that of the parameter with its path and shape, over
-    more axes; else `everywhere`. A parameter on no mesh counts as on `otherwise`."""
-    known = dict(jax.tree_util.tree_flatten_with_path(params)[0])
-
-    def sharding_of(path: KeyPath, leaf: Any) -> NamedSharding | None:
-        for i in range(len(path) + 1):  # `path` ends with the path of its parameter
-            sharding = on_mesh(known.get(path[i:])) or otherwise
-            if sharding is not None and jnp.shape(leaf) == getattr(known.get(path[i:]), "shape", 0):
-                return divided_over(sharding, jnp.shape(leaf), over)
-        return everywhere
-
-    return jax.tree_util.tree_map_with_path(sharding_of, state)
-
-
-def divided_state(
-    params: PyTree, opt_state: OptState, batch: PyTree, over: tuple[str, ...]
-) -> OptState:
-    """A state of `shard_state_over`, divided as by `init` where its arrays are whole, such as those
-    that were loaded from a file."""
-    everywhere = replicated_like((params, opt_state, batch))
-    if everywhere is None or not isinstance(opt_state, LossScaledState):
-        return opt_state
-    inner = opt_state.inner
-    places = _places(inner, models.trainable(params), over, everywhere, everywhere)
-
-    def divided(x: Any, place: NamedSharding) -> Any:
-        is_whole = (on_mesh(x) or everywhere).is_fully_replicated
-        return jax.device_put(x, place) if is_whole and not place.is_fully_replicated else x
-
-    return opt_state._replace(inner=jax.tree.map(divided, inner, places))
-
-
-def _sharded(
-    grads: PyTree, shardings: Sequence[Sharding | None], over: tuple[str, ...]
-) -> tuple[PyTree, Sequence[Sharding | None]]:
-    """The gradients with the shardings of their slots, where those of the parameters are known."""
-    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda x: x is None)
-    shardings = [
-        divided_over(sharding, g.shape, over) if isinstance(sharding, NamedSharding) else sharding
-        for g, sharding in zip(leaves, shardings or map(typed_sharding, leaves), strict=True)
-    ]
-    pairs = zip(leaves, shardings, strict=True)
-    placed_leaves = [g if g is None else placed(g, sharding) for g, sharding in pairs]
-    return jax.tree.unflatten(structure, placed_leaves), shardings
 
 
 def _on_mesh_of(params: PyTree, state: LossScaledState) -> LossScaledState:

@@ -24,6 +24,7 @@ from gainstage._variables.sharding import (
     Shardings,
     knows_what_varies,
     on_one_mesh,
+    replicated_like,
     tell_if_whole,
     warned_of_sums,
 )
@@ -39,11 +40,11 @@ from gainstage._variables.types import (
     Using,
 )
 from gainstage._variables.variable import is_inside
+from gainstage._variables.zero_sharding import divided_state
 from gainstage.rules.loss_scale import FixedLossScale
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
-from gainstage.transforms.loss_scaled import divided_state
 from gainstage.transforms.loss_scaled_state import (
     OVER_OF,
     RULE_OF,
@@ -216,7 +217,7 @@ class TrainStep(Generic[Params, P, *More]):
                 if self._over and not (
                     inside or self._loop.goes_on(getattr(opt_state, "applied", None))
                 ):
-                    opt_state = divided_state(params, opt_state, batch, self._over)
+                    opt_state = self._divided(params, opt_state, batch)
                 arrays, state, shardings = on_one_mesh(given, opt_state, batch)
                 rest, scalars = without_scalars(state)
                 if donates:
@@ -275,6 +276,15 @@ class TrainStep(Generic[Params, P, *More]):
         leaves, structure = jax.tree.flatten(opt_state)
         free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
         return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
+
+    def _divided(self, params: PyTree, opt_state: OptState, batch: PyTree) -> OptState:
+        """A state of `shard_state_over`, divided as by `init` where its arrays are whole."""
+        everywhere = replicated_like((params, opt_state, batch))
+        if everywhere is None or not isinstance(opt_state, LossScaledState):
+            return opt_state
+        params = models.trainable(params)
+        inner = divided_state(opt_state.inner, params, self._over, everywhere)
+        return opt_state._replace(inner=inner)
 
     def _checked(self, params: PyTree) -> tuple[list[Any], Static | Graph]:
         arrays, model = partition_model(params, (*ARRAYS, jax.ShapeDtypeStruct))
