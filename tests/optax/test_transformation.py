@@ -1,6 +1,7 @@
 import functools
 import subprocess
 import sys
+import threading
 import warnings
 from functools import partial
 
@@ -1157,3 +1158,27 @@ def test_a_long_loop_outside_of_jit_is_told_once(wrap, count, monkeypatch):
         for _ in range(50):
             w, state = step(w, state)
     assert ["outside of jax.jit" in str(warning.message) for warning in found] == [True] * count
+
+
+def test_losses_of_two_threads_are_told_apart():
+    """A loss is refused for what it does itself, while another thread differentiates its own."""
+    tx = gs.loss_scaled(optax.sgd(0.1))
+    inside, may_end = threading.Event(), threading.Event()
+
+    def first(w):
+        inside.set()
+        may_end.wait(60)
+        return w * w
+
+    def second(w):
+        may_end.set()
+        other.join(60)
+        return 2.0 * gs.scale_loss(w * w, states[1])
+
+    states = [tx.init(jnp.float32(1.0)) for _ in range(2)]
+    other = threading.Thread(target=gs.value_and_grad(first, states[0]), args=(jnp.float32(1.0),))
+    other.start()
+    inside.wait(60)
+    with pytest.raises(ValueError, match="what scale_loss has multiplied"):
+        gs.value_and_grad(second, states[1])(jnp.float32(1.0))
+    assert not other.is_alive()

@@ -4,6 +4,7 @@
 # been done with it tells what the gradients are that come with it to `update`.
 
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -125,8 +126,6 @@ _SCALES: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 # Why an update may be right although nothing is known of its scale: a loss has scaled "itself", or
 # a scale was "lost": it was used in one trace, and the update is in another.
 _UNKNOWN: set[str] = set()
-# The traces of the losses that `value_and_grad` differentiates now, each with what was done in it.
-LOSSES: list[tuple[object, set[str]]] = []
 _OF_SUMS = "add", "sub", "neg", "reduce_sum", "convert_element_type"
 # The files whose equations scale a loss by no state.
 _SCALE_THEMSELVES = tuple(
@@ -145,6 +144,16 @@ OLD = (
 )
 
 
+class _Losses(threading.local):
+    """The losses that `value_and_grad` differentiates now, in this thread."""
+
+    def __init__(self) -> None:
+        self.running: list[tuple[object, set[str]]] = []  # their traces, with what was done in each
+
+
+LOSSES = _Losses()
+
+
 def note_scale(scale: Any, *uses: str, true: PyTree = ()) -> None:
     """Notes, for the whole process, what is done with the loss scale of a state; `true` are
     gradients that were divided by it."""
@@ -158,7 +167,7 @@ def note_scale(scale: Any, *uses: str, true: PyTree = ()) -> None:
 
         _SCALES[key] = weakref.ref(scale, freed), set()
     _SCALES[key][1].update(uses)
-    for trace, done in LOSSES:
+    for trace, done in LOSSES.running:
         if trace is trace_ctx.trace or "read" in uses:
             done.update(uses)
 
@@ -204,10 +213,11 @@ def fault(
         return None
     if "multiplied" in uses:
         return None if "read" in uses else NOT_DIVIDED
-    for other, known in _SCALES.values():
+    scales = list(_SCALES.values())  # a scale that is freed meanwhile leaves the dictionary
+    for other, known in scales:
         if "constant" in known or ("waiting" in known and _of_one_trace(scale, other())):
             return STALE
-    waiting = any("waiting" in known for _, known in _SCALES.values())
+    waiting = any("waiting" in known for _, known in scales)
     if (waiting or _UNKNOWN) and not is_plain(grads, scale, params):
         return NO_USE if ruled and not waiting and {"itself"} == _UNKNOWN else None
     return NOT_SCALED
@@ -319,7 +329,7 @@ def _is_product(equation: Any) -> bool:
 def is_times_a_scale(loss: Any) -> bool:
     """Whether the last that was done to a loss is, up to sums and numbers, a product with a scale
     that `loss_scale` has returned."""
-    read = {key for key, (_, uses) in _SCALES.items() if "read" in uses}
+    read = {key for key, (_, uses) in list(_SCALES.items()) if "read" in uses}
     todo, seen = [getattr(loss, "primal", loss)], set[int]()
     while todo:
         equation: Any = getattr(todo.pop(), "parent", None)

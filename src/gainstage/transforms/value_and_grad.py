@@ -135,14 +135,14 @@ def scaled_value_and_grad(
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
         args = tuple(x.params if isinstance(x, models.Carrier) else x for x in args)
         done = set[str]()
-        LOSSES.append((trace_ctx.trace, done))
+        LOSSES.running.append((trace_ctx.trace, done))
         try:
             result: Any = fun(*args, **kwargs)
         except Exception as error:
             nnx_objects.explain(error)
             raise
         finally:
-            LOSSES.pop()
+            LOSSES.running.pop()
         if has_aux and not (isinstance(result, (tuple, list)) and len(result) == 2):
             raise TypeError(
                 f"Expected (loss, aux) from fun with has_aux=True; got {brief(_shape(result))}."
