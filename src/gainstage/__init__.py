@@ -1,4 +1,4 @@
-"""Keras-style optimizers with static and dynamic loss scaling, on JAX."""
+"""Train in float16 on JAX without losing small gradients: loss scaling and autocast."""
 
 from typing import TYPE_CHECKING
 

@@ -13,7 +13,7 @@ CALLERS = ("jax", "flax", "equinox", "keras", "optax")
 def warn(message: str) -> None:
     """`warnings.warn`, at the first line of the call stack that is outside of the library and of
     those that call it."""
-    folders = inside()
+    folders = library_folders()
     frame: FrameType | None = sys._getframe(1)
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith(folders):
@@ -21,7 +21,7 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def inside() -> tuple[str, ...]:
+def library_folders() -> tuple[str, ...]:
     """The folders of the library, and of those that call it."""
     loaded = (sys.modules[name] for name in CALLERS if name in sys.modules)
     folders = [Path(__file__).parents[1], *(path for module in loaded for path in module.__path__)]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gainstage._base.dead_run import Watch
-from gainstage._base.warn import inside, warn
+from gainstage._base.warn import library_folders, warn
 from gainstage._programs.stale_constants import Captured
 
 REMADE = 10  # steps that are called once each, in a loop
@@ -84,7 +84,7 @@ _RESTARTED = (
 FRESH: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-class Models:
+class SharedStates:
     """Sees a loop that trains two models in turn with one state, or one with new states."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Calls:
     def __init__(self, fn: Callable[..., Any], message: str):
         fn = inspect.unwrap(getattr(fn, "func", fn))
         self._code, self._message = getattr(fn, "__code__", None), message
-        is_inside = self._code is not None and self._code.co_filename.startswith(inside())
+        is_inside = self._code is not None and self._code.co_filename.startswith(library_folders())
         self._created, self._calls = next(_TIMES), 2 if is_inside else 0
 
     def note(self, used: Sequence[Any]) -> bool:
@@ -228,7 +228,7 @@ class Loop:
         self._calls = Calls(loss_fn, _STEP_REMADE)
         self._states = Repeats(SAME_STATE, name="gainstage.train_step")
         self._params = Repeats(_SAME_PARAMS)
-        self._models, self._compilations = Models(), Compilations()
+        self._shared, self._compilations = SharedStates(), Compilations()
         self.captured = Captured(loss_fn, *_CAPTURED)
         self._is_first = self._same_state = False
 
@@ -266,7 +266,7 @@ class Loop:
             else:
                 self._watch = earlier  # the run of another step goes on
         self._same_state = self._states.note(applied)
-        self._models.before(applied, arrays, state)
+        self._shared.before(applied, arrays, state)
 
     def after(self, applied: Any, loss: Any, params: Any, arrays: Sequence[Any]) -> None:
         """Notes its result.
@@ -278,7 +278,7 @@ class Loop:
             arrays: the parameters that it returns.
         """
         if isinstance(applied, jax.Array):
-            self._models.after(applied, arrays)
+            self._shared.after(applied, arrays)
             if self._is_first:
                 self._calls.gave(applied)
         if isinstance(params, jax.Array) and not self._same_state:

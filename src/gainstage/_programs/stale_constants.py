@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from gainstage._base.arrays import is_key, partition
-from gainstage._base.warn import inside, warn
+from gainstage._base.warn import library_folders, warn
 from gainstage._programs import jaxprs
 
 CHANGES = 3  # calls with new values of a name, after which it is told
@@ -153,7 +153,7 @@ def _names_of(fn: Any) -> list[_Name]:
     """The names that a function reads from outside and does not assign, and those of the functions
     of its module, and of its object, that it calls."""
     todo, found, assigned, seen = [fn], list[_Name](), set[object](), set[int]()
-    library = inside()
+    library = library_folders()
     while todo:
         fn = todo.pop()
         fn = inspect.unwrap(getattr(fn, "func", fn))

@@ -138,7 +138,7 @@ def functional(
 def _functional(
     fn: Callable[P, R], state: State, notes: bool
 ) -> Callable[Concatenate[PyTree, P], tuple[R, PyTree]]:
-    """`functional`, which notes in `LEFT` what it changes but for its results, if asked to."""
+    """`functional`; if it `notes`, `LEFT` gets the variables whose new values are results only."""
     variables = variables_in(state)
     structure: Structure = jax.tree.structure(state)
 
@@ -169,7 +169,7 @@ def _functional(
     return pure  # type: ignore[return-value] # mypy: `values` has a name here
 
 
-# By the variable that a function of `functional` has assigned, its value, which stays as it was.
+# The variables that functions of `functional` have assigned, with the values that they still have.
 LEFT: weakref.WeakKeyDictionary[Variable, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _MADE_IN_LOOP = (
     "{n} functions of gainstage.jit with the same code and state were made and called once each, "

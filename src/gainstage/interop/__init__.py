@@ -1,4 +1,4 @@
-"""Bridges to other libraries, one file each.
+"""Bridges to other libraries; the names of their files begin with that of the library.
 
 Users import its modules; no other room needs it.
 """

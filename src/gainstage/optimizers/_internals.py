@@ -1,4 +1,4 @@
-"""What the package may ask of an optimizer, beside what users may: all reaches into it are here."""
+"""What other rooms may ask of an optimizer, beside what users may."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

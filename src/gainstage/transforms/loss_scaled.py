@@ -29,7 +29,12 @@ from gainstage._variables.zero_sharding import axis_names, created_over, divided
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, as_rule, start
 from gainstage.transforms import models
 from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
-from gainstage.transforms.loss_scaled_state import OVER_OF, RULE_OF, LossScaledState, states_in
+from gainstage.transforms.loss_scaled_state import (
+    SETTINGS_OF,
+    LossScaledState,
+    Settings,
+    states_in,
+)
 from gainstage.transforms.refusals import (
     cast_state,
     check_leaves,
@@ -292,7 +297,7 @@ def loss_scaled_within(
             updates = carrier.joined(updates, after.scale.scale)
         return updates, type(state)(after.scale, inner, applied, after.observed)
 
-    RULE_OF[update], OVER_OF[update] = rule, over
+    SETTINGS_OF[update] = Settings(rule, over)
     return optax.GradientTransformationExtraArgs(init, update)
 
 

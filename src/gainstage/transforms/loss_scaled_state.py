@@ -14,11 +14,16 @@ from gainstage._variables.types import OptState, PyTree, RuleState
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import LossScale
 
-# The rule of each transformation of `loss_scaled`, by its `update`.
-RULE_OF: weakref.WeakKeyDictionary[Callable[..., Any], LossScale] = weakref.WeakKeyDictionary()
-# The mesh axes of its `shard_state_over`, likewise.
-OVER_OF: weakref.WeakKeyDictionary[Callable[..., Any], tuple[str, ...]]
-OVER_OF = weakref.WeakKeyDictionary()
+
+class Settings(NamedTuple):
+    """How a transformation of `loss_scaled` was made."""
+
+    rule: LossScale | None = None  # None for a transformation of another library
+    over: tuple[str, ...] = ()  # the mesh axes of `shard_state_over`
+
+
+# By the `update` of each transformation of `loss_scaled`.
+SETTINGS_OF: weakref.WeakKeyDictionary[Callable[..., Any], Settings] = weakref.WeakKeyDictionary()
 
 
 class LossScaledState(NamedTuple):

@@ -46,9 +46,9 @@ from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
 from gainstage.transforms.loss_scaled_state import (
-    OVER_OF,
-    RULE_OF,
+    SETTINGS_OF,
     LossScaledState,
+    Settings,
     loss_scaled_state,
     retried,
     state_to_scale_by,
@@ -168,7 +168,7 @@ def train_step(
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     retries = checks.integer("retries", retries, low=0)
-    if retries and isinstance(RULE_OF.get(tx.update), FixedLossScale):
+    if retries and isinstance(SETTINGS_OF.get(tx.update, Settings()).rule, FixedLossScale):
         warn(NO_RETRY)
     return TrainStep(loss_fn, tx, has_aux, using, donates, retries)
 
@@ -188,9 +188,10 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        self._over = OVER_OF.get(tx.update, ())
+        self._settings = SETTINGS_OF.get(tx.update, Settings())
         self._loop = Loop(loss_fn, tx.update)
-        self._told = self._placed = False  # of a loss that varies; whether it saw a batch's place
+        self._told = False  # of a loss that varies by device
+        self._placed = False  # whether it has looked at where the first batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
 
     if TYPE_CHECKING:  # a step takes no keywords, which a `ParamSpec` cannot say
@@ -210,11 +211,11 @@ class TrainStep(Generic[Params, P, *More]):
             if inside:
                 if not knows_what_varies(jax.sharding.get_abstract_mesh()):
                     warn(DRIFTS)
-                is_fixed = isinstance(RULE_OF.get(self._tx.update), FixedLossScale)
+                is_fixed = isinstance(self._settings.rule, FixedLossScale)
                 if not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
                     warn(FROZEN)
             try:
-                if self._over and not (
+                if self._settings.over and not (
                     inside or self._loop.goes_on(getattr(opt_state, "applied", None))
                 ):
                     opt_state = self._divided(params, opt_state, batch)
@@ -283,7 +284,7 @@ class TrainStep(Generic[Params, P, *More]):
         if everywhere is None or not isinstance(opt_state, LossScaledState):
             return opt_state
         params = models.trainable(params)
-        inner = divided_state(opt_state.inner, params, self._over, everywhere)
+        inner = divided_state(opt_state.inner, params, self._settings.over, everywhere)
         return opt_state._replace(inner=inner)
 
     def _checked(self, params: PyTree) -> tuple[list[Any], Static | Graph]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
+from gainstage._scaling.scaled_step import WINDOWS
 from gainstage._variables.zero_sharding import axis_names
 
 T = TypeVar("T")
@@ -118,9 +119,8 @@ def _accumulation_steps(name: str, value: object) -> int:
 
 
 def _policy(name: str, value: Any) -> str:
-    policies = ("extend", "drop_window")  # the keys of `scaling.WINDOWS`
-    if value not in policies:
-        raise ValueError(f"Expected one of {', '.join(policies)} for {name}; got {value!r}.")
+    if value not in WINDOWS:
+        raise ValueError(f"Expected one of {', '.join(WINDOWS)} for {name}; got {value!r}.")
     return value
 
 

@@ -22,8 +22,8 @@ from gainstage._variables.variable import Variable
 
 Checks = Mapping[Variable, Callable[[str, Any], Any]]  # more checks of some variables' values
 
-# By their owner, the first variable's value that the last `stateless_apply` left as it was.
-_LEFT: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+# The optimizers of which `stateless_apply` was called, with the value of the first variable then.
+_STATELESS: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _TOLD: weakref.WeakSet[Any] = weakref.WeakSet()  # those that have warned of it
 
 
@@ -76,12 +76,12 @@ class Saved:
         """Notes a `stateless_apply`, which changes no variable."""
         value = self.variables[0]._value
         if isinstance(value, jax.Array) and not isinstance(value, Tracer):
-            _LEFT[self] = weakref.ref(value)
+            _STATELESS[self] = weakref.ref(value)
 
     def _tell_if_left(self) -> None:
         """Warns once of variables that are saved as they were before `stateless_apply`."""
         first = self.variables[0]
-        left = [x() for x in (_LEFT.pop(self, None), LEFT.pop(first, None)) if x is not None]
+        left = [x() for x in (_STATELESS.pop(self, None), LEFT.pop(first, None)) if x is not None]
         if any(value is first._value for value in left) and self not in _TOLD:
             _TOLD.add(self)
             warn(
