@@ -183,16 +183,24 @@ def _with_states(
     return jax.tree.map(one, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
 
 
-def without_scalars(opt_state: OptState) -> tuple[OptState, list[Any]]:
-    """Splits an optax state into the arrays of a step, and the scalars that describe it: scale and
-    telemetry. A program that donates the first leaves the second readable."""
-    scalars = []
+class StepScalars(NamedTuple):
+    """The scalars that describe a state of `loss_scaled`."""
+
+    rule_state: RuleState
+    applied: jax.Array
+    info: Any  # of the telemetry, if there is some
+
+
+def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
+    """Splits an optax state into the arrays of a step, and the scalars that describe it. A program
+    that donates the first leaves the second readable."""
+    scalars = list[StepScalars]()
 
     def split(node: OptState) -> OptState:
         if not isinstance(node, LossScaledState):
             return node
         stats = node.observed
-        scalars.append((node.loss_scale, node.applied, stats and stats.info))
+        scalars.append(StepScalars(node.loss_scale, node.applied, stats and stats.info))
         return node._replace(
             loss_scale=None, applied=None, observed=stats and stats._replace(info=None)
         )
@@ -200,18 +208,16 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[Any]]:
     return jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState)), scalars
 
 
-def with_scalars(opt_state: OptState, scalars: list[Any]) -> OptState:
+def with_scalars(opt_state: OptState, scalars: list[StepScalars]) -> OptState:
     """The optax state that `without_scalars` has split."""
     each = iter(scalars)
 
     def join(node: OptState) -> OptState:
         if not isinstance(node, LossScaledState):
             return node
-        scale, applied, info = next(each)
-        stats = node.observed
-        return node._replace(
-            loss_scale=scale, applied=applied, observed=stats and stats._replace(info=info)
-        )
+        own, stats = next(each), node.observed
+        stats = stats and stats._replace(info=own.info)
+        return node._replace(loss_scale=own.rule_state, applied=own.applied, observed=stats)
 
     return jax.tree.map(join, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
 

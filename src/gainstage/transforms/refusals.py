@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._scaling.float8_states import place_of_state
@@ -154,3 +155,27 @@ def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
         f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
         f"rule and options that the state was made with, or start with tx.init(params)."
     )
+
+
+def explain_step(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
+    """Raises a clearer error than JAX's if a batch has no arrays, or an argument is deleted."""
+    trees = {"params": params, "opt_state": opt_state, "batch": batch}
+    leaves = {
+        name + jax.tree_util.keystr(path): leaf
+        for name, tree in trees.items()
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+    for name, leaf in leaves.items():
+        alive = not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.is_deleted()
+        if "deleted" in str(error) and not alive:
+            raise ValueError(
+                f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
+                f"returned, or create the step with train_step(..., donate=False)."
+            ) from error
+        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
+        is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
+        if isinstance(error, TypeError) and name.startswith("batch") and not is_known:
+            raise TypeError(
+                f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
+                f"to the loss: functools.partial(loss_fn, name=value)."
+            ) from error

@@ -10,10 +10,8 @@ import optax
 from jax.stages import Wrapped
 
 from gainstage._base import checks
-from gainstage._base._jax import Tracer
 from gainstage._base.arrays import ARRAYS, Static
 from gainstage._base.buffers import unshared
-from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
@@ -49,6 +47,7 @@ from gainstage.transforms.loss_scaled_state import (
     SETTINGS_OF,
     LossScaledState,
     Settings,
+    StepScalars,
     loss_scaled_state,
     retried,
     state_to_scale_by,
@@ -57,6 +56,7 @@ from gainstage.transforms.loss_scaled_state import (
     without_scalars,
 )
 from gainstage.transforms.nnx_objects import Graph, partition_model
+from gainstage.transforms.refusals import explain_step
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
 DRIFTS = (
@@ -209,11 +209,7 @@ class TrainStep(Generic[Params, P, *More]):
             inside, (given, model) = is_inside(), self._checked(params)
             donates = self._donates and not reruns() and not inside
             if inside:
-                if not knows_what_varies(jax.sharding.get_abstract_mesh()):
-                    warn(DRIFTS)
-                is_fixed = isinstance(self._settings.rule, FixedLossScale)
-                if not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
-                    warn(FROZEN)
+                self._warn_inside(opt_state)
             try:
                 if self._settings.over and not (
                     inside or self._loop.goes_on(getattr(opt_state, "applied", None))
@@ -226,23 +222,31 @@ class TrainStep(Generic[Params, P, *More]):
                 program = self._program_for(donates, shardings)
                 trace = functools.partial(program.trace, model, arrays, rest, scalars, *batch)
                 if scalars and not inside:
-                    self._loop.before(scalars[0][1], trace, given, rest)
+                    self._loop.before(scalars[0].applied, trace, given, rest)
                 if shardings is not None and not self._placed:  # in the first call
                     self._placed = True
                     tell_if_whole(given, batch, lambda: trace().jaxpr)
-                arrays, *results, changed = program(*trace.args)
+                arrays, opt_state, loss, *aux, changed = program(*trace.args)
             except (TypeError, ValueError, RuntimeError) as error:
-                _explain(error, params, opt_state, batch)
+                explain_step(error, params, opt_state, batch)
                 raise
             if not inside:
-                new = without_scalars(results[0])[1]
+                _, scalars = without_scalars(opt_state)
                 pairs = () if donates else zip(given, arrays, strict=True)
                 first = next((old for old, x in pairs if x is not old), None)
-                self._loop.after(new[0][1], results[1], first, arrays)
+                self._loop.after(scalars[0].applied, loss, first, arrays)
                 if donates:
-                    self._last = [weakref.ref(x) for x in _firsts(arrays, new)]
+                    self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
             nnx_objects.change(batch, changed)
-            return model.combine(arrays), *results
+            return model.combine(arrays), opt_state, loss, *aux
+
+    def _warn_inside(self, opt_state: OptState) -> None:
+        """Warns of a call inside of another trace that cannot be right."""
+        if not knows_what_varies(jax.sharding.get_abstract_mesh()):
+            warn(DRIFTS)
+        is_fixed = isinstance(self._settings.rule, FixedLossScale)
+        if not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
+            warn(FROZEN)
 
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
@@ -303,7 +307,7 @@ class TrainStep(Generic[Params, P, *More]):
         model: Static | Graph,
         arrays: list[Any],
         opt_state: OptState,
-        scalars: list[Any],
+        scalars: list[StepScalars],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
         self._loop.captured.traced()
@@ -365,30 +369,6 @@ class TrainStep(Generic[Params, P, *More]):
         changed = nnx_objects.changes(batch, before)
         changed = keep_if_applied(changed, nnx_objects.values_of(changed, before), opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else []), changed
-
-
-def _explain(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
-    """Raises a clearer error than JAX's if a batch has no arrays, or an argument is deleted."""
-    trees = {"params": params, "opt_state": opt_state, "batch": batch}
-    leaves = {
-        name + jax.tree_util.keystr(path): leaf
-        for name, tree in trees.items()
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
-    for name, leaf in leaves.items():
-        alive = not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.is_deleted()
-        if "deleted" in str(error) and not alive:
-            raise ValueError(
-                f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
-                f"returned, or create the step with train_step(..., donate=False)."
-            ) from error
-        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
-        is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
-        if isinstance(error, TypeError) and name.startswith("batch") and not is_known:
-            raise TypeError(
-                f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
-                f"to the loss: functools.partial(loss_fn, name=value)."
-            ) from error
 
 
 def _scale_in(opt_state: OptState) -> Any:
