@@ -490,3 +490,17 @@ def test_float16_parameters_of_self_scaled_are_told_once():
     with pytest.warns(UserWarning, match=r"float16 parameter, here of shape \(2, 2\)"):
         jax.jit(jax.grad(loss_fn))(half, w)
     jax.make_jaxpr(jax.grad(loss_fn))(half, half)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_product_with_a_number_keeps_nothing_for_its_derivative(dtype):
+    """It is linear in the array, whether half precision holds the number or not."""
+
+    def kept(factor):
+        loss = gs.autocast(lambda w: jnp.sum((((x @ w) * factor) @ v) ** 2), dtype)
+        residuals = jax.eval_shape(lambda w: jax.vjp(loss, w)[1], w)
+        arrays = [leaf for leaf in jax.tree.leaves(residuals) if leaf.size > 1]
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+
+    x, w, v = (jnp.ones((64, 64)) for _ in range(3))
+    assert kept(0.1) == kept(0.5)

@@ -232,11 +232,12 @@ class _Caster:
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
                 return [Retraced(self._product(eqn, *values))]
             if any(float(self._dtype.type(x)) != x for x in _numbers(eqn, values)):
-                xs = [
-                    converted(v.x, self._dtype if isinstance(v.x, jax.Array) else SINGLE)
-                    for v in values
-                ]
-                return [Retraced(broadcast_product(eqn, xs, SINGLE, self._dtype))]
+                # Linear in the array, so that nothing is kept for the derivative.
+                dtypes = [self._dtype if isinstance(v.x, jax.Array) else SINGLE for v in values]
+                xs = [converted(v.x, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+                with jaxprs.inside(eqn):
+                    product = jnp.multiply(*(x.astype(SINGLE) for x in xs))
+                    return [Retraced(product.astype(self._dtype))]
             xs = [
                 self._rounded(eqn, value) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
