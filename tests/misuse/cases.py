@@ -209,6 +209,15 @@ def own(w, s):
     return tx.update(jnp.clip(g, -1.0, 1.0), s, w, apply_if=jnp.isfinite(g).all())[1]
 for _ in range(3): state = jax.jit(own)(w, state)
 """),
+    "clipped weights whose true gradients come out of a scan": ("works", "", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)
+def step(w, s):
+    w = jnp.clip(w, -1.0, 1.0)
+    grad = gs.value_and_grad(lambda w, x: x * plain(w), s)
+    summed = jax.lax.scan(lambda total, x: (total + grad(w, x)[1], None), 0.0 * w, jnp.ones(2))[0]
+    return tx.update(summed, s, w)[1]
+for _ in range(3): state = jax.jit(step)(w, state)
+"""),
     "nan_to_num of a loss, and of NaN alone": ("works", "", """
 tx, loss = gs.loss_scaled(sgd), lambda w: jnp.nan_to_num(plain(w)); state = tx.init(w)
 keeps = lambda g: jnp.nan_to_num(g, posinf=jnp.inf, neginf=-jnp.inf)

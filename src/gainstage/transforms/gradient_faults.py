@@ -247,6 +247,8 @@ def _done_to(gradient: Any, scale: Any, chosen: bool) -> str | None:
             return HIDDEN.format(name=called, remedy=remedy)
         if name in ("mul", "div") and any(_is_of(scale, x) for x in operands):
             return DIVIDED_TWICE
+        if name in PRODUCTS or jaxprs.inner(equation):
+            return None  # from here on it may be made of other arrays
         gradient = next((x for x in operands if np.shape(x) == np.shape(gradient)), None)
     return None
 
