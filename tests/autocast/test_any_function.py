@@ -504,3 +504,24 @@ def test_a_product_with_a_number_keeps_nothing_for_its_derivative(dtype):
 
     x, w, v = (jnp.ones((64, 64)) for _ in range(3))
     assert kept(0.1) == kept(0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_plan_measures_what_a_rounded_number_costs(dtype):
+    """A hundred discounts by a number that half precision does not hold add up: in a plan, as many
+    are rounded as its bound allows; with the default rules the number is float32."""
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
+
+    def discounted(w):
+        h = x @ w
+        for _ in range(100):
+            h = 0.99 * h
+        return jnp.mean(h**2)
+
+    exact = jax.grad(discounted)(w)
+    plan = gs.diagnostics.tune_precision(
+        discounted, w, dtype=dtype, max_error=0.005, progress=False
+    )
+    found = jax.jit(jax.grad(gs.autocast(discounted, plan)))(w)
+    assert jnp.linalg.norm(found - exact) <= 0.006 * jnp.linalg.norm(exact)
+    assert any(row.dtype == dtype for row in plan.operations)

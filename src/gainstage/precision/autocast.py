@@ -20,7 +20,7 @@ from gainstage._variables.types import P, R
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, PrecisionPlan
 from gainstage.precision.policy import Policy
-from gainstage.precision.product_width import Width, width
+from gainstage.precision.product_width import Width, holds, width
 from gainstage.precision.wide_results import (
     BOUNDED,
     bounded,
@@ -231,7 +231,8 @@ class _Caster:
         if self._computes(eqn, floats, held, path):
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
                 return [Retraced(self._product(eqn, *values))]
-            if any(float(self._dtype.type(x)) != x for x in _numbers(eqn, values)):
+            is_planned = self._plan is not None
+            if not all(holds(self._dtype, x, is_planned) for x in _numbers(eqn, values)):
                 # Linear in the array, so that nothing is kept for the derivative.
                 dtypes = [self._dtype if isinstance(v.x, jax.Array) else SINGLE for v in values]
                 xs = [converted(v.x, dtype) for v, dtype in zip(values, dtypes, strict=True)]

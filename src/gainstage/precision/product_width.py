@@ -1,8 +1,10 @@
-"""Which products are half, wide in their result, or wide altogether, by the default rules."""
+"""What of a product is half precision: its result, its operands, a number that multiplies."""
 
 import enum
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from gainstage._base._jax import JaxprEqn
@@ -58,3 +60,11 @@ def _free_axes(eqn: JaxprEqn) -> list[int]:
     contracted, batch = eqn.params["dimension_numbers"]
     operands = zip(eqn.invars, contracted, batch, strict=True)
     return [len(jaxprs.array(v).shape) - len(c) - len(b) for v, c, b in operands]
+
+
+def holds(dtype: np.dtype, number: float, is_planned: bool) -> bool:
+    """Whether a number that multiplies may be rounded to half precision. A plan has measured what
+    that costs, unless the number is subnormal there."""
+    if is_planned:
+        return not 0 < abs(number) < float(jnp.finfo(dtype).tiny)
+    return float(dtype.type(number)) == number
