@@ -49,6 +49,14 @@ class Counting(gs.Optimizer):
     def update_step(self, gradient, variable, learning_rate):
         self.count += 1; self.assign_sub(variable, learning_rate * gradient * self.count)
 """
+LINE_SEARCH = """
+def search(f, tx):
+    @jax.jit
+    def step(w, s):
+        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
+        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
+    new, state = step(W, tx.init(W)); step(new, state)
+"""
 MESH = """
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((8,), ('data',), axis_types=(AxisType.Auto,))
@@ -528,22 +536,10 @@ tx = gs.loss_scaled(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state 
 state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.inner))
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 """),
-    "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.self_scaled", """
-def search(f, tx):
-    @jax.jit
-    def step(w, s):
-        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
-        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
-    new, state = step(W, tx.init(W)); step(new, state)
+    "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.self_scaled", LINE_SEARCH + """
 search(lambda w: half(w, X), gs.loss_scaled(optax.lbfgs()))
 """),
-    "a line search that scales, is in float32, or differentiates nothing": ("works", "", """
-def search(f, tx):
-    @jax.jit
-    def step(w, s):
-        value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
-        updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
-    new, state = step(W, tx.init(W)); step(new, state)
+    "a line search that scales, is in float32, or differentiates nothing": ("works", "", LINE_SEARCH + """
 search(lambda w: gs.self_scaled(half)(w, X), gs.loss_scaled(optax.lbfgs()))
 search(gs.self_scaled(lambda w: half(w, X)), gs.loss_scaled(optax.lbfgs()))
 search(jax.jit(lambda w: gs.self_scaled(half)(w, X)), gs.loss_scaled(optax.lbfgs()))
