@@ -220,7 +220,7 @@ class LossScaleOptimizer(Retrying):
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         if not (self._unscaled or self._uses.has_scaled or self._is_one()):
             self._runner.check_again()
-            if not self._runner.minimizes:
+            if not self._runner.is_minimizing:
                 self._uses.check_scaled()
         return super()._checked(grads, trainable_variables)
 

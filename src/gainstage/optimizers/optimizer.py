@@ -499,7 +499,7 @@ class Optimizer(Configurable, Arguments, Saved):
             ValueError: `loss` does not return a scalar.
         """
         found = self._differentiate(loss, var_list)
-        self._runner.computed(found)
+        self._runner.note_computed(found)
         return found.pairs
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:

@@ -30,14 +30,13 @@ class Runner:
     def __init__(self) -> None:
         self.program: jit[..., Any] | None = None
         self._version: tuple[object, int] | None = None  # the version of the program's constants
-        self._kind: Signature | None = (
-            None  # the kind of the last gradients, if they needed no change
-        )
-        # Inside of `minimize`, its true loss, and whether each of its steps was applied.
+        # The kind of the last gradients, if they needed no change.
+        self._kind: Signature | None = None
+        # Inside of `minimize`: its true loss, and what tells whether each of its steps was applied.
         self._minimized: tuple[jax.Array, list[Any]] | None = None
-        # What its losses have assigned.
+        # The variables that losses of `minimize` have assigned; the values say nothing.
         self.assigned: weakref.WeakKeyDictionary[Variable, None] = weakref.WeakKeyDictionary()
-        # The gradients of the last `compute_gradients`, and their true loss.
+        # The gradients that the last `compute_gradients` has returned, and their true loss.
         self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
         self._again = False  # whether the next gradients are checked, of whatever kind they are
         self._watch = Watch()
@@ -46,7 +45,7 @@ class Runner:
         return Runner, ()  # a copy starts anew
 
     @property
-    def minimizes(self) -> bool:
+    def is_minimizing(self) -> bool:
         """Whether the next step is one of `minimize`, which has scaled the loss itself."""
         return self._minimized is not None
 
@@ -56,9 +55,12 @@ class Runner:
 
     @contextlib.contextmanager
     def minimizing(self, found: Differentiated) -> Iterator[list[Any]]:
-        """The steps inside have this true loss, whatever list of gradients they get.
+        """A context for the step of `minimize`, which has this true loss, whatever list of
+        gradients its user's `apply_gradients` or `apply` makes of them.
 
-        The list that it gives is filled with what tells whether each was applied; None: always.
+        Yields:
+            A list to which each step in it appends whether it was applied: a bool scalar, or None
+            for a step that is always applied.
         """
         decisions: list[Any] = []
         self._minimized = found.loss, decisions
@@ -68,8 +70,8 @@ class Runner:
         finally:
             self._minimized = None
 
-    def computed(self, found: Differentiated) -> None:
-        """Notes the true loss of gradients that the user gets, for the step that gets them."""
+    def note_computed(self, found: Differentiated) -> None:
+        """Notes the true loss of the gradients that `compute_gradients` returns, for `loss_of`."""
         self._computed = [weakref.ref(g) for g in found.grads if g is not None], found.loss
 
     def loss_of(self, grads: list[Any]) -> jax.Array | None:
