@@ -167,9 +167,9 @@ def test_one_place_reads_decides_and_advances():
         }
         for node in ast.walk(tree):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in imported or name in ("policy.take", "policy.scale_due"):
+            if name in imported or name == "policy.take":
                 calls[name].append(path.relative_to(SRC).as_posix())
-    for name in ("read_gradients", "policy.take", "policy.scale_due"):
+    for name in ("read_gradients", "policy.take"):
         assert calls[name] == ["_scaling/scaled_step.py"]
     # A recorded run is replayed with other rules: there is no step to be skipped.
     assert calls["advance"] == ["_scaling/scaled_step.py", "runs/other_rules.py"]

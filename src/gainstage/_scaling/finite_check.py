@@ -383,7 +383,7 @@ def fold(fn: Callable[..., Tree], so_far: Tree, *arrays: jax.Array, longest: int
         arrays: arrays of one shape, on one device.
         longest: the most elements of a chunk; 0 for no loop.
     """
-    chunk = chunk_of(arrays[0].size, longest)
+    chunk = chunk_of(arrays[0].size, longest) if longest else arrays[0].size
     if chunk == arrays[0].size:
         return fn(so_far, *arrays)
     tables = [x.reshape(-1, chunk) for x in arrays]

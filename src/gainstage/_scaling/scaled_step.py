@@ -23,8 +23,17 @@ from gainstage._variables.variable import is_inside
 from gainstage.rules.loss_scale import LossScale, advance
 
 Update = Callable[..., tuple[Any, PyTree]]  # (state, mask) -> (result, state)
-Taken = tuple[Any, PyTree, jax.Array]  # the result, the state, and whether it was updated
-Due = tuple[Given, jax.Array]  # whether the scale is updated (None: always), and as if finite
+
+
+class Taken(NamedTuple):
+    """What a policy has made of a step."""
+
+    result: Any
+    state: PyTree
+    applied: jax.Array  # whether the gradients were used
+    # Where the scale is updated between windows, not in each step:
+    due: Given = None  # whether this step ends a window
+    whole: Given = None  # whether all earlier microbatches of its window were finite
 
 
 def run_if(applies: jax.Array, update: Update, state: PyTree, *mask: jax.Array) -> PyTree:
@@ -54,19 +63,15 @@ class Select:
             counts: whether the step counts in its window; False if it was only vetoed.
             update: a function of the state and, if it runs on non-finite gradients, `applies`.
             state: the state that it changes.
-
-        Returns:
-            The result, the state, and whether the update was applied.
         """
-        result, state = select(applies, update, state)
-        return result, state, applies
+        return Taken(*select(applies, update, state), applies)
 
 
 class Branch(Select):
     """The update runs inside a conditional."""
 
     def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: PyTree) -> Taken:
-        return None, run_if(applies, update, state), applies
+        return Taken(None, run_if(applies, update, state), applies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +107,12 @@ class DropWindow(AccumulationWindow):
             more = mask.astype(state.window_count.dtype)
             return update(state._replace(window_count=state.window_count + more), mask)
 
-        runs = applies | (counts & self.ends(state))
+        due, whole = counts & self.ends(state), state.window_count + 1 == self.steps
+        runs = applies | due
         state = run_if(runs, counted, state, applies)
         more = jnp.where(counts & ~runs, 1, 0)
-        return None, state._replace(microbatches=state.microbatches + more), applies
-
-    def scale_due(self, state: PyTree, finite: jax.Array, counts: jax.Array) -> Due:
-        """Returns whether the scale is updated after this step, and whether the gradients that it
-        reacts to were finite. `state` is the state before the step."""
-        return counts & self.ends(state), finite & (state.window_count + 1 == self.steps)
+        state = state._replace(microbatches=state.microbatches + more)
+        return Taken(None, state, applies, due, whole)
 
     def close(self, state: PyTree) -> tuple[PyTree, Given]:
         whole = state.window_count == self.steps
@@ -131,7 +133,7 @@ WINDOWS = {"extend": AccumulationWindow, "drop_window": DropWindow}
 class ScaledStepState(NamedTuple):
     """The state of a `ScaledStep`, as arrays or as variables."""
 
-    scale: RuleState  # the rule's state, None without a rule
+    rule_state: RuleState  # the rule's state, None without a rule
     observed: Any = None  # the telemetry, if enabled
     measured: Any = ()  # the measurements of the window so far, by name
 
@@ -226,9 +228,9 @@ class ScaledStep:
         counts = jnp.ones_like(finite) if apply_if is None else apply_if | ~finite
 
         policy, rule = self.policy, self.rule
-        result, new, applied = policy.take(applies, counts, functools.partial(update, norms), inner)
+        taken = policy.take(applies, counts, functools.partial(update, norms), inner)
         if rule is None:
-            return StepResult(result, new, state, finite, applied)
+            return StepResult(taken.result, taken.state, state, finite, taken.applied)
         here = bool(shardings) and all(sharding is None for sharding in shardings)
         divisor = scale if isinstance(scale, jax.Array) else None
         measured = {}
@@ -241,23 +243,24 @@ class ScaledStep:
                 grads,
                 scale,
                 finite=finite,
-                applied=applied,
+                applied=taken.applied,
                 norm=norm,
                 max_abs=measured.get("max_abs"),
-                loss_scale=self.loss_scale(state.scale) if self.unscaled else jnp.asarray(scale),
+                loss_scale=self.loss_scale(state.rule_state)
+                if self.unscaled
+                else jnp.asarray(scale),
                 every=self.every,
                 ordered=here,
             )
-        due, good = None, finite
-        if isinstance(policy, DropWindow):
-            due, good = policy.scale_due(inner, finite, counts)
+        due, so_far = taken.due, state.measured
+        good = finite if taken.whole is None else finite & taken.whole
         good = good if repeated is None else good & ~repeated
-        so_far = state.measured
         if due is not None:  # the scale is updated between windows, from the measurements of one
             measured = measured_of_both(so_far, measured)
             so_far = {n: jnp.where(counts, v, so_far[n]) for n, v in measured.items()}
             so_far = {n: jnp.where(due, jnp.zeros_like(v), v) for n, v in so_far.items()}
-        moved = advance(rule, state.scale, good, **measured)
+        moved = advance(rule, state.rule_state, good, **measured)
         if due is not None:
-            moved = jax.tree.map(lambda n, o: jnp.where(due, n, o), moved, state.scale)
-        return StepResult(result, new, ScaledStepState(moved, stats, so_far), finite, applied)
+            moved = jax.tree.map(lambda n, o: jnp.where(due, n, o), moved, state.rule_state)
+        after = ScaledStepState(moved, stats, so_far)
+        return StepResult(taken.result, taken.state, after, finite, taken.applied)

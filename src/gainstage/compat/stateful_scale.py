@@ -177,7 +177,7 @@ class DynamicLossScale(LossScale):
                 raise TypeError(f"Expected gradients of a floating dtype; got {leaf.dtype}.")
         state = ScaledStepState(read(self._state))
         done = ScaledStep(self.rule).step(_nothing, state, (), leaves)
-        assign(jax.tree.leaves(self._state), jax.tree.leaves(done.state.scale))
+        assign(jax.tree.leaves(self._state), jax.tree.leaves(done.state.rule_state))
         return None, done.finite
 
     def get_config(self) -> dict[str, Any]:

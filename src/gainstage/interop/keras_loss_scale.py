@@ -256,7 +256,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         now = ScaledStepState(state)
         done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
         weights, inner = done.inner
-        for field, value in done.state.scale._asdict().items():
+        for field, value in done.state.rule_state._asdict().items():
             if value is not None:
                 own[places[field]] = jnp.asarray(value, own[places[field]].dtype)
         return weights, own + inner

@@ -118,7 +118,7 @@ class LossScaleOptimizer(Retrying):
                 over[option] = check_option(option, value, over)
         scaling = ScaledStep(rule, self.telemetry, self.underflow_every, self._unscaled)
         self._wrapper = self._wrapper_type(self.name, over, scaling, self.mesh)
-        self._initial_scale = checks.shortest(self._wrapper.state.scale.scale.numpy())
+        self._initial_scale = checks.shortest(self._wrapper.state.rule_state.scale.numpy())
         if self.mesh is not None:
             replicate(self.name, self.mesh, jax.tree.leaves(self._wrapper.state), [])
         self._uses = ScaleUses(self.name, not self.dynamic)
@@ -154,7 +154,7 @@ class LossScaleOptimizer(Retrying):
     @property
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
-        scale = self._wrapper.state.scale.scale
+        scale = self._wrapper.state.rule_state.scale
         self._uses.read(scale._value)
         return scale
 
@@ -162,21 +162,21 @@ class LossScaleOptimizer(Retrying):
     def step_counter(self) -> Variable | None:
         """Finite steps in a row since the scale was updated (`AdaptiveLossScale`: its ceiling), an
         int32 variable; None if the rule does not count them."""
-        return getattr(self._wrapper.state.scale, "good_steps", None)
+        return getattr(self._wrapper.state.rule_state, "good_steps", None)
 
     dynamic_counter = step_counter
 
     @property
     def loss_scale(self) -> jax.Array:
         """The factor of the loss: the rule's scale times `loss_scale_factor`."""
-        self._uses.read(self._wrapper.state.scale.scale._value)
+        self._uses.read(self._wrapper.state.rule_state.scale._value)
         return self._loss_scale()
 
     def scale_loss(self, loss: Scalar) -> jax.Array:
         if not self._is_one():
             self._uses.check_true(loss)
         scaled = gradients.scaled(loss, self._loss_scale())
-        return self._uses.multiply(self._wrapper.state.scale.scale._value, scaled)
+        return self._uses.multiply(self._wrapper.state.rule_state.scale._value, scaled)
 
     @property
     def dynamic(self) -> bool:
@@ -195,7 +195,7 @@ class LossScaleOptimizer(Retrying):
         return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
 
     def _loss_scale(self) -> jax.Array:
-        scaling, state = self._store.scaling(self._wrapper.scaling), self._wrapper.state.scale
+        scaling, state = self._store.scaling(self._wrapper.scaling), self._wrapper.state.rule_state
         try:
             scale = state.scale.value()
         except ValueError as error:
@@ -250,7 +250,7 @@ class LossScaleOptimizer(Retrying):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
         inner optimizer."""
-        scale = self._wrapper.state.scale.scale
+        scale = self._wrapper.state.rule_state.scale
         first = [v for v in (self.step_counter, scale) if v is not None]
         rest = [v for v in jax.tree.leaves(self._wrapper.state) if v not in first]
         return [*first, *rest, *self._slots.all, *self._store.variables]
@@ -298,7 +298,7 @@ class LossScaleOptimizer(Retrying):
     def stateless_apply(
         self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        self._uses.step_without(self._wrapper.state.scale.scale._value)
+        self._uses.step_without(self._wrapper.state.rule_state.scale._value)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def exclude_from_weight_decay(
@@ -322,7 +322,7 @@ class LossScaleOptimizer(Retrying):
         return self.inner_optimizer.get_slot(var, slot_name)
 
     def __repr__(self) -> str:
-        scale, rule = saving.shown(self._wrapper.state.scale.scale), type(self.rule).__name__
+        scale, rule = saving.shown(self._wrapper.state.rule_state.scale), type(self.rule).__name__
         name = type(self).__name__
         return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
 
@@ -330,7 +330,7 @@ class LossScaleOptimizer(Retrying):
 
     @property
     def _weight_checks(self) -> saving.Checks:
-        return {**super()._weight_checks, self._wrapper.state.scale.scale: checks.loss_scale}
+        return {**super()._weight_checks, self._wrapper.state.rule_state.scale: checks.loss_scale}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""

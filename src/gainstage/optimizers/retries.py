@@ -96,7 +96,7 @@ class Retrying(Optimizer):
         if isinstance(getattr(self, "rule", None), FixedLossScale) and not self._told:
             self._told = True
             warn(NO_RETRY)
-        changed, rule = list(self._store.index), self._wrapper.state.scale
+        changed, rule = list(self._store.index), self._wrapper.state.rule_state
         scales = jax.tree.leaves(rule)
 
         def take() -> Tried:

@@ -17,7 +17,7 @@ from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers._step.store import Wrapper
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.transforms.loss_scaled import loss_scaled_within
+from gainstage.transforms.loss_scaled import ScaledTransformation
 
 
 def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
@@ -89,13 +89,15 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     tx, sums_in = _unscaled(inner, Wrapper("loss_scaled"))
     settings = opt.rule, opt.telemetry, opt.underflow_every
-    return loss_scaled_within(tx, *settings, clip=options.clip, sums_in=sums_in)
+    scaled = ScaledTransformation(tx, *settings, clip=options.clip, sums_in=sums_in)
+    return scaled.as_optax()
 
 
 def _unscaled(
     optimizer: Optimizer, wrapper: Wrapper | None = None
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any, Any, Any], list[Any]]]:
-    """The transformation, and the accumulators in its state, as `loss_scaled_within` needs them."""
+    """The transformation, and the accumulators in its state, as `ScaledTransformation` needs
+    them."""
 
     def built_for(params: PyTree) -> tuple[Optimizer, list[Variable]]:
         """The optimizer, built for shapes only."""

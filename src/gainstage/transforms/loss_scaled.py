@@ -1,6 +1,7 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,9 +31,7 @@ from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, a
 from gainstage.transforms import models
 from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage.transforms.loss_scaled_state import (
-    SETTINGS_OF,
     LossScaledState,
-    Settings,
     states_in,
 )
 from gainstage.transforms.refusals import (
@@ -129,73 +128,82 @@ def loss_scaled(
     Source: `optax.apply_if_finite`; Micikevicius et al., 2018, arXiv:1710.03740. Sharded state:
     Rajbhandari et al., 2020, arXiv:1910.02054 (ZeRO, stage 1).
     """
-    return loss_scaled_within(
+    transformation = ScaledTransformation(
         tx,
         rule,
         telemetry,
         underflow_every,
-        clip=None,
         sums_in=_sums_of_multi_steps,
         over=axis_names(shard_state_over),
     )
+    return transformation.as_optax()
 
 
-def loss_scaled_within(
-    tx: Transformation,
-    rule: Rule | None,
-    telemetry: bool,
-    underflow_every: int | None,
-    *,
-    clip: gradients.Clip | None,
-    sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
-    over: tuple[str, ...] = (),
-) -> optax.GradientTransformationExtraArgs:
-    """`loss_scaled` of a transformation that clips: a non-finite norm skips a step too.
+class ScaledTransformation:
+    """A transformation with a loss scale around it: the `init` and `update` of `loss_scaled`.
 
     Args:
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
-        clip: how the transformation clips.
         sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
             gradients are added; the sums must be finite. Empty if there are none.
+        clip: how `tx` clips: a norm that is not finite skips a step too.
         over: the mesh axes of `shard_state_over`.
     """
-    starts_at_own = rule is not None  # rather than at the scale that the parameters carry
-    rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
-    checks.transformation("tx", tx)
-    tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
-    telemetry, every = check_telemetry(telemetry, underflow_every)
-    scaling = ScaledStep(rule, telemetry, every, unscaled=True, clip=clip)
-    warns = rule != FixedLossScale(1.0)  # which changes nothing, as its user knows
-    told = set[str]()  # the warnings that were given
-    repeats, eager = Repeats(SAME_STATE, name="tx.update"), Eager()
-    is_fixed = isinstance(rule, FixedLossScale)
 
-    def first_state(params: PyTree) -> OptState:
-        return tx.init(gradients.upcast(params))
+    def __init__(
+        self,
+        tx: Transformation,
+        rule: Rule | None,
+        telemetry: bool,
+        underflow_every: int | None,
+        *,
+        sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
+        clip: gradients.Clip | None = None,
+        over: tuple[str, ...] = (),
+    ):
+        self.rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
+        self.is_fixed, self.over = isinstance(self.rule, FixedLossScale), over
+        # Whether its scale starts at that of the rule, rather than at one that parameters carry.
+        self._starts_at_own = rule is not None
+        checks.transformation("tx", tx)
+        self._tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
+        telemetry, every = check_telemetry(telemetry, underflow_every)
+        self._scaling = ScaledStep(self.rule, telemetry, every, unscaled=True, clip=clip)
+        self._sums_in = sums_in
+        self._watches = self.rule != FixedLossScale(1.0)  # it changes nothing, as its user knows
+        self._told = set[str]()  # the warnings that were given
+        self._repeats, self._eager = Repeats(SAME_STATE, name="tx.update"), Eager()
 
-    def init(params: PyTree) -> LossScaledState:
+    def as_optax(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation of optax, whose `update` is a method of this object."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def init(self, params: PyTree) -> LossScaledState:
+        """The state before the first step."""
         carries = scale_at_first(params)
         params = models.trainable(params)
         check_leaves(params)
-        inner = created_over(first_state, params, over) if over else first_state(params)
+        inner = created_over(self._first, params, self.over) if self.over else self._first(params)
         for wrong in (half_in(params), statistics_in(params, inner)):
-            if wrong and wrong not in told:
-                told.add(wrong)
-                warn(wrong)
+            self._tell(wrong)
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
-        first = scaling.first(start(rule), len(leaves_and_none(params)))
-        kind, scale = LossScaledState, first.scale
+        first = self._scaling.first(start(self.rule), len(leaves_and_none(params)))
+        kind, rule_state = LossScaledState, first.rule_state
         if carries is not None:
             kind = WithLossScaleState
-            if not starts_at_own:
-                scale = scale._replace(scale=usable(carries, scale.scale))
+            if not self._starts_at_own:
+                rule_state = rule_state._replace(scale=usable(carries, rule_state.scale))
         applied = jnp.array(True)
         FRESH[id(applied)] = applied
-        state = kind(scale, inner, applied, first.observed)
-        return _on_mesh_of(params, state)
+        return _on_mesh_of(params, kind(rule_state, inner, applied, first.observed))
+
+    def _first(self, params: PyTree) -> OptState:
+        """The state of `tx` before the first step."""
+        return self._tx.init(gradients.upcast(params))
 
     def update(
+        self,
         updates: PyTree,
         state: OptState,
         params: PyTree = None,
@@ -206,32 +214,9 @@ def loss_scaled_within(
         apply_if: Flag | None = None,
         **extra: Any,
     ) -> tuple[PyTree, LossScaledState]:
+        """The updates and the state after a step, as `loss_scaled` documents them."""
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
-        own: Structure = jax.tree.structure(rule.init())
-        ours = isinstance(state, LossScaledState)
-        if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
-            raise wrong_state(state)
-        if own != jax.tree.structure(state.loss_scale) and not is_fixed:
-            raise wrong_rule(rule, state.loss_scale)
-        wrong = None
-        if warns:
-            ruled = starts_at_own and not isinstance(state, WithLossScaleState)
-            scale = state.loss_scale.scale
-            if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
-                raise cast_state(scale.dtype)
-            chosen = apply_if is not None
-            wrong = fault(scale, loss_scale, ruled, updates, params, chosen)
-            if "grad_fn" in extra:
-                extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, told)
-            if "value_fn" in extra:
-                extra["value_fn"] = told_if_half(extra["value_fn"], told)
-        if wrong and wrong not in told and not (wrong in (STALE, FROZEN, UNMOVED) and is_fixed):
-            told.add(wrong)
-            warn(wrong)
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        if manual and (wrong := summed(updates)) and wrong not in told:
-            told.add(wrong)
-            warn(wrong)
+        self._check(updates, state, params, loss_scale, apply_if, extra)
         carrier = None
         if isinstance(state, WithLossScaleState) or isinstance(updates, models.Carrier):
             updates, params, carrier = carried(updates, state, params)
@@ -239,8 +224,8 @@ def loss_scaled_within(
         if models.library(params):
             params = models.chosen(params, updates)
         params = gradients.upcast(params)
-        if over:
-            updates, shardings = divided_gradients(updates, shardings or param_shardings, over)
+        if self.over:
+            updates, shardings = divided_gradients(updates, shardings or param_shardings, self.over)
         if jax.device_count() == 1:
             updates = jax.tree.map(gradients.row_major, updates)
         if loss_scale is None:
@@ -259,46 +244,95 @@ def loss_scaled_within(
             else lax.platform_dependent(g, cpu=lax.optimization_barrier, default=lambda x: x)
             for g in arrays
         ]
-
-        def step(norms: object, inner: OptState, mask: object = None) -> tuple[PyTree, OptState]:
-            try:
-                result, new = tx.update(grads, inner, params, **extra)
-            except (TypeError, ValueError) as error:
-                explain(error, tx, grads, inner)
-                raise
-            if any(map(typed_sharding, jax.tree.leaves(inner))):
-                new = jax.tree.map(typed_like, new, inner)
-            return result, new
-
-        updates, inner, after, _, applied = scaling.step(
-            step,
+        updates, inner, after, _, applied = self._scaling.step(
+            functools.partial(self._updated, grads, params, extra),
             ScaledStepState(state.loss_scale, state.observed),
             state.inner,
             arrays,
             1.0 if loss_scale is None else loss_scale,
-            onto=sums_in(state.inner, named, params),
+            onto=self._sums_in(state.inner, named, params),
             shardings=shardings,
             checked=leaves,
             loss=extra.get("value"),
             apply_if=apply_if,
             repeated=carrier and carrier.repeated,
         )
-        if isinstance(state.applied, jax.Array):
-            UPDATED[id(state.applied)] = state.applied
-            if not isinstance(state.applied, Tracer):
-                repeats.note(state.applied)
-                if not is_inside():
-                    eager.note()
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
         if carrier is not None:
-            updates = carrier.joined(updates, after.scale.scale)
-        return updates, type(state)(after.scale, inner, applied, after.observed)
+            updates = carrier.joined(updates, after.rule_state.scale)
+        return updates, type(state)(after.rule_state, inner, applied, after.observed)
 
-    SETTINGS_OF[update] = Settings(rule, over)
-    return optax.GradientTransformationExtraArgs(init, update)
+    def _updated(
+        self,
+        grads: PyTree,
+        params: PyTree,
+        extra: Mapping[str, Any],
+        norms: object,
+        inner: OptState,
+        mask: object = None,
+    ) -> tuple[PyTree, OptState]:
+        """The updates of `tx` and its state, for true gradients."""
+        try:
+            updates, new = self._tx.update(grads, inner, params, **extra)
+        except (TypeError, ValueError) as error:
+            explain(error, self._tx, grads, inner)
+            raise
+        if any(map(typed_sharding, jax.tree.leaves(inner))):
+            new = jax.tree.map(typed_like, new, inner)
+        return updates, new
+
+    def _check(
+        self,
+        updates: PyTree,
+        state: OptState,
+        params: PyTree,
+        loss_scale: Scalar | None,
+        apply_if: jax.Array | None,
+        extra: dict[str, Any],
+    ) -> None:
+        """Refuses a state of another transformation, and warns of gradients that cannot be true.
+        In `extra`, functions that give plain losses or gradients are replaced by some that warn."""
+        ours = isinstance(state, LossScaledState)
+        if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
+            raise wrong_state(state)
+        own: Structure = jax.tree.structure(self.rule.init())
+        if own != jax.tree.structure(state.loss_scale) and not self.is_fixed:
+            raise wrong_rule(self.rule, state.loss_scale)
+        if self._watches:
+            scale = state.loss_scale.scale
+            if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
+                raise cast_state(scale.dtype)
+            ruled = self._starts_at_own and not isinstance(state, WithLossScaleState)
+            wrong = fault(scale, loss_scale, ruled, updates, params, apply_if is not None)
+            if wrong and not (wrong in (STALE, FROZEN, UNMOVED) and self.is_fixed):
+                self._tell(wrong)
+            if "grad_fn" in extra:
+                extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, self._told)
+            if "value_fn" in extra:
+                extra["value_fn"] = told_if_half(extra["value_fn"], self._told)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            self._tell(summed(updates))
+        if isinstance(state.applied, jax.Array):
+            UPDATED[id(state.applied)] = state.applied
+            if not isinstance(state.applied, Tracer):
+                self._repeats.note(state.applied)
+                if not is_inside():
+                    self._eager.note()
+
+    def _tell(self, wrong: str | None) -> None:
+        """Warns, once of each fault."""
+        if wrong and wrong not in self._told:
+            self._told.add(wrong)
+            warn(wrong)
+
+
+def transformation_of(tx: Transformation) -> ScaledTransformation | None:
+    """What `loss_scaled` has made `tx` of, None for a transformation of another library."""
+    owner = getattr(tx.update, "__self__", None)
+    return owner if isinstance(owner, ScaledTransformation) else None
 
 
 def _sums_of_multi_steps(

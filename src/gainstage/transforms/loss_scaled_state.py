@@ -1,7 +1,6 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
 import functools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,18 +11,6 @@ from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import Observed
 from gainstage._variables.types import OptState, PyTree, RuleState
 from gainstage._variables.variable import Variable
-from gainstage.rules.loss_scale import LossScale
-
-
-class Settings(NamedTuple):
-    """How a transformation of `loss_scaled` was made."""
-
-    rule: LossScale | None = None  # None for a transformation of another library
-    over: tuple[str, ...] = ()  # the mesh axes of `shard_state_over`
-
-
-# By the `update` of each transformation of `loss_scaled`.
-SETTINGS_OF: weakref.WeakKeyDictionary[Callable[..., Any], Settings] = weakref.WeakKeyDictionary()
 
 
 class LossScaledState(NamedTuple):

@@ -39,14 +39,12 @@ from gainstage._variables.types import (
 )
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
-from gainstage.rules.loss_scale import FixedLossScale
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
+from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
-    SETTINGS_OF,
     LossScaledState,
-    Settings,
     StepScalars,
     loss_scaled_state,
     retried,
@@ -168,7 +166,8 @@ def train_step(
     donates = checks.flag("donate", donate)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     retries = checks.integer("retries", retries, low=0)
-    if retries and isinstance(SETTINGS_OF.get(tx.update, Settings()).rule, FixedLossScale):
+    scaled = transformation_of(tx)
+    if retries and scaled and scaled.is_fixed:
         warn(NO_RETRY)
     return TrainStep(loss_fn, tx, has_aux, using, donates, retries)
 
@@ -188,7 +187,9 @@ class TrainStep(Generic[Params, P, *More]):
         self._loss_fn, self._tx, self._has_aux, self._using = loss_fn, tx, has_aux, using
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
-        self._settings = SETTINGS_OF.get(tx.update, Settings())
+        scaled = transformation_of(tx)  # None for one of another library
+        self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
+        self._is_fixed = scaled is not None and scaled.is_fixed
         self._loop = Loop(loss_fn, tx.update)
         self._told = False  # of a loss that varies by device
         self._placed = False  # whether it has looked at where the first batch lies
@@ -211,7 +212,7 @@ class TrainStep(Generic[Params, P, *More]):
             if inside:
                 self._warn_inside(opt_state)
             try:
-                if self._settings.over and not (
+                if self._over and not (
                     inside or self._loop.goes_on(getattr(opt_state, "applied", None))
                 ):
                     opt_state = self._divided(params, opt_state, batch)
@@ -244,8 +245,7 @@ class TrainStep(Generic[Params, P, *More]):
         """Warns of a call inside of another trace that cannot be right."""
         if not knows_what_varies(jax.sharding.get_abstract_mesh()):
             warn(DRIFTS)
-        is_fixed = isinstance(self._settings.rule, FixedLossScale)
-        if not is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
+        if not self._is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):
             warn(FROZEN)
 
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
@@ -288,7 +288,7 @@ class TrainStep(Generic[Params, P, *More]):
         if everywhere is None or not isinstance(opt_state, LossScaledState):
             return opt_state
         params = models.trainable(params)
-        inner = divided_state(opt_state.inner, params, self._settings.over, everywhere)
+        inner = divided_state(opt_state.inner, params, self._over, everywhere)
         return opt_state._replace(inner=inner)
 
     def _checked(self, params: PyTree) -> tuple[list[Any], Static | Graph]:

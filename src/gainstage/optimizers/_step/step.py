@@ -209,7 +209,7 @@ class StepInputs(NamedTuple):
 class OptimizerState(NamedTuple):
     """All that a step of an optimizer with a loss scale reads and changes."""
 
-    scaling: ScaledStepState
+    scaling_state: ScaledStepState
     step: StepState
 
 
@@ -256,7 +256,8 @@ class Step:
         inputs: StepInputs,
     ) -> tuple[OptimizerState, jax.Array]:
         """Takes a step on scaled gradients, unless one is non-finite or `apply_if` is False."""
-        scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(state.scaling.scale)
+        before = state.scaling_state
+        scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(before.rule_state)
         pairs = zip(inputs.grads, self.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
@@ -266,7 +267,7 @@ class Step:
 
         done = scaling.step(
             update,
-            state.scaling,
+            before,
             state.step,
             grads,
             scale,

@@ -100,19 +100,19 @@ class ScalingWrapper(Wrapper):
         """Sets a rule whose state has the same variables."""
         self.scaling = dataclasses.replace(self.scaling, rule=rule)
 
-    def share(self, scale: Any) -> None:
+    def share(self, rule_state: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
-        self.state = self.state._replace(scale=scale)
+        self.state = self.state._replace(rule_state=rule_state)
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
-        scale = self.state.scale
-        first = store.scaling(self.scaling).first(read(scale), len(variables))
+        rule_state = self.state.rule_state
+        first = store.scaling(self.scaling).first(read(rule_state), len(variables))
         stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
         window = {
             name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
             for name, value in first.measured.items()
         }
-        self.state = ScaledStepState(scale, stats, window)
+        self.state = ScaledStepState(rule_state, stats, window)
         replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
 
 
