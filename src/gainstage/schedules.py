@@ -2,9 +2,10 @@
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,34 @@ __all__ = [
 ]
 
 
+def _number(name: str, value: Any, **bounds: float) -> int | float:
+    """Returns `value` as a Python number, checked against the bounds: an int if it is an integer of
+    32 bits, which JAX takes."""
+    if hasattr(value, "assign"):  # a variable: of ours, or of Keras, which this does not import
+        value = value.value() if callable(value.value) else value.value
+    number = checks.real(name, value, **bounds)
+    value = value.item() if isinstance(value, (np.generic, np.ndarray, jax.Array)) else value
+    return int(number) if isinstance(value, int) and abs(number) < 2**31 else number
+
+
+def _number_or_none(name: str, value: Any) -> int | float | None:
+    return None if value is None else _number(name, value)
+
+
+def _numbers(name: str, value: Any) -> tuple[int | float, ...]:
+    listed = isinstance(value, (Sequence, np.ndarray, jax.Array))
+    if isinstance(value, (str, bytes)) or not listed:
+        raise TypeError(f"Expected a list of numbers for {name}; got {value!r}.")
+    return tuple(_number(name, number) for number in value)
+
+
+# The fields of schedules: their types, each with the check of a value, `(name, value) -> value`.
+Number = Annotated[float, _number]
+Positive = Annotated[float, functools.partial(_number, above=0)]
+Steps = Annotated[int, functools.partial(_number, above=0)]
+Bool = Annotated[bool, checks.flag]
+
+
 class LearningRateSchedule(Fields, abc.ABC):
     """A learning rate as a function of the step. Subclass it, as a frozen dataclass, for your own.
 
@@ -36,6 +65,13 @@ class LearningRateSchedule(Fields, abc.ABC):
 
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
+
+    def __post_init__(self) -> None:
+        """Checks the fields, each as its annotation says."""
+        for field in dataclasses.fields(cast(Any, self)):
+            for check in getattr(field.type, "__metadata__", ()):
+                value = check(field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, value)
 
     @abc.abstractmethod
     def __call__(self, step: jax.Array) -> jax.Array:
@@ -73,17 +109,11 @@ class ExponentialDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.ExponentialDecay`.
     """
 
-    initial_learning_rate: float
-    decay_steps: int
-    decay_rate: float
-    staircase: bool = False
+    initial_learning_rate: Number
+    decay_steps: Steps
+    decay_rate: Positive
+    staircase: Bool = False
     name: str = "ExponentialDecay"
-
-    def __post_init__(self) -> None:
-        _check(self, "initial_learning_rate")
-        _check(self, "decay_steps", above=0)
-        _check(self, "decay_rate", above=0)
-        _check_flag(self, "staircase")
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         decay = optax.exponential_decay(
@@ -119,17 +149,11 @@ class InverseTimeDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.InverseTimeDecay`.
     """
 
-    initial_learning_rate: float
-    decay_steps: int
-    decay_rate: float
-    staircase: bool = False
+    initial_learning_rate: Number
+    decay_steps: Steps
+    decay_rate: Number
+    staircase: Bool = False
     name: str = "InverseTimeDecay"
-
-    def __post_init__(self) -> None:
-        _check(self, "initial_learning_rate")
-        _check(self, "decay_steps", above=0)
-        _check(self, "decay_rate")
-        _check_flag(self, "staircase")
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         periods = jnp.asarray(step, jnp.float32) / self.decay_steps
@@ -163,19 +187,12 @@ class PolynomialDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.PolynomialDecay`.
     """
 
-    initial_learning_rate: float
-    decay_steps: int
-    end_learning_rate: float = 0.0001
-    power: float = 1.0
-    cycle: bool = False
+    initial_learning_rate: Number
+    decay_steps: Steps
+    end_learning_rate: Number = 0.0001
+    power: Number = 1.0
+    cycle: Bool = False
     name: str = "PolynomialDecay"
-
-    def __post_init__(self) -> None:
-        _check(self, "initial_learning_rate")
-        _check(self, "decay_steps", above=0)
-        _check(self, "end_learning_rate")
-        _check(self, "power")
-        _check_flag(self, "cycle")
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
@@ -214,21 +231,12 @@ class CosineDecay(LearningRateSchedule):
     arXiv:1608.03983.
     """
 
-    initial_learning_rate: float
-    decay_steps: int
-    alpha: float = 0.0
+    initial_learning_rate: Number
+    decay_steps: Steps
+    alpha: Number = 0.0
     name: str = "CosineDecay"
-    warmup_target: float | None = None
-    warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self, "initial_learning_rate")
-        _check(self, "decay_steps", above=0)
-        _check(self, "alpha")
-        steps = checks.integer("warmup_steps", self.warmup_steps, low=0)
-        object.__setattr__(self, "warmup_steps", steps)
-        if self.warmup_target is not None:
-            _check(self, "warmup_target")
+    warmup_target: Annotated[float | None, _number_or_none] = None
+    warmup_steps: Annotated[int, functools.partial(checks.integer, low=0)] = 0
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         start = self.initial_learning_rate
@@ -267,19 +275,12 @@ class CosineDecayRestarts(LearningRateSchedule):
     arXiv:1608.03983.
     """
 
-    initial_learning_rate: float
-    first_decay_steps: int
-    t_mul: float = 2.0
-    m_mul: float = 1.0
-    alpha: float = 0.0
+    initial_learning_rate: Number
+    first_decay_steps: Steps
+    t_mul: Annotated[float, functools.partial(_number, low=1)] = 2.0
+    m_mul: Number = 1.0
+    alpha: Number = 0.0
     name: str = "SGDRDecay"
-
-    def __post_init__(self) -> None:
-        _check(self, "initial_learning_rate")
-        _check(self, "first_decay_steps", above=0)
-        _check(self, "t_mul", low=1)
-        _check(self, "m_mul")
-        _check(self, "alpha")
 
     def __call__(self, step: ArrayLike) -> jax.Array:
         growth, periods = self.t_mul, jnp.asarray(step, jnp.float32) / self.first_decay_steps
@@ -322,17 +323,12 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     Source: `keras.optimizers.schedules.PiecewiseConstantDecay`.
     """
 
-    boundaries: Sequence[int]
-    values: Sequence[float]
+    boundaries: Annotated[Sequence[int], _numbers]
+    values: Annotated[Sequence[float], _numbers]
     name: str = "PiecewiseConstant"
 
     def __post_init__(self) -> None:
-        for name in ("boundaries", "values"):
-            numbers = getattr(self, name)
-            listed = isinstance(numbers, (Sequence, np.ndarray, jax.Array))
-            if isinstance(numbers, (str, bytes)) or not listed:
-                raise TypeError(f"Expected a list of numbers for {name}; got {numbers!r}.")
-            object.__setattr__(self, name, tuple(_number(name, number) for number in numbers))
+        super().__post_init__()
         if len(self.boundaries) != len(self.values) - 1:
             raise ValueError(
                 f"Expected one value more than boundaries; got {len(self.boundaries)} boundaries "
@@ -350,26 +346,6 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, with lists for sequences."""
         return {**super().get_config(), "boundaries": [*self.boundaries], "values": [*self.values]}
-
-
-def _check(schedule: LearningRateSchedule, name: str, **bounds: float) -> None:
-    """Checks a numeric field of a schedule under construction."""
-    object.__setattr__(schedule, name, _number(name, getattr(schedule, name), **bounds))
-
-
-def _number(name: str, value: Any, **bounds: float) -> int | float:
-    """Returns `value` as a Python number, checked against the bounds: an int if it is an integer of
-    32 bits, which JAX takes."""
-    if hasattr(value, "assign"):  # a variable: of ours, or of Keras, which this does not import
-        value = value.value() if callable(value.value) else value.value
-    number = checks.real(name, value, **bounds)
-    value = value.item() if isinstance(value, (np.generic, np.ndarray, jax.Array)) else value
-    return int(number) if isinstance(value, int) and abs(number) < 2**31 else number
-
-
-def _check_flag(schedule: LearningRateSchedule, name: str) -> None:
-    """Checks a bool field of a schedule under construction."""
-    object.__setattr__(schedule, name, checks.flag(name, getattr(schedule, name)))
 
 
 def serialize(schedule: LearningRateSchedule) -> dict[str, Any]:

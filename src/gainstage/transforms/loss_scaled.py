@@ -27,7 +27,14 @@ from gainstage._variables.sharding import (
 from gainstage._variables.types import Flag, OptState, PyTree, Scalar, Structure, Transformation
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import axis_names, created_over, divided_gradients
-from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, Rule, as_rule, start
+from gainstage.rules.loss_scale import (
+    DynamicLossScale,
+    FixedLossScale,
+    LossScale,
+    Rule,
+    as_rule,
+    start,
+)
 from gainstage.transforms import models
 from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
 from gainstage.transforms.loss_scaled_state import (
@@ -161,8 +168,9 @@ class ScaledTransformation:
         clip: gradients.Clip | None = None,
         over: tuple[str, ...] = (),
     ):
-        self.rule = DynamicLossScale() if rule is None else as_rule("rule", rule)
-        self.is_fixed, self.over = isinstance(self.rule, FixedLossScale), over
+        self.rule: LossScale = DynamicLossScale() if rule is None else as_rule("rule", rule)
+        self.is_fixed: bool = isinstance(self.rule, FixedLossScale)
+        self.over: tuple[str, ...] = over
         # Whether its scale starts at that of the rule, rather than at one that parameters carry.
         self._starts_at_own = rule is not None
         checks.transformation("tx", tx)
