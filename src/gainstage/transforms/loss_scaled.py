@@ -153,7 +153,7 @@ class ScaledTransformation:
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
         sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
             gradients are added; the sums must be finite. Empty if there are none.
-        clip: how `tx` clips: a norm that is not finite skips a step too.
+        clip: how `tx` clips: a non-finite norm skips a step too.
         over: the mesh axes of `shard_state_over`.
     """
 
