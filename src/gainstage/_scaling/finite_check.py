@@ -87,7 +87,7 @@ def read_gradients(
     grads = [g if g is not None and jnp.issubdtype(g.dtype, jnp.inexact) else None for g in grads]
     if any(map(jnp.iscomplexobj, grads)):
         grads = real_parts([g for g in grads if g is not None])
-    known = bool(shardings) or on_one_device(False, [g for g in grads if g is not None])
+    is_local = bool(shardings) or on_one_device(False, [g for g in grads if g is not None])
     shardings = shardings or [typed_sharding(gradient) for gradient in grads]
     here = [i for i, gradient in enumerate(grads) if gradient is not None]
     columns = [[column[i] for i in here] for column in (grads, onto) if column]
@@ -108,8 +108,8 @@ def read_gradients(
     if not here:
         finite, norms = jnp.array(True), jnp.zeros(int(not request.each))
     elif mesh.manual_axes:  # inside of `jax.shard_map`
-        ordered = set(mesh.manual_axes) == set(mesh.axis_names)
-        reader = Reader(request, tuple(mesh.manual_axes), ordered)
+        is_local = set(mesh.manual_axes) == set(mesh.axis_names)
+        reader = Reader(request, tuple(mesh.manual_axes), is_local)
         finite, norms = reader.read(columns, scale, [varying_axes(x) for x in columns[0]])
     elif spread:
         mesh = next(iter(spread.values())).mesh
@@ -117,7 +117,7 @@ def read_gradients(
         reader = Reader(request, mesh.axis_names)
         finite, norms = reader.read_mesh(columns, scale, [spread.get(i, alone) for i in here])
     else:
-        reader = Reader(request, (), known)
+        reader = Reader(request, (), is_local)
         finite, norms = reader.read(columns, scale, [frozenset()] * len(here))
     if not request.norms:
         return Inspection(finite, [], None)
@@ -146,7 +146,7 @@ class Reader(NamedTuple):
 
     request: Request = Request()
     everywhere: tuple[str, ...] = ()  # all mesh axes; empty off a mesh
-    ordered: bool = True  # whether the elements of each array are known to be on this device
+    is_local: bool = True  # whether the elements of each array are known to be on this device
 
     def per_platform(
         self,
@@ -159,7 +159,7 @@ class Reader(NamedTuple):
             exactly: the reduction with `fold`, a function of the most elements of a chunk.
             on_cpu: how a CPU computes it, a function of `exactly` in chunks.
         """
-        in_chunks = functools.partial(exactly, CHUNK if self.ordered else 0)
+        in_chunks = functools.partial(exactly, CHUNK if self.is_local else 0)
         return lax.platform_dependent(cpu=lambda: on_cpu(in_chunks), default=lambda: exactly(0))
 
     def read_mesh(
@@ -171,7 +171,7 @@ class Reader(NamedTuple):
         """Reads sharded arrays: each device its shards, then one sum over all devices."""
         specs = [sharding.spec for sharding in shardings]
         axes = [axes_of(spec) for spec in specs]
-        everywhere: Callable[..., tuple[jax.Array, Any]] = jax.shard_map(
+        mapped: Callable[..., tuple[jax.Array, Any]] = jax.shard_map(
             lambda columns, scale: self.read(columns, scale, axes),
             mesh=shardings[0].mesh,
             in_specs=([specs] * len(columns), PartitionSpec()),
@@ -179,7 +179,7 @@ class Reader(NamedTuple):
             check_vma=False,
         )
         columns = [[placed(x, s) for x, s in zip(c, shardings, strict=True)] for c in columns]
-        return everywhere(columns, jnp.asarray(scale, jnp.float32))
+        return mapped(columns, jnp.asarray(scale, jnp.float32))
 
     def read(
         self,
@@ -200,7 +200,7 @@ class Reader(NamedTuple):
             axes: for each gradient, the mesh axes along which it varies.
         """
         request, everywhere = self.request, self.everywhere
-        if request.each or not self.ordered:
+        if request.each or not self.is_local:
             pairs = [*zip(axes, zip(*columns, strict=True), strict=True)]
         else:
             pairs = bundle(axes, *columns)
@@ -208,7 +208,7 @@ class Reader(NamedTuple):
         wide = (float32_or_wider(x.dtype) for x, *_ in rows)
         scale = jnp.asarray(scale, jnp.result_type(jnp.float32, *wide))
         once: Callable[[], Any] = lambda: self._exactly(rows, scale)  # noqa: E731
-        if self.ordered and not request.norms and not request.bounded:
+        if self.is_local and not request.norms and not request.bounded:
             once = lambda: (_at_once(rows, scale), None)  # noqa: E731
         finite, norms = lax.platform_dependent(cpu=lambda: self._on_cpu(rows, scale), default=once)
         if everywhere and request.norms:  # count replicas once, on their first device
@@ -251,7 +251,7 @@ class Reader(NamedTuple):
         before, each = jnp.zeros(()), []
         before = varying_like(before, arrays) if self.everywhere else before
         for x in arrays:
-            if self.ordered and x.dtype == jnp.float16:  # XLA:CPU would store it in float32
+            if self.is_local and x.dtype == jnp.float16:  # XLA:CPU would store it in float32
                 before = in_chunks(before, x)
                 each.append(before.astype(scale.dtype))
             else:
@@ -323,7 +323,7 @@ class Reader(NamedTuple):
             start = (finite, nothing)
             start = varying_like(start, row) if everywhere else start
             stored = row[0].dtype.itemsize < 4 or len(row) > 1  # by XLA:CPU, in float32
-            longest = CHUNK if on_cpu and self.ordered and stored else 0
+            longest = CHUNK if on_cpu and self.is_local and stored else 0
             finite, found = read(longest, scalars, start, *row)
             each.append(jnp.stack(found) if found else None)
         if request.bounded:

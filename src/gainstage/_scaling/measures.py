@@ -23,7 +23,7 @@ def measure(
     finite: jax.Array | bool,
     loss: ArrayLike | None = None,
     scale: jax.Array | None = None,
-    ordered: bool = False,
+    is_local: bool = False,
 ) -> dict[str, jax.Array]:
     """Returns the `measures` of a rule, of the true gradients and the true loss.
 
@@ -37,7 +37,7 @@ def measure(
         loss: the true loss, if it is known. The measured loss is inf if it is NaN, and NaN if it is
             not known.
         scale: the scale of the gradients; None if they are unscaled.
-        ordered: whether they are known to be on one device.
+        is_local: whether they are known to be on one device.
 
     Raises:
         ValueError: another name.
@@ -46,7 +46,7 @@ def measure(
     for name in names:
         if name not in known:
             raise ValueError(f"Expected measures among {sorted(known)}; got {name!r}.")
-    measured = _of_gradients([n for n in names if n in _MEASURES], grads, finite, scale, ordered)
+    measured = _of_gradients([n for n in names if n in _MEASURES], grads, finite, scale, is_local)
     if "loss" in names:
         if loss is None:  # moved, not computed: `jax_debug_nans` checks what is computed
             measured["loss"] = jax.device_put(np.float32(np.nan))
@@ -96,14 +96,14 @@ _MEASURES = {
 
 @compiled_if_eager
 def _of_gradients(
-    names: Sequence[str], grads: PyTree, finite: jax.Array | bool, scale: Given, ordered: bool
+    names: Sequence[str], grads: PyTree, finite: jax.Array | bool, scale: Given, is_local: bool
 ) -> dict[str, jax.Array]:
     if not names:
         return {}
     arrays = [leaf for leaf in jax.tree.leaves(grads) if leaf.size]
-    reader = Reader(ordered=on_one_device(ordered, arrays))
+    reader = Reader(is_local=on_one_device(is_local, arrays))
     nothing = varying_like({name: jnp.asarray(_MEASURES[name].nothing) for name in names}, arrays)
-    if reader.ordered:
+    if reader.is_local:
         arrays = [array for _, (array,) in bundle([0] * len(arrays), arrays)]
 
     def more(so_far: dict[str, jax.Array], array: jax.Array) -> dict[str, jax.Array]:

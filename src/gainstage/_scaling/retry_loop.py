@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gainstage._base._jax import Tracer
-from gainstage._variables.sharding import everywhere
+from gainstage._variables.sharding import on_all_devices
 from gainstage._variables.types import Given
 
 # By which a retry divides the scale where no rule does. A rule halves it, and the next step goes on
@@ -65,4 +65,4 @@ def may_help(applied: jax.Array, loss: Given, before: jax.Array, after: jax.Arra
         before, after: the scale of the step, and of the next.
     """
     is_finite = True if loss is None else jnp.all(jnp.isfinite(loss))
-    return everywhere(~jnp.asarray(applied) & is_finite & (before != after))
+    return on_all_devices(~jnp.asarray(applied) & is_finite & (before != after))

@@ -37,10 +37,10 @@ class Taken(NamedTuple):
 
 
 def run_if(applies: jax.Array, update: Update, state: PyTree, *mask: jax.Array) -> PyTree:
-    """Returns the state after `update` if `applies`, else the state; the update then does not run.
+    """Returns the state after `update` if `applies`, else the state.
 
-    Eagerly it always runs, and its results are selected: JAX compiles an eager `lax.cond` at every
-    call.
+    In a trace the update then does not run. Eagerly it always runs, and its results are selected:
+    JAX compiles an eager `lax.cond` at every call.
     """
     if not is_inside():
         return select(applies, lambda state: update(state, *mask), state)[1]
@@ -68,7 +68,7 @@ class Select:
 
 
 class Branch(Select):
-    """The update runs inside a conditional."""
+    """The update runs inside a conditional of a compiled step; eagerly it always runs."""
 
     def take(self, applies: jax.Array, counts: jax.Array, update: Update, state: PyTree) -> Taken:
         return Taken(None, run_if(applies, update, state), applies)
@@ -158,7 +158,7 @@ class ScaledStep:
         rule: the rule that updates the scale; None for `factor` alone.
         telemetry: whether the state records each step.
         every: the number of steps between telemetry's counts of exponents; None for never.
-        unscaled: whether the caller divides the gradients by the scale.
+        unscaled: whether the step of an optimizer gets gradients that are divided by the scale.
         factor: the `loss_scale_factor`, which multiplies the rule's scale.
         clip: how gradients will be clipped: by norms, which must then be finite.
         policy: what happens to the state that a skipped update would change.
@@ -231,11 +231,11 @@ class ScaledStep:
         taken = policy.take(applies, counts, functools.partial(update, norms), inner)
         if rule is None:
             return StepResult(taken.result, taken.state, state, finite, taken.applied)
-        here = bool(shardings) and all(sharding is None for sharding in shardings)
+        is_local = bool(shardings) and all(sharding is None for sharding in shardings)
         divisor = scale if isinstance(scale, jax.Array) else None
         measured = {}
         if rule.measures:
-            measured = measure(rule.measures, grads, finite, loss, divisor, here)
+            measured = measure(rule.measures, grads, finite, loss, divisor, is_local)
         stats = state.observed
         if norm is not None:
             stats = observed(
@@ -246,11 +246,9 @@ class ScaledStep:
                 applied=taken.applied,
                 norm=norm,
                 max_abs=measured.get("max_abs"),
-                loss_scale=self.loss_scale(state.rule_state)
-                if self.unscaled
-                else jnp.asarray(scale),
+                loss_scale=self.loss_scale(state.rule_state),
                 every=self.every,
-                ordered=here,
+                is_local=is_local,
             )
         due, so_far = taken.due, state.measured
         good = finite if taken.whole is None else finite & taken.whole

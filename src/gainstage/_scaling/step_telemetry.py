@@ -92,7 +92,7 @@ def observed(
     max_abs: jax.Array | None,
     loss_scale: jax.Array,
     every: int | None,
-    ordered: bool = False,
+    is_local: bool = False,
 ) -> Observed:
     """Returns the telemetry after one more step.
 
@@ -109,7 +109,7 @@ def observed(
         max_abs: their largest finite element, if it was measured.
         loss_scale: the scale of the step's loss.
         every: as for `at_first`.
-        ordered: as for `measure`.
+        is_local: as for `measure`.
     """
     info = before.info
     step = info.applied_steps + info.skipped_steps
@@ -122,7 +122,7 @@ def observed(
             due = jnp.ones_like(due)
         largest = lax.cond(
             due,
-            lambda: measure(["max_abs"], grads, finite, scale=scale, ordered=ordered)["max_abs"],
+            lambda: measure(["max_abs"], grads, finite, scale=scale, is_local=is_local)["max_abs"],
             lambda: jnp.float32(jnp.nan),
         )
     largest = jnp.where(~finite & (largest == 0), jnp.nan, largest)
@@ -159,7 +159,7 @@ def observed(
         choice = jnp.where(finite, jnp.where(due, 2, 0), 1)
         return lax.switch(choice, [lambda: known, causes, exponents])
 
-    reader = Reader(ordered=on_one_device(ordered, jax.tree.leaves(grads)))
+    reader = Reader(is_local=on_one_device(is_local, jax.tree.leaves(grads)))
     causes, exponents = reader.per_platform(look)
     if before.exponents is not None and exponents is not None:
         lowest = lowest_overflow(before.exponents.overflowed, new.loss_scale, finite)

@@ -178,13 +178,13 @@ def varying_like(tree: Tree, arrays: Iterable[ArrayLike]) -> Tree:
 
 
 def varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """Inside `jax.shard_map`: an array with a type that a collective over these axes accepts, so
-    one that does not vary along some of them only."""
+    """Inside `jax.shard_map`: an array that varies along some of these axes is made to vary along
+    all of them, as a collective over them asks for."""
     alike = tuple(set(axes) - varying_axes(x))
     return lax.pcast(x, alike, to="varying") if varying_axes(x) and alike else x
 
 
-def everywhere(flag: jax.Array) -> jax.Array:
+def on_all_devices(flag: jax.Array) -> jax.Array:
     """Whether a flag is True on all devices of the `jax.shard_map` around the caller."""
     axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     return lax.pmin(varying(flag.astype(jnp.int32), axes), axes) > 0 if axes else flag

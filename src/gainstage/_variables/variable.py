@@ -1,4 +1,4 @@
-"""A mutable box for one array; a leaf of every pytree."""
+"""A mutable box for one array."""
 
 import itertools
 import threading
@@ -19,7 +19,8 @@ from gainstage._variables.operators import Operators
 
 
 class Variable(Operators):
-    """A named box for one `jax.Array` whose shape, dtype and sharding never change.
+    """A named box for one `jax.Array` whose shape and dtype never change. Nor does its sharding,
+    unless `build` of an optimizer with a mesh places it there.
 
     A function that reads and assigns variables becomes pure when values are *bound* to them
     (`gainstage.functional`). Only then may a variable hold traced values. During an optimizer's
@@ -175,7 +176,7 @@ class Variable(Operators):
 
     @property
     def sharding(self) -> Sharding:
-        """The sharding, which never changes."""
+        """The sharding, which each new value gets."""
         return self._sharding or self._value.sharding
 
     def _assignable(self, value: "npt.ArrayLike | Variable") -> jax.Array:

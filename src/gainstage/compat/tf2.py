@@ -124,10 +124,10 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         return [*super().__dir__(), *inner]
 
     def _get_option(self, name: str) -> Any:
-        return self._inner._get_option(name)
+        return getattr(self._inner, name)
 
     def _set_option(self, name: str, value: object) -> None:
-        self._inner._set_option(name, value)
+        setattr(self._inner, name, value)
 
     def _is_of_inner(self, name: str) -> bool:
         """Whether an attribute is an argument of the inner optimizer, and not of the wrapper."""

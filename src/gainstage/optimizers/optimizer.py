@@ -519,7 +519,7 @@ class Optimizer(Configurable, Arguments, Saved):
         loss: Scalar | None = None,
         apply_if: Flag | None = None,
     ) -> None:
-        """Takes a step: one compiled program, without a transfer to the host.
+        """Takes a step: one program, compiled unless `jit_compile=False`, for which nothing waits.
 
         The program donates the weights; an array that `value()` has returned is copied first.
 

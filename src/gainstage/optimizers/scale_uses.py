@@ -70,7 +70,9 @@ class ScaleUses:
         fixed: whether the scale never changes, so that it may be read once for all steps.
     """
 
-    has_scaled: bool = False  # whether the user has multiplied a loss by it, or read it in a trace
+    # Whether the user has multiplied a loss by it, or read it in a trace, or once if it is fixed.
+    has_scaled: bool = False
+    _told = False  # that no loss was multiplied by it
     _was_read = False  # eagerly, since the last `apply`: perhaps to multiply by it
     _scaled: weakref.ref[Any] | None = None  # the last loss that was multiplied
     _tangent: weakref.ref[Any] | None = None  # its derivative, where it is differentiated
@@ -82,7 +84,7 @@ class ScaleUses:
         self._stale = StaleReads(name, IN_STATE)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_name", "_fixed", "_stale", "has_scaled")
+        kept = ("_name", "_fixed", "_stale", "has_scaled", "_told")
         return {name: getattr(self, name) for name in kept}
 
     def read(self, value: Any) -> None:
@@ -130,9 +132,9 @@ class ScaleUses:
     def check_scaled(self) -> None:
         """Warns, once, of an `apply` whose gradients cannot be scaled."""
         self._was_read, was_read = False, self._was_read
-        if was_read or self.has_scaled:
+        if was_read or self.has_scaled or self._told:
             return
-        self.has_scaled = True
+        self._told = True
         warn(
             f"`apply` of {self._name!r} divides gradients by the loss scale, but no loss was "
             f"multiplied by it: use `minimize`, or differentiate `optimizer.scale_loss(loss)`."

@@ -302,7 +302,7 @@ def as_rule(name: str, value: object, others: Collection[str] = ()) -> LossScale
     return rule
 
 
-KERAS_FLOOR = 2.0**-24  # the lowest scale where others have none: float16 keeps little of it
+KERAS_FLOOR = 2.0**-24  # the lowest scale of rules that have none in Keras and TensorFlow
 
 
 def keras_rule(initial_scale: float, growth_steps: int) -> DynamicLossScale:

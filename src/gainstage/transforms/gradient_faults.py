@@ -361,7 +361,7 @@ def _of_one_trace(scale: Any, other: Any) -> bool:
 
 
 def forget_scales() -> None:
-    """Forgets all scales, as in a new process."""
+    """Forgets all scales, and what was done with them."""
     _SCALES.clear()
     _UNKNOWN.clear()
     UPDATED.clear()

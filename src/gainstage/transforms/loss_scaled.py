@@ -176,9 +176,9 @@ class ScaledTransformation:
         checks.transformation("tx", tx)
         self._tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
         telemetry, every = check_telemetry(telemetry, underflow_every)
-        self._scaling = ScaledStep(self.rule, telemetry, every, unscaled=True, clip=clip)
+        self._scaling = ScaledStep(self.rule, telemetry, every, clip=clip)
         self._sums_in = sums_in
-        self._watches = self.rule != FixedLossScale(1.0)  # it changes nothing, as its user knows
+        self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
         self._told = set[str]()  # the warnings that were given
         self._repeats, self._eager = Repeats(SAME_STATE, name="tx.update"), Eager()
 

@@ -21,7 +21,7 @@ NOT_PARAMETERS = (
     "These parameters carry a loss scale beside them: pass them to gainstage.self_scaled(loss_fn), "
     "or take `.params`."
 )
-IS_SCALE = "is_loss_scale"  # the metadata of that variable
+IS_SCALE = "is_loss_scale"  # the metadata of the variable that is a loss scale
 
 
 class Carrier(abc.ABC):

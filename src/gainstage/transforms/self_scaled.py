@@ -18,7 +18,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.float8_states import places_of_counts
 from gainstage._scaling.retry_loop import BACKOFF, Tried, try_again
-from gainstage._variables.sharding import everywhere, varying_like
+from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.gradient_faults import note_self_scaled
 from gainstage.transforms.retrace import traced
@@ -180,7 +180,7 @@ def _with_own_scale(
             true = [g if i in counts else t for i, g, t in zip(chosen, grads, true, strict=True)]
             # A lower scale mends no non-finite loss.
             overflowed = ~all_finite(true) & jnp.isfinite(results[0])
-            return everywhere(~overflowed), results, true
+            return on_all_devices(~overflowed), results, true
 
         def tried(scale: jax.Array) -> Tried:
             finite, *found = at(scale, values)

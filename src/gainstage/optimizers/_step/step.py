@@ -188,12 +188,13 @@ class StepState(NamedTuple):
     """All that a step reads and changes, as arrays or as variables."""
 
     weights: list[Any]
-    microbatches: Any  # the number of steps, of which several may make one update
+    # The number of steps, of which several may make one update; without those of dropped windows.
+    microbatches: Any
     rate: Any  # None for a callable
     averages: list[Any]
     accumulators: list[Any]
     masters: list[Any]  # None for a weight without a master copy
-    window_count: Any  # the window count, None if there is none
+    window_count: Any  # finite microbatches of the open window; None where they are not counted
     slots: list[Any]
 
 

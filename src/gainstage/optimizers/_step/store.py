@@ -177,7 +177,7 @@ class Store:
         self.changed()
 
     def changed(self, name: str = "", old: object = None, new: object = None) -> None:
-        """Marks compiled steps as outdated, after an attribute was set."""
+        """Notes that an attribute was set: compiled steps are outdated, or a trace has set it."""
         if self.microbatches._is_bound:
             self.traced.note(name, old, new)
         elif not name.startswith("_"):
