@@ -107,6 +107,8 @@ def test_the_log_tells_scale_and_skips():
         fit = model.fit(x, y, 16, 2, verbose=0, shuffle=False, callbacks=[LogLossScale()])
         assert fit.history["skipped_steps"] == [2, 4]
         assert fit.history["loss_scale"] == [2.0**8, 2.0**6]
+        again = model.fit(x, y, 16, 1, verbose=0, shuffle=False, callbacks=[LogLossScale()])
+        assert again.history["skipped_steps"] == [2]  # those of this fit
 
 
 def test_averages_replace_the_weights_once_there_are_some():

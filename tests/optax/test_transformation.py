@@ -1182,3 +1182,15 @@ def test_losses_of_two_threads_are_told_apart():
     with pytest.raises(ValueError, match="what scale_loss has multiplied"):
         gs.value_and_grad(second, states[1])(jnp.float32(1.0))
     assert not other.is_alive()
+
+
+def test_integer_parameters_are_added_to():
+    """`apply_updates` adds an integer update to an integer parameter, as optax does; a skipped step
+    leaves it alone."""
+    params = {"w": jnp.ones(2), "count": jnp.array([5, 7])}
+    updates = {"w": jnp.ones(2), "count": jnp.array([2, -3])}
+    state = gs.loss_scaled(optax.sgd(0.1)).init({"w": params["w"]})
+    new = gs.apply_updates(params, updates, state)
+    assert (new["count"].tolist(), new["count"].dtype) == ([7, 4], params["count"].dtype)
+    kept = gs.apply_updates(params, updates, state._replace(applied=jnp.array(False)))
+    assert kept["count"].tolist() == [5, 7]

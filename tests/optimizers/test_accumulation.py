@@ -304,3 +304,19 @@ def test_a_skipped_microbatch_does_not_count():
     for gradient in (2.0, np.nan, 4.0, np.inf, 6.0, 8.0):
         opt.apply([gradient * opt.loss_scale], [w])
     assert (float(w), int(opt.iterations)) == (-3.0 - 7.0, 2)
+
+
+@pytest.mark.parametrize("large", [1e30, -1e37])
+def test_large_sums_are_clipped_not_skipped(large):
+    """A window whose sum is finite, although its square is not, is an update of the norm that clips
+    it; one whose sum overflows is skipped."""
+    w = gs.Variable([1.0, 1.0])
+    inner = gs.SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=1.0)
+    opt = gs.LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0), telemetry=True)
+    for _ in range(2):
+        opt.apply([np.array([large, 0.0], np.float32)], [w])
+        assert bool(gs.step_was_applied(opt))
+    np.testing.assert_allclose(w.numpy(), [1 - np.sign(large), 1.0], rtol=1e-6)
+    for _ in range(2):
+        opt.apply([np.array([3e38, 0.0], np.float32)], [w])
+    assert not bool(gs.step_was_applied(opt))

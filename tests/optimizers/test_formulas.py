@@ -95,3 +95,24 @@ def test_twins_in_optax(name):
         params = optax.apply_updates(params, updates)
     for a, b in zip(variables, params, strict=True):
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gs.Adam(0.1, epsilon=0.0),
+        lambda: gs.RMSprop(0.1, epsilon=0.0),
+        lambda: gs.Adagrad(0.1, initial_accumulator_value=0.0, epsilon=0.0),
+    ],
+    ids=["Adam", "RMSprop", "Adagrad"],
+)
+def test_a_large_gradient_counts_in_full(make):
+    """Gradients of 2**40, whose squares are finite in float32, are not clipped: the steps are those
+    of the same gradients divided by 2**40."""
+    moved = []
+    for scale in (1.0, 2.0**40):
+        w, opt = gs.Variable([0.0]), make()
+        for gradient in (1.0, 2.0**-10, -0.5):
+            opt.apply([np.array([gradient * scale], np.float32)], [w])
+        moved.append(w.numpy())
+    np.testing.assert_allclose(moved[1], moved[0], rtol=1e-5)

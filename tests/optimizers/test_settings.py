@@ -256,3 +256,15 @@ def test_a_schedule_that_is_changed_between_steps_is_obeyed(wrap):
     opt.minimize(lambda: -w, [w])
     opt.minimize(lambda: -w, [w])
     assert (float(w), schedule.calls) == (3.0 + 8.0 + 10.0, 3)
+
+
+def test_an_optimizer_that_gets_no_options_has_those_that_are_documented():
+    """Steps are compiled, nothing decays, is clipped, averaged or accumulated, no copy is kept."""
+    opt = gs.SGD()
+    off = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "ema_overwrite_frequency")
+    off += ("loss_scale_factor", "gradient_accumulation_steps", "mesh")
+    assert [getattr(opt, name) for name in off] == [None] * len(off)
+    on = (opt.jit_compile, opt.use_ema, opt.master_weights, opt.ema_momentum, opt.on_bad_microbatch)
+    assert on == (True, False, False, 0.99, "extend")
+    assert (opt.momentum, opt.nesterov) == (0.0, False)
+    assert opt.get_config()["learning_rate"] == 0.01

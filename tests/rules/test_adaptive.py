@@ -259,3 +259,11 @@ def test_wrong_settings():
     assert gs.AdaptiveLossScale.from_config(rule.get_config()) == rule
     opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=rule)
     assert gs.LossScaleOptimizer.from_config(opt.get_config()).rule == rule
+
+
+def test_the_largest_number_may_be_small():
+    """A format whose largest number is below 1 is one too: the scale keeps gradients below it."""
+    rule = gs.AdaptiveLossScale(largest_number=0.5, initial_loss_scale=1.0)
+    assert rule.largest_number == 0.5
+    with pytest.raises(ValueError, match="largest_number"):
+        gs.AdaptiveLossScale(largest_number=0.0)

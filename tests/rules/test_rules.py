@@ -541,3 +541,34 @@ def test_training_goes_on_after_a_storm_of_bad_batches():
         runs.append(var.numpy())
     np.testing.assert_array_equal(*runs)
     assert float(opt.loss_scale) == 2.0**-24
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutAScale(gs.LossScale):
+    """A rule whose state is a NamedTuple of something else."""
+
+    def init(self):
+        return NamedTuple("Count", [("steps", jax.Array)])(jnp.int32(0))
+
+    def update(self, state, finite):
+        return state
+
+
+def test_a_rule_without_a_scale_is_refused():
+    """The first state of a rule has a `scale`, or both faces say what they expect."""
+    for make in (
+        lambda: gs.LossScaleOptimizer(gs.SGD(0.1), rule=WithoutAScale()),
+        lambda: gs.loss_scaled(optax.sgd(0.1), WithoutAScale()).init(jnp.ones(2)),
+    ):
+        with pytest.raises(TypeError, match="scale"):
+            make()
+
+
+def test_keras_scale_falls_to_the_smallest_of_float16():
+    """`LossScaleOptimizer` halves its scale down to 2**-24, the smallest number of float16."""
+    w, opt = gs.Variable([1.0]), gs.LossScaleOptimizer(gs.SGD(0.1), initial_scale=2.0**-22)
+    scales = []
+    for _ in range(4):
+        opt.apply([np.array([np.inf], np.float32)], [w])
+        scales.append(float(opt.loss_scale))
+    assert scales == [2.0**-23, 2.0**-24, 2.0**-24, 2.0**-24]
