@@ -33,7 +33,7 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
         )
         if found:
             remedy = "One loss has one scale: loss_scaled(optax.multi_transform(...))."
-        inside = jax.tree.structure(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+        inside = jax.tree.structure(opt_state, is_leaf=_is_state)
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
             f"got {len(found)}. {remedy} It was a {type(opt_state).__name__} of {brief(inside)}."
@@ -128,8 +128,8 @@ def observed_in(opt_state: OptState) -> Observed:
 
 def states_in(tree: PyTree) -> list[LossScaledState]:
     """All states of `loss_scaled` inside an optax state."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
-    return [node for node in nodes if isinstance(node, LossScaledState)]
+    nodes = jax.tree.leaves(tree, is_leaf=_is_state)
+    return [node for node in nodes if _is_state(node)]
 
 
 def retried(opt_state: OptState) -> OptState:
@@ -164,10 +164,13 @@ def _with_states(
 ) -> OptState:
     """An optax state with `changed` applied to each state of `loss_scaled` in it."""
 
-    def one(node: OptState) -> OptState:
-        return changed(node) if isinstance(node, LossScaledState) else node
+    return jax.tree.map(
+        lambda node: changed(node) if _is_state(node) else node, opt_state, is_leaf=_is_state
+    )
 
-    return jax.tree.map(one, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+
+def _is_state(node: object) -> bool:
+    return isinstance(node, LossScaledState)
 
 
 class StepScalars(NamedTuple):
@@ -183,30 +186,25 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
     that donates the first leaves the second readable."""
     scalars = list[StepScalars]()
 
-    def split(node: OptState) -> OptState:
-        if not isinstance(node, LossScaledState):
-            return node
-        stats = node.observed
-        scalars.append(StepScalars(node.loss_scale, node.applied, stats and stats.info))
-        return node._replace(
-            loss_scale=None, applied=None, observed=stats and stats._replace(info=None)
-        )
+    def split(state: LossScaledState) -> LossScaledState:
+        stats = state.observed
+        scalars.append(StepScalars(state.loss_scale, state.applied, stats and stats.info))
+        stats = stats and stats._replace(info=None)
+        return state._replace(loss_scale=None, applied=None, observed=stats)
 
-    return jax.tree.map(split, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState)), scalars
+    return _with_states(split, opt_state), scalars
 
 
 def with_scalars(opt_state: OptState, scalars: list[StepScalars]) -> OptState:
     """The optax state that `without_scalars` has split."""
     each = iter(scalars)
 
-    def join(node: OptState) -> OptState:
-        if not isinstance(node, LossScaledState):
-            return node
-        own, stats = next(each), node.observed
+    def join(state: LossScaledState) -> LossScaledState:
+        own, stats = next(each), state.observed
         stats = stats and stats._replace(info=own.info)
-        return node._replace(loss_scale=own.rule_state, applied=own.applied, observed=stats)
+        return state._replace(loss_scale=own.rule_state, applied=own.applied, observed=stats)
 
-    return jax.tree.map(join, opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+    return _with_states(join, opt_state)
 
 
 def _unboxed(state: LossScaledState) -> LossScaledState:
