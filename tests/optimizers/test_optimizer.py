@@ -910,3 +910,24 @@ def test_float16_gradients_are_clipped_by_a_float32_norm():
     peer = optax.clip_by_global_norm(1.0)
     updates, _ = peer.update(grads, peer.init(params), params)
     fails(optax, not np.asarray(updates).any())
+
+
+def test_a_master_copy_starts_as_its_weight():
+    """After `build` the float32 copy of a half-precision weight is that weight, to look at and to
+    save."""
+    w = gs.Variable(np.array([3.0, -0.5], np.float16))
+    opt = gs.SGD(0.5, master_weights=True)
+    opt.build([w])
+    (master,) = [v for v in opt.variables if v.name.endswith("_master")]
+    assert (master.numpy().tolist(), master.dtype) == ([3.0, -0.5], np.float32)
+
+
+@pytest.mark.parametrize(
+    "grads", [np.ones(2, np.float32), "ab", {"w": 1.0}, gs.Variable([1.0, 2.0])]
+)
+def test_gradients_that_are_no_list_are_refused(grads):
+    """One array, a string, a dictionary or a variable is not taken for a list of gradients."""
+    variables = [gs.Variable(1.0), gs.Variable(1.0)]
+    with pytest.raises(TypeError, match="Expected a list of arrays for grads"):
+        gs.SGD(0.5).apply(grads, variables)
+    assert [float(v) for v in variables] == [1.0, 1.0]
