@@ -257,3 +257,25 @@ def test_only_a_cpu_takes_a_conditional(options):
         operands = re.findall(r"stablehlo.(?:case|if)\"\((%\w+)\)", main)
         bools = [x for x in operands if re.search(rf"\n +{x} = .*tensor<i1>", main)]
         assert len(bools) == count, platform
+
+
+@pytest.mark.parametrize("scale", [2.0**-10, 1.0, 2.0**15])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_gpu_decides_as_a_cpu(monkeypatch, scale, count):
+    """What is compiled for a GPU applies the same steps: its code runs here on a CPU. The true
+    gradients decide, not the scaled ones."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    for bad in (None, *range(count)):
+        for value in (np.nan, -np.inf, 1e36, 3e38):
+            variables = [gs.Variable(np.zeros((n + 52, 80), np.float32)) for n in range(count)]
+            opt = gs.LossScaleOptimizer(gs.SGD(1.0), rule=gs.FixedLossScale(scale))
+            grads = [np.full(v.shape, scale, np.float32) for v in variables]
+            if bad is not None:
+                grads[bad][-1, -1] = value
+            with np.errstate(over="ignore"):
+                true = [g / np.float32(scale) for g in grads]
+            opt.apply(grads, variables)
+            finite = all(np.isfinite(g).all() for g in true)
+            moved = [-g if finite else np.zeros_like(g) for g in true]
+            for variable, expected in zip(variables, moved, strict=True):
+                np.testing.assert_array_equal(variable.numpy(), expected)
