@@ -320,3 +320,16 @@ def test_large_sums_are_clipped_not_skipped(large):
     for _ in range(2):
         opt.apply([np.array([3e38, 0.0], np.float32)], [w])
     assert not bool(gs.step_was_applied(opt))
+
+
+def test_what_a_rule_measures_is_kept_within_a_window_only():
+    """A rule that measures has variables for it if it is updated between windows; else none."""
+    for options, kept in (
+        ({}, 0),
+        ({"gradient_accumulation_steps": 2}, 0),
+        ({"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}, 3),
+    ):
+        w = gs.Variable([1.0])
+        opt = gs.LossScaleOptimizer(gs.SGD(0.1, **options), rule=gs.AdaptiveLossScale())
+        opt.build([w])
+        assert sum("/window_" in v.name for v in opt.variables) == kept

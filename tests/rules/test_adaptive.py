@@ -50,6 +50,24 @@ def test_it_is_what_its_description_says(number):
     assert ((found >= rule.min_scale) & (found <= rule.max_scale)).all()
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["from the start", "after a good step"])
+def test_a_long_run_of_overflows_is_what_its_description_says(known):
+    """In 900 overflows in a row, each retry looks deeper than the one before, up to its bound."""
+    rule = gs.AdaptiveLossScale(initial_loss_scale=2.0**126, min_scale=2.0**-126)
+    machine, largest = AdaptiveAutomaton(rule), np.float32(2.0**-120)
+    finite = jnp.zeros(900, bool).at[0].set(known)
+
+    def step(state, finite):
+        seen = {"max_abs": largest, "any_nan": jnp.array(False), "loss": jnp.float32(1.0)}
+        state = rule.update(state, finite, **seen)
+        return state, state.scale
+
+    found = np.asarray(jax.lax.scan(step, rule.init(), finite)[1])
+    expected = [machine.step(bool(x), largest, False, 1.0) for x in finite]
+    np.testing.assert_array_equal(found, np.asarray(expected, np.float32))
+    assert len(set(expected)) > 10
+
+
 def train(rule, factor, steps, spoiled=(), known=True):
     """SGD on a small float16 network, whose gradients are about `factor`; which steps skip."""
     w = gs.Variable(np.linspace(0.5, 1.5, 16, dtype=np.float32))
