@@ -826,6 +826,20 @@ def test_a_fit_without_a_step_says_so_once():
     model.fit(x * np.nan, y, batch_size=2, verbose=0)  # told already
 
 
+def test_a_fit_of_fifteen_bad_batches_may_be_a_search():
+    """A scale that fell by 2**15 may have been too high; by 2**16 it is said that nothing moved."""
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    x, y = np.ones((32, 2), "float32"), np.ones((32, 1), "float32")
+    model.fit(x, y, batch_size=2, verbose=0)
+    model.fit(x[:30] * np.nan, y[:30], batch_size=2, verbose=0)  # warnings are errors
+    assert float(model.optimizer.dynamic_scale.value) == 2.0**0
+    model.optimizer.dynamic_scale.assign(2.0**15)
+    model.fit(x, y, batch_size=2, verbose=0)
+    with pytest.warns(UserWarning, match=r"No step since the last fit.*fallen to 2\^-1\."):
+        model.fit(x * np.nan, y, batch_size=2, verbose=0)
+
+
 DEAD = "No step since the last fit was applied, "
 
 

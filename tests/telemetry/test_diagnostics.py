@@ -710,6 +710,19 @@ def test_tensorboard_has_every_number(tmp_path):
     assert values == {(3, f"train/{name}"): value for name, value in wanted.items()}
 
 
+def test_tensorboard_writes_every_50_steps(tmp_path):
+    """Unless it is told otherwise, so the host reads numbers of the device once in 50 steps."""
+    pytest.importorskip("tensorboardX")
+    from gainstage.interop.tensorboard import TensorBoard
+
+    board, written = TensorBoard(tmp_path), []
+    for step in range(100):
+        board.write(step, loss=float(step))
+        written.append(len(events(tmp_path)) if any(tmp_path.iterdir()) else 0)
+    assert [written[step] for step in (0, 48, 49, 98, 99)] == [0, 0, 50, 50, 100]
+    board.close()
+
+
 def test_tensorboard_loses_no_number_to_a_full_disk(tmp_path):
     """After failed writes a second event file has what the first could not take."""
     pytest.importorskip("tensorboardX")
