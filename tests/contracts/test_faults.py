@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gainstage._scaling.scaled_step import Select
+from gainstage._scaling.scaled_step import Select, Taken
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
@@ -53,13 +53,13 @@ def test_the_measured_scale_is_got_back_after_a_storm():
 
 
 def lets_everything_in(self, applies, counts, update, state):
-    return *update(state), applies
+    return Taken(*update(state), applies)
 
 
 def changes_what_it_skips(self, applies, counts, update, state):
-    result, state, applied = original(self, applies, counts, update, state)
-    first, *others = state.weights
-    return result, state._replace(weights=[first + 2.0**-6, *others]), applied
+    taken = original(self, applies, counts, update, state)
+    first, *others = taken.state.weights
+    return taken._replace(state=taken.state._replace(weights=[first + 2.0**-6, *others]))
 
 
 original = Select.take
