@@ -37,7 +37,7 @@ def step_was_applied(opt_or_state: OptState) -> jax.Array:
 
 
 def _decision(opt_or_state: OptState, caller: str) -> jax.Array:
-    """As `step_was_applied`, with a warning if an update has taken the state already."""
+    """As `step_was_applied`; warns of a state that `update` got, not the one that it returned."""
     applied = applied_in(opt_or_state)
     _check_that_it_is_new(applied, caller)
     return applied.value() if isinstance(applied, Variable) else jnp.asarray(applied)

@@ -116,7 +116,7 @@ def train_step(
 
     It computes the same as a loop over `value_and_grad`, `tx.update` and `apply_updates`, but
     faster: gradients are unscaled where they are used, and stored once. If an argument is on a
-    mesh, parameters and state keep their shardings. Those on no chosen device are replicated.
+    mesh, parameters and state keep their shardings, and those without one are replicated.
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
@@ -133,8 +133,8 @@ def train_step(
         retries: the largest number of times that a step with a non-finite gradient is taken again
             with the same batch, >= 0, at the scale that the rule has lowered. There is no retry if
             the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
-            that after one skipped step. The telemetry counts `retried_steps`. Nothing else is kept
-            for a retry. With retries, the host reads one bit at each step on a GPU.
+            that after one skipped step. The telemetry counts `retried_steps`. No copy of parameters
+            or batch is made for it. With retries, the host reads one bit at each step on a GPU.
 
     Returns:
         A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`,
