@@ -307,7 +307,7 @@ values = st.none() | st.floats() | st.integers() | st.text()
 values |= st.dictionaries(st.text(), st.just(KNOWN) | st.dictionaries(st.just("inf"), values))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(st.text() | st.lists(st.dictionaries(st.sampled_from(["step", "a", "tensors"]), values)).map(
        lambda records: "\n".join(map(json.dumps, records))))  # fmt: skip
 def test_any_file_is_read_or_refused(tmp_path_factory, text):
@@ -463,7 +463,7 @@ finite_or_not = st.floats() | st.sampled_from([1.0, 2.0**15, 1.7e308, -1.7e308, 
 known = {k: st.integers() for k in KNOWN} | {k: finite_or_not for k in SHARES}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(*[finite_or_not] * 4), min_size=1, max_size=12),
     st.lists(st.integers(0, 2**63 - 1), min_size=12, max_size=12, unique=True),

@@ -74,7 +74,7 @@ def over_time(few):
     return 2.0 ** np.repeat(few, math.ceil(STEPS / len(few)))[:STEPS]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(pairs, exponents, st.integers(0, 2**32 - 1))
 def test_what_the_steps_tell_is_what_another_rule_meets(pair, few, seed):
     """Whatever the limits are, however they change: as long as the steps themselves tell what
@@ -94,7 +94,7 @@ def test_what_the_steps_tell_is_what_another_rule_meets(pair, few, seed):
     np.testing.assert_array_equal(outcome.skips[told], (outcome.scales > limits)[told])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(pairs, st.integers(-4, 24), st.booleans())
 def test_where_the_limit_is_constant_only_presumptions_err(pair, exponent, measured):
     """If all steps overflow above one scale, the steps around tell of it what they know: replay
@@ -113,7 +113,7 @@ def test_where_the_limit_is_constant_only_presumptions_err(pair, exponent, measu
         np.testing.assert_array_equal(outcome.scales[:sure], rerun.get("loss_scale")[:sure])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.sampled_from(RULES), exponents, st.integers(0, 2**32 - 1))
 def test_the_rule_that_recorded_does_it_again(rule, few, seed):
     """Replayed on its own record every rule takes exactly the recorded scales, and nothing of it
@@ -347,7 +347,7 @@ def test_steps_that_are_missing():
         replay(Run(np.arange(3), {"loss": np.ones(3)}))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.floats(), st.floats(), st.floats(), st.floats(), st.floats()),
                 min_size=30, max_size=30))  # fmt: skip
 def test_any_numbers_are_replayed_or_refused(rows):
