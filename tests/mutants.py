@@ -141,7 +141,7 @@ def mutants_of(path: str) -> Iterator[Mutant]:
 
 
 def sample(count: int) -> dict[str, list[Mutant]]:
-    """A fixed choice of mutants for each part of the source, of lines that some test runs."""
+    """A fixed choice of mutants for each part of the source."""
     chosen, chance, taken = {}, random.Random(SEED), set[str]()
     for part, (rooms, share, _) in PARTS.items():
         paths = sorted(p.relative_to(SRC).as_posix() for p in SRC.rglob("*.py"))
@@ -152,8 +152,8 @@ def sample(count: int) -> dict[str, list[Mutant]]:
     return chosen
 
 
-def tests_by_line() -> tuple[dict[tuple[str, int], list[str]], dict[str, int]]:
-    """The tests that run each line, and how many lines each test runs."""
+def tests_by_line() -> dict[tuple[str, int], list[str]]:
+    """The tests that run each line, those that run the fewest lines first."""
     base = sqlite3.connect(COVERAGE)
     contexts = dict(base.execute("select id, context from context"))
     files = dict(base.execute("select id, path from file"))
@@ -168,7 +168,7 @@ def tests_by_line() -> tuple[dict[tuple[str, int], list[str]], dict[str, int]]:
         length[test] += len(numbers)
         for number in numbers:
             rows[path, number].add(test)
-    return {line: sorted(tests, key=lambda t: length[t]) for line, tests in rows.items()}, length
+    return {line: sorted(tests, key=lambda t: length[t]) for line, tests in rows.items()}
 
 
 def tests_of(mutant: Mutant, by_line: dict[tuple[str, int], list[str]]) -> list[str]:
@@ -185,7 +185,7 @@ def tests_of(mutant: Mutant, by_line: dict[tuple[str, int], list[str]]) -> list[
 
 
 def tried(mutant: Mutant, tests: list[str], tree: Path) -> str:
-    """ "killed", or "alive", of a mutant in a copy of the tree."""
+    """What becomes of a mutant in a copy of the tree: "killed", "alive" or "timed out"."""
     file = tree / "src" / "gainstage" / mutant.path
     before = file.read_bytes()
     file.write_bytes(before[: mutant.start] + mutant.new.encode() + before[mutant.end :])
@@ -219,7 +219,7 @@ def read() -> dict[str, dict[str, str]]:
 
 def try_all(count: int, workers: int, again: bool) -> None:
     """Tries the mutants of a sample that were not tried yet, or all but the equivalent `again`."""
-    results, (by_line, _) = read(), tests_by_line()
+    results, by_line = read(), tests_by_line()
     if again:
         results = {k: r for k, r in results.items() if r["verdict"] == "equivalent"}
     todo = [(part, m) for part, some in sample(count).items() for m in some if m.key not in results]

@@ -1,4 +1,4 @@
-"""Named arrays, where they lie, and the bridge from code that assigns them to pure functions.
+"""Named arrays, where they lie, and how code that assigns to them becomes a pure function.
 
 Any room above may import all of it; most need `bridge` and `Variable`.
 """
