@@ -82,3 +82,8 @@ def owned(value: npt.ArrayLike) -> npt.ArrayLike:
 def is_key(leaf: object) -> bool:
     """Whether a leaf is an array of typed random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def leaves_and_none(tree: Any) -> list[Any]:
+    """The leaves of a pytree, with None as a leaf."""
+    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)

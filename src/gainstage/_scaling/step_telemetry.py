@@ -21,7 +21,6 @@ from gainstage._scaling.finite_check import Reader, fold
 from gainstage._scaling.measures import measure
 from gainstage._variables.bridge import compiled_if_eager
 from gainstage._variables.sharding import on_one_device
-from gainstage._variables.types import PyTree
 
 LOOK = 17  # applied steps between measurements of `max_abs`; prime, so that tasks take turns
 
@@ -175,11 +174,6 @@ def check_telemetry(telemetry: bool, underflow_every: int | None) -> tuple[bool,
     if not telemetry:
         raise ValueError(f"Expected telemetry=True for underflow_every={underflow_every!r}.")
     return telemetry, checks.integer("underflow_every", underflow_every, low=1)
-
-
-def leaves_and_none(tree: PyTree) -> list[Any]:
-    """The leaves of a tree, with None as a leaf."""
-    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
 def _more_causes(

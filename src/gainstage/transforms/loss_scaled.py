@@ -12,11 +12,12 @@ from jax.dtypes import float0
 
 from gainstage._base import checks
 from gainstage._base._jax import Tracer
+from gainstage._base.arrays import leaves_and_none
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import FRESH, SAME_STATE, Eager, Repeats
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
-from gainstage._scaling.step_telemetry import check_telemetry, leaves_and_none
+from gainstage._scaling.step_telemetry import check_telemetry
 from gainstage._variables.sharding import (
     on_mesh,
     replicated_like,

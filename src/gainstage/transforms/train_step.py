@@ -10,13 +10,12 @@ import optax
 from jax.stages import Wrapped
 
 from gainstage._base import checks
-from gainstage._base.arrays import ARRAYS, Static
+from gainstage._base.arrays import ARRAYS, Static, leaves_and_none
 from gainstage._base.buffers import unshared
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
 from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
-from gainstage._scaling.step_telemetry import leaves_and_none
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     Shardings,
@@ -350,8 +349,7 @@ class TrainStep(Generic[Params, P, *More]):
         trainable = models.chosen(params, grads)
         self._told = self._told or warned_of_sums(loss, trainable)
         if shardings and divides:
-            each = dict(zip(map(id, arrays), shardings, strict=True))
-            found = [each.get(id(x)) for x in leaves_and_none(trainable)]
+            found = leaves_and_none(models.chosen(model.combine(shardings), grads))
             if None not in found:
                 extra["param_shardings"] = found
                 if not all(sharding.is_fully_replicated for sharding in shardings):
