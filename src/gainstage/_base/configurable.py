@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Self, TypeVar, cast, get_args
 
 from gainstage._base.checks import InvalidArgumentError
 
-# They decide how a step runs, not what it computes: not part of a configuration.
-_LEFT_OUT = ("jit_compile", "mesh", "shard_state_over")
 # The errors of constructors for arguments from a damaged file.
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,6 +48,8 @@ class Configurable:
     says so with `_is_base`, and no configuration names it.
     """
 
+    # Arguments that decide how an object computes, not what: they are not in its configuration.
+    _left_out: ClassVar[Sequence[str]] = ()
     __signature__: ClassVar[inspect.Signature]
     _keywords: ClassVar[Sequence[inspect.Parameter]] = ()  # what `**options` of a first class takes
     _given: set[str]  # arguments that the caller passed; None means the default, so it is omitted
@@ -74,7 +74,7 @@ class Configurable:
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments, JSON-serializable except for callables."""
-        names = [name for name in type(self).__signature__.parameters if name not in _LEFT_OUT]
+        names = [name for name in type(self).__signature__.parameters if name not in self._left_out]
         arguments = {name: self._argument(name) for name in names}
         return {name: value for name, value in arguments.items() if value is not _NOT_KEPT}
 
@@ -163,20 +163,6 @@ def explains_arguments(cls: type[Class]) -> type[Class]:
 
     untyped.__init__ = checked
     return cls
-
-
-def without_legacy(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of an optimizer without entries that only TensorFlow 2 wrote.
-
-    Raises:
-        ValueError: it has a `decay`, which only optimizers of TensorFlow 2 have.
-    """
-    if config.get("decay"):
-        raise ValueError(
-            f"Expected an optimizer without decay; got {config['decay']!r}. Give it "
-            f"learning_rate=InverseTimeDecay(learning_rate, 1, decay)."
-        )
-    return {k: v for k, v in config.items() if k not in ("is_legacy_optimizer", "decay")}
 
 
 def serialize(obj: Any) -> dict[str, Any]:

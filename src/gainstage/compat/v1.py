@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._base import checks
-from gainstage._base.checks import check_verbs
 from gainstage._variables.types import Values
 from gainstage._variables.variable import Variable, is_tracing
 from gainstage.compat.stateful_scale import (
@@ -29,6 +28,7 @@ from gainstage.optimizers._internals import check_built, check_step, share_scale
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import array_of_loss
 from gainstage.optimizers._step.store import ScalingWrapper
+from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.rules import loss_scale as rules
 
 __all__ = [

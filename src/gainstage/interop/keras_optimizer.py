@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from gainstage._base.checks import brief, check_verbs, overrides
+from gainstage._base.checks import brief
 from gainstage._base.configurable import deserialize, family, serialize
 from gainstage._base.signals import deferred_signals
 from gainstage._variables.bridge import functional
@@ -33,6 +33,7 @@ from gainstage.interop.keras_stale_copy import Original
 from gainstage.optimizers._internals import first_values, rate_of_step, store_of, update_one
 from gainstage.optimizers._step.options import Options
 from gainstage.optimizers._step.step import LearningRate
+from gainstage.optimizers._step.subclasses import check_verbs, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
@@ -85,8 +86,7 @@ class Stateless(keras.optimizers.Optimizer):
             if self._compiled is None or self._constants != self._frozen():
                 self._compiled, self._constants = jax.jit(partial(step)), self._frozen()
             step = self._compiled
-        values = [[v.value for v in variables] for variables in (self.variables, known)]
-        new = step(values[0], ordered, values[1])
+        new = step([v.value for v in self.variables], ordered, [v.value for v in known])
         with deferred_signals():
             for variables, results in zip((known, self.variables), new, strict=True):
                 for variable, value in zip(variables, results, strict=True):

@@ -6,11 +6,12 @@ from typing import Any
 import jax
 
 from gainstage._base import checks
-from gainstage._base.checks import InvalidArgumentError, check_verbs
+from gainstage._base.checks import InvalidArgumentError
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._internals import given_options, store_of
 from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OPTIONS
+from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying

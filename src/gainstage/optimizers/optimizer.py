@@ -11,8 +11,8 @@ from jax.typing import DTypeLike
 
 from gainstage._base import checks
 from gainstage._base.arrays import Devices, with_devices
-from gainstage._base.checks import brief, missing, overrides
-from gainstage._base.configurable import Configurable, deserialize, without_legacy
+from gainstage._base.checks import brief
+from gainstage._base.configurable import Configurable, deserialize
 from gainstage._scaling import gradients
 from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
@@ -25,10 +25,11 @@ from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.runner import Runner, by_place, check_bound, fitted, listed
-from gainstage.optimizers._step.saving import Saved, shown, wrong_count
+from gainstage.optimizers._step.saving import Saved, shown, without_legacy, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
 from gainstage.optimizers._step.step import OptimizerState, Step, StepInputs, StepOptions, StepState
 from gainstage.optimizers._step.store import Computed, Store
+from gainstage.optimizers._step.subclasses import missing, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.schedules import LearningRateSchedule
 
@@ -93,6 +94,7 @@ class Optimizer(Configurable, Arguments, Saved):
     """
 
     _keywords = all_options.PARAMETERS
+    _left_out = ("jit_compile", "mesh", "shard_state_over")
     _sums_losses = False  # whether a loss that is not a scalar is summed
 
     def __init__(

@@ -12,7 +12,7 @@ from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
 from gainstage._variables.bridge import assign, functional, read, write
 from gainstage._variables.types import Aux, Scalar
 from gainstage._variables.variable import is_tracing
-from gainstage.optimizers._step.differentiate import VarList
+from gainstage.optimizers._step.differentiate import VarList, selected
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules.loss_scale import FixedLossScale
 
@@ -127,14 +127,9 @@ class Retrying(Optimizer):
             start = Tried(first.helps, (first.result, read(variables)))
             _, ((result, applied), values) = try_again(start, once_more, retries)
             write(variables, values)
-            write(scales, _selected(applied, read(scales), after_one))
+            write(scales, selected([applied], read(scales), after_one))
             return result
         count, (result, applied) = try_again(first, again, retries)
         if count:
-            assign(scales, _selected(applied, read(scales), after_one))
+            assign(scales, selected([applied], read(scales), after_one))
         return result
-
-
-@jax.jit
-def _selected(applied: jax.Array, new: list[Any], old: list[Any]) -> list[jax.Array]:
-    return [jnp.where(applied, n, o) for n, o in zip(new, old, strict=True)]

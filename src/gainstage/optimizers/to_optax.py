@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gainstage._base.checks import brief, check_verbs
+from gainstage._base.checks import brief
 from gainstage._variables.sharding import on_mesh
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._internals import first_values, store_of
 from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers._step.store import Wrapper
+from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.transforms.loss_scaled import ScaledTransformation

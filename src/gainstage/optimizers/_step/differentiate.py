@@ -56,7 +56,7 @@ class Differentiated(NamedTuple):
         if decisions and self.assigned:
             variables, values = list(self.assigned), list(self.assigned.values())
             if conditions:
-                values = _selected(conditions, values, read(variables))
+                values = selected(conditions, values, read(variables))
             assign(variables, values)
         return conditions
 
@@ -179,7 +179,8 @@ def _with_aux(result: object) -> tuple[Any, Any]:
 
 
 @jax.jit
-def _selected(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax.Array]:
+def selected(conditions: list[Any], new: list[Any], old: list[Any]) -> list[jax.Array]:
+    """The new values if all conditions hold, else the old ones."""
     applied = jnp.stack(conditions).all()
     return [jnp.where(applied, n, o) for n, o in zip(new, old, strict=True)]
 

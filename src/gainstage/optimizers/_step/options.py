@@ -12,6 +12,7 @@ from gainstage._base import checks
 from gainstage._base.warn import warn
 from gainstage._scaling.scaled_step import WINDOWS
 from gainstage._variables.zero_sharding import axis_names
+from gainstage.optimizers._step.subclasses import check_attribute
 
 T = TypeVar("T")
 
@@ -176,7 +177,7 @@ class Arguments(Options):
     )
 
     def __setattr__(self, name: str, value: object) -> None:
-        checks.check_attribute(self, name, ["learning_rate", *OPTIONS, *ARGUMENTS])
+        check_attribute(self, name, ["learning_rate", *OPTIONS, *ARGUMENTS])
         super().__setattr__(name, value)
 
 

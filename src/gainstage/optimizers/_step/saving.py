@@ -225,3 +225,17 @@ def wrong_count(what: str, values: Sequence[Any], variables: Sequence[Variable])
     return ValueError(
         f"Expected {len(variables)} {what}, one for each of {brief(names)}; got {len(values)}."
     )
+
+
+def without_legacy(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of an optimizer without entries that only TensorFlow 2 wrote.
+
+    Raises:
+        ValueError: it has a `decay`, which only optimizers of TensorFlow 2 have.
+    """
+    if config.get("decay"):
+        raise ValueError(
+            f"Expected an optimizer without decay; got {config['decay']!r}. Give it "
+            f"learning_rate=InverseTimeDecay(learning_rate, 1, decay)."
+        )
+    return {k: v for k, v in config.items() if k not in ("is_legacy_optimizer", "decay")}

@@ -24,7 +24,7 @@ from gainstage._variables.zero_sharding import check_axes, sharding_of_state
 from gainstage.optimizers._step.differentiate import check_floating
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
-from gainstage.optimizers._step.traced import Traced
+from gainstage.optimizers._step.subclasses import Traced
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.rules.loss_scale import LossScale, start
 
