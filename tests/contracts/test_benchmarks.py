@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 from benchmarks import harness, report
 
+pytestmark = pytest.mark.repo
+
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 
 

@@ -10,6 +10,8 @@ for needed in ("rich", "sklearn"):
 
 from studies import adaptive_scale_loses_fewer_steps as evidence
 
+pytestmark = pytest.mark.repo
+
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "studies" / "results" / "rules" / "float16.json").read_text())
 

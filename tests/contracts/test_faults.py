@@ -12,6 +12,8 @@ for needed in ("rich", "sklearn"):
 
 from studies import faults_never_reach_a_weight as faults
 
+pytestmark = pytest.mark.repo
+
 ROOT = Path(__file__).parents[2]
 
 SLICE = [

@@ -15,6 +15,8 @@ import pytest
 
 from benchmarks import beside_torch, on_device, peers
 
+pytestmark = pytest.mark.repo
+
 ROOT = Path(__file__).parents[2]
 # What a machine with a GPU may lack, and the package itself.
 ABSENT = ("gainstage", "__editable__", "rich", "matplotlib", "keras")

@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import gainstage as gs
+
+pytestmark = pytest.mark.repo
 
 SRC = Path(gs.__file__).parent
 FOLDERS = ["src", "tests", "examples", "benchmarks", "studies"]
@@ -99,59 +100,6 @@ def test_only_one_file_imports_what_jax_may_move():
     assert found == {"_jax.py"}
 
 
-FRESH = """
-import importlib.metadata, json, sys
-known, importlib.metadata.version = importlib.metadata.version, None
-import gainstage as gs
-importlib.metadata.version = known
-found = {"version": gs.__version__, "modules": list(sys.modules), "names": dir(gs)}
-found["lazy"] = [
-    gs.compat.tf2.LossScaleOptimizer.__name__, gs.interop.importers.from_torch.__name__,
-    gs.diagnostics.JsonLines.__name__, gs.distributed.Watchdog.__name__, dir(gs.compat)[-4:],
-]
-import jax
-from jax._src import xla_bridge
-found["started"] = xla_bridge.backends_are_initialized()
-jax.config.update("jax_num_cpu_devices", 3)
-print(json.dumps(found | {"devices": len(jax.devices())}))
-"""
-
-
-@pytest.fixture(scope="module")
-def fresh():
-    """What a fresh interpreter sees of the package, in a checkout that is not installed."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FRESH], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-def test_import_touches_no_device(fresh):
-    """`import gainstage` creates no array and starts no backend, so users can configure jax."""
-    assert not fresh["started"]
-    assert fresh["devices"] == 3
-
-
-def test_import_needs_no_extra(fresh):
-    """`import gainstage` imports none of the optional dependencies."""
-    extras = {"keras", "flax", "orbax", "jinja2", "matplotlib", "rich", "tensorboardX", "sklearn"}
-    assert not (extras | {"torch"}) & set(fresh["modules"])
-
-
-def test_the_package_shows_its_public_names(fresh):
-    """`dir` lists public names alone; packages are imported when they are first used."""
-    assert set(gs.__all__) <= set(fresh["names"])
-    others = [n for n in fresh["names"] if n not in gs.__all__ and not n.startswith("__")]
-    assert sorted(others) == ["compat", "diagnostics", "distributed", "interop"]
-    assert not {"gainstage.compat.tf2", "gainstage.diagnostics"} & set(fresh["modules"])
-    words = ["LossScaleOptimizer", "from_torch", "JsonLines", "Watchdog"]
-    assert fresh["lazy"] == [*words, ["dtensor", "experimental", "tf2", "v1"]]
-    for package in (gs, gs.compat, gs.interop):
-        with pytest.raises(AttributeError, match="has no attribute 'typo'"):
-            _ = package.typo
-
-
 def test_no_module_has_the_name_of_a_function():
     """A public function hides a module of its name: what is in that could not be reached."""
     modules = {path.stem for path in SRC.iterdir() if path.name != "__init__.py"}
@@ -230,11 +178,6 @@ def test_a_name_has_one_meaning():
                     found[name].add(path)
     twice = {name for name, paths in found.items() if name[0].isupper() and len(paths) > 1}
     assert twice == set()
-
-
-def test_the_version_is_that_of_the_sources(fresh):
-    """A checkout that is not installed has a version too, and an installed one has the same."""
-    assert fresh["version"] == gs.__version__ == version("gainstage")
 
 
 def test_style():

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 from studies import sampler_and_trainer_disagree as benchmark
 from studies import smollm2
 
+pytestmark = pytest.mark.repo
+
 RUNS = json.loads((ROOT / "studies" / "results" / "sampler" / "cpu.json").read_text())["runs"]
 TINY = smollm2.Config(layers=2, heads=4, kv_heads=2, width=16, theta=1e4, epsilon=1e-5)
 

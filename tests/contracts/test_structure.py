@@ -16,10 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import gainstage as gs
 from gainstage._programs import operations
 from gainstage.optimizers._step.options import Arguments, OptimizerOptions
+
+pytestmark = pytest.mark.repo
 
 SRC = Path(gs.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))

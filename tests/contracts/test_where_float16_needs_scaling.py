@@ -17,6 +17,8 @@ from studies import needs_scaling_page as page
 from studies import where_float16_needs_scaling as benchmark
 from studies.tasks import TASKS, Task
 
+pytestmark = pytest.mark.repo
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "studies" / "results" / "scaling" / "cpu.json"
 RULES = ["dynamic", "adaptive"]

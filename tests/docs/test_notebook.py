@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.repo
+
 jupytext = pytest.importorskip("jupytext")
 
 spec = importlib.util.spec_from_file_location(

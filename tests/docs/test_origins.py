@@ -7,6 +7,8 @@ import sys
 import pytest
 from docs.test_docs import DOCS, ROOT
 
+pytestmark = pytest.mark.repo
+
 SCRIPT = ROOT / ".ci/origins.py"
 spec = importlib.util.spec_from_file_location("origins", SCRIPT)
 origins = importlib.util.module_from_spec(spec)

@@ -6,7 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from docs.test_docs import DOCS, ROOT, prose
+from docs.test_docs import DOCS, ROOT
+from docs.test_site import prose
+
+pytestmark = pytest.mark.repo
 
 LIMIT = 35  # words of a sentence; most have at most 20
 FENCED = r"^( *)```.*?^\1```"

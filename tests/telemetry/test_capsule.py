@@ -19,7 +19,6 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from contracts.test_fuzz import QUICK, damaged, outcome
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,6 +28,8 @@ from gainstage.__main__ import main
 from gainstage.diagnostics import Capsule, read_capsule
 from gainstage.xray import autopsy
 from gainstage.xray import capsule as capsule_module
+
+from misuse.test_fuzz import QUICK, damaged, outcome
 
 TRAIN = """
 import os, signal, sys
