@@ -133,6 +133,11 @@ def quick_options():
     return options
 
 
+def pytest_collectstart():
+    """What a file of tests computes when it is imported is compiled quickly."""
+    compiler.get_compile_options = quick_options()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Tests marked `as_users` are compiled with all optimizations, the others quickly."""
