@@ -189,10 +189,18 @@ def stepping(name, tx, differentiate):
     return one_by_one(step, params, state, jnp.float32(1.0)), params, state
 
 
+# Made with a rate or with nothing, and with a state of another kind than Adam's.
+OTHER_STATES = {"adam", "adafactor", "lbfgs", "muon", "rprop", "zero_nans"}
+
+
 def cases():
-    """The optimizers, and as slow ones their parts, which the optimizers are made of."""
+    """What is called in a way of its own, as thorough ones the optimizers that a rate makes, and as
+    slow ones their parts."""
     for name in sorted(set(FACTORIES) - set(EXCLUDED)):
-        yield pytest.param(name, marks=[pytest.mark.slow] * name.startswith("scale_by"))
+        usual = name not in CALLS and name not in EXTRA and name not in OTHER_STATES
+        part = name.startswith("scale_by")
+        seldom = pytest.mark.slow if part else pytest.mark.thorough
+        yield pytest.param(name, marks=[seldom] * (part or usual))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -54,6 +54,12 @@ LOOPS = {
 }
 
 
+EACH = [
+    pytest.param(loop, id=name, marks=[pytest.mark.thorough] * (name in ("a chain", "not donated")))
+    for name, loop in LOOPS.items()
+]
+
+
 def told(take, *batches):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -67,7 +73,7 @@ def repeated(take, x):
         take(x)
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("loop", EACH)
 def test_a_dead_run_says_so_once(loop):
     """After 50 skipped steps in a row, one warning tells how many, and the scale; each object warns
     for itself."""
@@ -77,7 +83,7 @@ def test_a_dead_run_says_so_once(loop):
         assert "the loss scale is 2^" in text
 
 
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("loop", EACH)
 def test_a_run_that_goes_on_is_silent(loop):
     """Bad batches here and there, and 49 in a row, are no dead run."""
     batches = [np.inf, 1.0, 1.0] * 30 + [np.nan] * 49 + [1.0] * 80

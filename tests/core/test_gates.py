@@ -16,7 +16,7 @@ from gainstage.optimizers._step.step import StepInputs
 pytestmark = pytest.mark.as_users
 
 # A few of the shapes of ResNet-50, and one that no power of two divides.
-SHAPES = [(7, 7, 3, 64), (64,), (3, 3, 256, 256), (1, 1, 512, 2048), (2048,), (2048, 1000), (999,)]
+SHAPES = [(7, 7, 3, 64), (3, 3, 256, 256), (2048, 1000), (999,)]
 KINDS = {
     "sgd": (lambda **o: gs.SGD(0.01, 0.9, **o), {}),
     "adam": (lambda **o: gs.Adam(0.01, **o), {}),
@@ -65,10 +65,10 @@ def large_copies(compiled, size=4096):
 
 
 def gates():
-    """All kinds through `jit`, and two kinds in both dtypes and in all ways of float32."""
+    """All kinds through `jit`, and Adam in both dtypes and in all ways of float32."""
     ways, dtypes = [through_jit, through_apply, through_stateless_apply], ["float32", "float16"]
     for kind, dtype, way in itertools.product(KINDS, dtypes, ways):
-        other = (kind not in ("sgd", "adam")) + (dtype != "float32") + (way is not through_jit)
+        other = (kind != "adam") + (dtype != "float32") + (way is not through_jit)
         yield pytest.param(kind, dtype, way, marks=[pytest.mark.thorough] * (other > 1))
 
 

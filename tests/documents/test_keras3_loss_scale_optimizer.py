@@ -1773,9 +1773,16 @@ ONE_OF_TWO = {
 }
 
 
+def waits():
+    """Every optimizer without options, and the wrapped one with each."""
+    for name, make in ONE_OF_TWO.items():
+        for options in ({}, AVERAGED, {"gradient_accumulation_steps": 2}):
+            seldom = bool(options) and name != "wrapped"
+            yield pytest.param(make, options, marks=[pytest.mark.thorough] * seldom)
+
+
 @pytest.mark.filterwarnings("ignore:No gradient for")
-@pytest.mark.parametrize("options", [{}, AVERAGED, {"gradient_accumulation_steps": 2}], ids=str)
-@pytest.mark.parametrize("make", ONE_OF_TWO.values(), ids=ONE_OF_TWO)
+@pytest.mark.parametrize(("make", "options"), list(waits()), ids=str)
 def test_the_constraint_of_a_variable_without_a_gradient_waits(make, options):
     """Only variables with a gradient are projected, in every way to take a step; the others, which
     may not fulfill their constraint yet, do not change."""

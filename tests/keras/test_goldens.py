@@ -1,5 +1,6 @@
 """Traces recorded from Keras 3.15.1; where the original has a bug, the tests say what we do."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -75,33 +76,32 @@ def stateless(optimizer, variables):
     return step
 
 
+def traces():
+    """Every trace through `apply`, and those with all options through `jit` too."""
+    for name, way in itertools.product(TRACES, [stateful, stateless]):
+        seldom = way is stateless and not name.endswith("all")
+        yield pytest.param(name, way, marks=[pytest.mark.thorough] * seldom)
+
+
 @pytest.mark.filterwarnings("ignore:No gradient for")
-@pytest.mark.parametrize("way", [stateful, stateless])
-@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize(("name", "way"), list(traces()))
 def test_trace_of_keras_is_reproduced(name, way):
     """Scale, counter, iterations, weights and every slot follow the recorded run of Keras 3."""
     trace = TRACES[name]
-    step = way(*make(trace))
+    optimizer, variables = make(trace)
+    step = way(optimizer, variables)
     for recorded in trace["steps"]:
         weights, state = step(arrays(recorded["grads"]))
         counter, scale, iteration = state[:3]
         assert (counter, scale) == (recorded["counter"], recorded["scale"])
         assert iteration == recorded["inner_iteration"]
+        if way is stateful:
+            assert int(optimizer.iterations) == recorded["iterations_property"]
         for actual, expected in zip(weights, recorded["trainable"], strict=True):
             close(actual, expected)
         expected_state = recorded["optimizer_variables"][DEAD:]
         for actual, expected in zip(state, expected_state, strict=True):
             close(actual, expected)
-
-
-@pytest.mark.filterwarnings("ignore:No gradient for")
-@pytest.mark.parametrize("name", [n for n in TRACES if "acc" in n or n.endswith("all")])
-def test_iterations_count_updates(name):
-    """With gradient accumulation `iterations` is the number of updates, as recorded."""
-    optimizer, variables = make(TRACES[name])
-    for recorded in TRACES[name]["steps"]:
-        optimizer.apply(arrays(recorded["grads"]), variables)
-        assert int(optimizer.iterations) == recorded["iterations_property"]
 
 
 def test_variables_stand_in_the_recorded_order():

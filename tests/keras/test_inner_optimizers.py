@@ -21,7 +21,7 @@ def trained(optimizer, steps=5):
     weight = keras.Variable(np.ones((3, 4), "float32"))
     optimizer.build([weight])
     for _ in range(steps):
-        optimizer.apply([optimizer.scale_loss(jnp.full((3, 4), 0.25))], [weight])
+        optimizer.apply([optimizer.scale_loss(np.full((3, 4), 0.25, np.float32))], [weight])
     return np.asarray(weight.value)
 
 

@@ -1,6 +1,7 @@
 """Float32 models of Keras under `autocast`: in half precision, and otherwise as they were."""
 
 import copy
+import functools
 import pickle
 import warnings
 
@@ -104,19 +105,36 @@ def model_variables(model):
     return model.trainable_variables, model.non_trainable_variables
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("plan", ["float16", "bfloat16"])
+def trained(kind, plan):
+    """A model after three epochs, and its losses."""
+    x, y = data()
+    model = built(kind, plan)
+    losses = model.fit(x, y, 16, 3, verbose=0, shuffle=False).history["loss"]
+    assert {str(w.dtype) for w in weights_of(model)} <= {"float32", "uint32"}
+    assert model.predict(x, verbose=0).dtype == np.float32
+    return model, losses
+
+
+@functools.cache
+def losses_in_float32(kind):
+    return trained(kind, None)[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        *((kind, "float16") for kind in MODELS),
+        ("functional", "bfloat16"),
+        pytest.param("sequential", "bfloat16", marks=pytest.mark.thorough),
+        pytest.param("subclass", "bfloat16", marks=pytest.mark.thorough),
+    ],
+)
 def test_fit_ends_where_float32_does(kind, plan):
     """`fit` in half precision has the loss of float32, and weights and results in float32."""
-    x, y = data()
-    losses = []
-    for each in (None, plan):
-        model = built(kind, each)
-        losses.append(model.fit(x, y, 16, 3, verbose=0, shuffle=False).history["loss"])
-        assert {str(w.dtype) for w in weights_of(model)} <= {"float32", "uint32"}
-        assert model.predict(x, verbose=0).dtype == np.float32
+    exact = losses_in_float32(kind)
+    model, losses = trained(kind, plan)
     assert halves(model, dtype={"float16": "f16", "bfloat16": "bf16"}[plan])
-    np.testing.assert_allclose(*losses, rtol=0.01 if plan == "float16" else 0.05)
+    np.testing.assert_allclose(exact, losses, rtol=0.01 if plan == "float16" else 0.05)
 
 
 def test_evaluate_predict_and_batches_are_in_half_precision():
@@ -207,8 +225,15 @@ def test_a_model_that_is_compiled_and_trained_goes_on():
     assert int(model.optimizer.inner_optimizer.iterations.value) > steps
 
 
-@pytest.mark.parametrize("kind", SAVED)
-@pytest.mark.parametrize("with_plan", [False, True], ids=["float16", "plan"])
+@pytest.mark.parametrize(
+    ("kind", "with_plan"),
+    [
+        pytest.param("without_dropout", False, id="float16-without_dropout"),
+        pytest.param("sequential", True, id="plan-sequential"),
+        pytest.param("sequential", False, id="float16-sequential", marks=pytest.mark.thorough),
+        pytest.param("without_dropout", True, id="plan-without", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_saved_model_goes_on(kind, with_plan, tmp_path):
     """A model that is saved and loaded, pickled or copied trains on to the same bits."""
     x, y = data()

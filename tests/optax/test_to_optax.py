@@ -29,7 +29,7 @@ def trees(rng, steps=6):
     def tree():
         is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
         values = jax.tree.map(lambda s: rng.normal(size=s), shapes, is_leaf=is_shape)
-        return jax.tree.map(lambda v: jnp.asarray(v, jnp.float32), values)
+        return jax.tree.map(np.float32, values)
 
     return tree(), [tree() for _ in range(steps)]
 
@@ -42,7 +42,7 @@ def by_optax(tx, params, grads):
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), None
 
-    grads = jax.tree.map(lambda *each: jnp.stack(each), *grads)
+    grads = jax.tree.map(lambda *each: np.stack(each), *grads)
     carry = (params, jax.jit(tx.init)(params))
     return jax.jit(lambda c, g: jax.lax.scan(step, c, g)[0])(carry, grads)
 
@@ -75,8 +75,9 @@ def test_telemetry_comes_with_it():
 
 def cases():
     for rule, options in itertools.product(RULES, OPTIONS):
-        seldom = options != "plain" and rule not in ("sgd", "adam", "optax")
-        yield pytest.param(rule, options, marks=[pytest.mark.slow] if seldom else [])
+        often = options == "plain" or rule == "adam"
+        seldom = pytest.mark.thorough if rule in ("sgd", "optax") else pytest.mark.slow
+        yield pytest.param(rule, options, marks=[] if often else [seldom])
 
 
 @pytest.mark.parametrize(("rule", "options"), list(cases()))

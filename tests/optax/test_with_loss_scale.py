@@ -110,11 +110,19 @@ def test_bad_data_is_skipped_and_the_scale_stays_true():
     ("make", "cast"),
     [
         (lambda tx: optax.chain(optax.clip_by_global_norm(1e-4), tx), None),
-        (lambda tx: optax.chain(tx, optax.add_decayed_weights(-1e-4)), None),
+        pytest.param(
+            lambda tx: optax.chain(tx, optax.add_decayed_weights(-1e-4)),
+            None,
+            marks=pytest.mark.thorough,
+        ),
         (lambda tx: optax.chain(optax.add_decayed_weights(1e-6), tx), None),
         (lambda tx: optax.MultiSteps(tx, 2), None),
         (lambda tx: tx, lambda p: jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)),
-        (lambda tx: tx, lambda p: p._replace(loss_scale=p.loss_scale * 0.9)),
+        pytest.param(
+            lambda tx: tx,
+            lambda p: p._replace(loss_scale=p.loss_scale * 0.9),
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["clip", "decay after", "decay before", "MultiSteps", "bfloat16", "average"],
 )

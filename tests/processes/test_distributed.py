@@ -119,7 +119,16 @@ def test_four_processes_do_what_two_do(uninterrupted, tmp_path):
     assert all(each == first | {"retried": None} for each in four)
 
 
-@pytest.mark.parametrize("devices", [(4, 2), (2, 2), (2, 1), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "devices",
+    [
+        (4, 2),
+        (1, 1),
+        pytest.param((2, 2), marks=pytest.mark.thorough),
+        pytest.param((2, 1), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_moves_to_another_mesh(uninterrupted, devices):
     """What two processes saved is restored bit for bit on 8, 4, 2 and 1 devices, and goes on."""
     _, folder, job = uninterrupted
