@@ -59,7 +59,7 @@ def counts(text: str) -> Counts:
     A conditional counts as the branch that moves most, a loop as often as it is known to run.
     """
     computations, entry = parse(text)
-    return _counts(computations, entry)
+    return counts_of(computations, entry)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -117,24 +117,26 @@ def _bits(kind: str) -> int:
     return int(found[1]) if found else 8 * (kind == "pred")
 
 
-def _counts(computations: dict[str, Computation], name: str) -> Counts:
+def counts_of(computations: dict[str, Computation], name: str) -> Counts:
+    """What a computation moves and starts, with all that it calls."""
     computation, total = computations[name], Counts()
     for instruction in computation.values():
-        op, called = instruction.op, list(_called(instruction))
+        op, called = instruction.op, list(called_by(instruction))
         if op == "conditional":
-            branches = [_counts(computations, branch) for branch in called]
+            branches = [counts_of(computations, branch) for branch in called]
             most = max(branches, key=lambda branch: branch.read + branch.written)
             total = total.plus(most).plus(Counts(conditionals=1))
         elif op in ("while", "call", "async-start"):
             known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
             for inner in called:
-                total = total.plus(_counts(computations, inner), int(known[1]) if known else 1)
+                total = total.plus(counts_of(computations, inner), int(known[1]) if known else 1)
         elif op not in FREE and not op.endswith(("-done", "-update")):
             total = total.plus(_counts_of_kernel(instruction, computation, computations))
     return total
 
 
-def _called(instruction: Instruction) -> Iterator[str]:
+def called_by(instruction: Instruction) -> Iterator[str]:
+    """The names of the computations that an instruction calls."""
     for one, several in CALLED.findall(instruction.attributes):
         yield from (one,) if one else re.findall(r"[\w.\-]+", several)
 
@@ -155,7 +157,7 @@ def _counts_of_kernel(
         shape = re.sub(r", s8\[\d+\]\{0\}\)$", ")", shape)  # its workspace
     inside = None
     if kernel.op == "fusion":
-        inside = computations[next(_called(kernel))]
+        inside = computations[next(called_by(kernel))]
     read = sum(_bytes_read(kernel, computation, inside))
     return Counts(read, _bytes_written(shape, inside), 1, copies=int(_only_copies(kernel, inside)))
 
@@ -167,7 +169,7 @@ def _bytes_read(
     seen = set()
     for number, name in enumerate(kernel.operands):
         whole = nbytes(computation[name].shape)
-        uses = _uses(inside, number) if inside else [(kernel, name)]
+        uses = uses_of(inside, number) if inside else [(kernel, name)]
         if uses and all(_takes_a_part(user, operand) for user, operand in uses):
             yield min(whole, sum(_part(user) for user, _ in uses))
         elif name not in seen:
@@ -175,7 +177,7 @@ def _bytes_read(
             yield whole
 
 
-def _uses(inside: Computation, number: int) -> list[tuple[Instruction, str]]:
+def uses_of(inside: Computation, number: int) -> list[tuple[Instruction, str]]:
     """The instructions of a fusion that use its parameter of that number, behind bitcasts, each
     with the name of what it uses."""
     names = [i.name for i in inside.values() if f" parameter({number})" in i.line]

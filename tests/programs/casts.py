@@ -24,9 +24,9 @@ def casts(text):
         name: 0 for name, line in lines.items() if "params[" in line and "," in line.split("]")[0]
     }
     for kernel in kernels:
-        inside = computations[next(hlo._called(kernel))] if kernel.op == "fusion" else None
+        inside = computations[next(hlo.called_by(kernel))] if kernel.op == "fusion" else None
         for number, name in enumerate(kernel.operands):
-            users = [user for user, _ in hlo._uses(inside, number)] if inside else [kernel]
+            users = [user for user, _ in hlo.uses_of(inside, number)] if inside else [kernel]
             if name in found:
                 found[name] += any(u.op == "convert" and u.shape.startswith("f16") for u in users)
     pairs = {name for name in found if "f32[2," in computations[entry][name].shape}

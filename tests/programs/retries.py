@@ -28,7 +28,7 @@ def sizes(lowered):
     ]
     for name in retries:
         del computations[entry][name]
-    found = hlo._counts(computations, entry)
+    found = hlo.counts_of(computations, entry)
     temp = executable.memory_analysis().temp_size_in_bytes
     return {"moved": found.read + found.written, "temp": temp, "retries": len(retries)}
 
