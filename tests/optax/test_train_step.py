@@ -240,6 +240,18 @@ def test_tied_weights_and_parameters_in_the_batch_are_donated(second):
         assert np.isfinite(target["a"]).all()
 
 
+def test_an_array_of_the_state_in_the_batch_is_copied_first():
+    """A loss may use the moments of the last step, in every step, and they stay readable."""
+    tx = gs.loss_scaled(optax.adam(0.5))
+    step = gs.train_step(lambda w, m: ((w - m) ** 2).sum(), tx)
+    params = jnp.ones(100)
+    state, moments = tx.init(params), jnp.zeros(100)
+    for _ in range(3):
+        params, state, _ = step(params, state, moments)
+        assert not moments.is_deleted()
+        moments = state.inner[0].mu
+
+
 @pytest.mark.parametrize("flag", ["debug_nans", "debug_infs"])
 def test_a_debug_flag_names_the_operation(flag):
     """Under a debug flag nothing is donated, so JAX can run the step again and name the operation;

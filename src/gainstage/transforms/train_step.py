@@ -275,9 +275,13 @@ class TrainStep(Generic[Params, P, *More]):
         # What the last step returned shares no buffers, but it may be in the batch too.
         pairs = zip(self._last, _firsts(arrays, scalars), strict=False)
         returned = [last() is x for last, x in pairs]
-        if returned and all(returned) and set(map(id, arrays)).isdisjoint(map(id, others)):
-            return arrays, opt_state
         leaves, structure = jax.tree.flatten(opt_state)
+        if (
+            returned
+            and all(returned)
+            and {*map(id, arrays), *map(id, leaves)}.isdisjoint(map(id, others))
+        ):
+            return arrays, opt_state
         free = unshared([*arrays, *leaves], [*jax.tree.leaves(scalars), *others])
         return free[: len(arrays)], jax.tree.unflatten(structure, free[len(arrays) :])
 
