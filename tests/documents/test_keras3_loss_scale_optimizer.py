@@ -1777,12 +1777,12 @@ def waits():
     """Every optimizer without options, and the wrapped one with each."""
     for name, make in ONE_OF_TWO.items():
         for options in ({}, AVERAGED, {"gradient_accumulation_steps": 2}):
-            seldom = bool(options) and name != "wrapped"
-            yield pytest.param(make, options, marks=[pytest.mark.thorough] * seldom)
+            marks = [pytest.mark.thorough] * (bool(options) and name != "wrapped")
+            yield pytest.param(make, options, id=f"{name}-{options}", marks=marks)
 
 
 @pytest.mark.filterwarnings("ignore:No gradient for")
-@pytest.mark.parametrize(("make", "options"), list(waits()), ids=str)
+@pytest.mark.parametrize(("make", "options"), list(waits()))
 def test_the_constraint_of_a_variable_without_a_gradient_waits(make, options):
     """Only variables with a gradient are projected, in every way to take a step; the others, which
     may not fulfill their constraint yet, do not change."""
