@@ -46,10 +46,10 @@ usual_put = lru_cache.LRUCache.put
 
 def put_whole(cache, key, value):
     """Another worker may read while this one writes, so a file gets its name when it is written."""
-    with tempfile.TemporaryDirectory(dir=cache.path) as folder:
-        usual_put(lru_cache.LRUCache(folder, max_size=-1), key, value)
-        for path in Path(folder).iterdir():
-            path.replace(Path(cache.path) / path.name)
+    folder = Path(cache.path) / f"of-thread-{threading.get_native_id()}"
+    usual_put(lru_cache.LRUCache(str(folder), max_size=-1), key, value)
+    for path in folder.iterdir():
+        path.replace(Path(cache.path) / path.name)
 
 
 usual_context, shared = mlir.make_ir_context, threading.local()
@@ -131,6 +131,11 @@ def quick_options():
         return usual_options(*args, env_options_overrides=overrides, **kwargs)
 
     return options
+
+
+def pytest_collectstart():
+    """What a file of tests computes when it is imported is compiled quickly."""
+    compiler.get_compile_options = quick_options()
 
 
 @pytest.hookimpl(tryfirst=True)
