@@ -46,9 +46,9 @@ def central(w, t, step=0.05):
 
 
 def stepped(w, x):
-    """How far 20 small steps have led."""
+    """How far 40 small steps have led."""
     h = first = x @ w
-    for _ in range(20):
+    for _ in range(40):
         h = h + jnp.tanh(h @ w) * 0.001
     return h - first
 
