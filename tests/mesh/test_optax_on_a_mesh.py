@@ -262,7 +262,7 @@ def test_divided_state_takes_the_same_steps(name, kind):
     assert part <= whole / 8 + 3 * 4 * 65 + 64  # three slots for `b` and `s` stay whole
 
 
-@KINDS
+@AUTO_FIRST
 def test_divided_state_with_a_norm_takes_the_same_steps_but_for_rounding(kind):
     """`optax.clip_by_global_norm` adds sharded gradients up in another order: weights and losses
     differ by no more than the rounding of these sums."""
@@ -302,8 +302,16 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
     assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
 
 
-@KINDS
-@pytest.mark.parametrize("place", ["host", "replicated"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("host", AxisType.Explicit),
+        ("replicated", AxisType.Auto),
+        pytest.param("host", AxisType.Auto, marks=pytest.mark.thorough),
+        pytest.param("replicated", AxisType.Explicit, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_divided_state_is_divided_again_when_it_is_loaded_whole(place, kind):
     """The state of `shard_state_over` that comes from a file takes an eighth of the memory again,
     in the same step or in a new one, and the run goes on bit for bit."""

@@ -307,11 +307,27 @@ values = st.none() | st.floats() | st.integers() | st.text()
 values |= st.dictionaries(st.text(), st.just(KNOWN) | st.dictionaries(st.just("inf"), values))
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
-@given(st.text() | st.lists(st.dictionaries(st.sampled_from(["step", "a", "tensors"]), values)).map(
-       lambda records: "\n".join(map(json.dumps, records))))  # fmt: skip
+texts = st.text() | st.lists(
+    st.dictionaries(st.sampled_from(["step", "a", "tensors"]), values)
+).map(lambda records: "\n".join(map(json.dumps, records)))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(texts)
 def test_any_file_is_read_or_refused(tmp_path_factory, text):
     """Whatever a file holds, it is read, or a ValueError says what is wrong."""
+    check_file(tmp_path_factory, text)
+
+
+@pytest.mark.thorough
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(texts)
+def test_many_files_are_read_or_refused(tmp_path_factory, text):
+    """The same, five times as often."""
+    check_file(tmp_path_factory, text)
+
+
+def check_file(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "fuzzed.jsonl"
     path.write_text(text, encoding="utf-8", errors="surrogatepass")
     try:
@@ -469,14 +485,29 @@ finite_or_not = st.floats() | st.sampled_from([1.0, 2.0**15, 1.7e308, -1.7e308, 
 known = {k: st.integers() for k in KNOWN} | {k: finite_or_not for k in SHARES}
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
+numbers_of_a_run = given(
     st.lists(st.tuples(*[finite_or_not] * 4), min_size=1, max_size=12),
     st.lists(st.integers(0, 2**63 - 1), min_size=12, max_size=12, unique=True),
     st.dictionaries(st.text(), st.fixed_dictionaries(known), max_size=3),
 )
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@numbers_of_a_run
 def test_a_page_of_any_numbers(rows, steps, tensors):
     """Whatever numbers a run has, its page is whole, and no coordinate is NaN or infinite."""
+    check_page(rows, steps, tensors)
+
+
+@pytest.mark.thorough
+@settings(max_examples=40, deadline=None, derandomize=True)
+@numbers_of_a_run
+def test_pages_of_many_numbers(rows, steps, tensors):
+    """The same, five times as often."""
+    check_page(rows, steps, tensors)
+
+
+def check_page(rows, steps, tensors):
     names = ("loss_scale", "finite", "loss", "grad_norm")
     columns = dict(zip(names, np.array(rows).T, strict=True))
     run = Run(np.sort(np.array(steps[: len(rows)], np.int64)), columns, tensors)
