@@ -1068,26 +1068,26 @@ parts = {'pmean': lambda w, x: jax.lax.pmean(half(w, x), 'data'),
 one = gs.train_step(half, tx, donate=False)(W, tx.init(W), X)[::2]
 for loss in parts.values():
     step = gs.train_step(loss, tx)
-    f = jax.shard_map(lambda *args: step(*args)[::2], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
+    f = jax.jit(jax.shard_map(lambda *args: step(*args)[::2], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P()))
     np.testing.assert_allclose(f(W, tx.init(W), X)[0], one[0], rtol=1e-3)
 step = gs.train_step(half, tx); alone = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
-jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P(), P('data')), out_specs=P())(
+jax.jit(jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P(), P('data')), out_specs=P()))(
     W, tx.init(W), X)
 each = jax.device_put(jnp.ones((32, 1)), rows)
 def own(w, x): return gs.train_step(half, tx)(w, tx.init(w), x)[0]
-jax.shard_map(own, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data'))(each, X)
+jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data')))(each, X)
 """),
     "gradients that JAX has summed": ("warns", "to='varying'", MESH + """
 def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
-jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())(W, X)
+jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P()))(W, X)
 """),
     "gradients of each device": ("works", "", MESH + """
 def grad(w, x):
     w = jax.lax.pcast(w, 'data', to='varying'); return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
-f = jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
+f = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P()))
 np.testing.assert_allclose(f(W, X), jax.grad(half)(W, X), rtol=1e-3)
 def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
-jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(), check_vma=False)(W, X)
+jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(), check_vma=False))(W, X)
 """),
     # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
     "alarms without telemetry": ("warns", "gainstage.telemetry", """
