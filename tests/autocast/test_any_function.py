@@ -211,33 +211,46 @@ LOSSES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def flat(tree):
+    return jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_gradient_is_that_of_float32(name, dtype):
-    """Within 2 % in float16, and within 10 % in bfloat16, which rounds eight times as coarsely."""
+def test_the_gradient_is_that_of_float32(name):
+    """Within 2 % in float16, and within 10 % in bfloat16, which rounds eight times as coarsely; the
+    value within 1 % and 5 %."""
     loss, w = LOSSES[name]
-    cast = gs.autocast(loss, dtype)
-    flat = lambda tree: jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
-    scaled = jax.jit(lambda w, scale: flat(jax.grad(lambda w: cast(w) * scale)(w)) / scale)
-    tried = (scaled(w, 2.0**exponent) for exponent in range(15, -1, -3))  # as loss scaling does
-    found = next(grads for grads in tried if bool(jnp.isfinite(grads).all()))
-    assert (
-        error(found, flat(jax.jit(jax.grad(loss))(w))) < {"float16": 0.02, "bfloat16": 0.1}[dtype]
-    )
-    np.testing.assert_allclose(cast(w), loss(w), rtol={"float16": 0.01, "bfloat16": 0.05}[dtype])
+    bounds = {"float16": (0.02, 0.01), "bfloat16": (0.1, 0.05)}
+
+    def scaled_by(cast, w, scale):
+        """The value, and the gradient of the scaled loss divided by the scale."""
+        grads, value = jax.grad(lambda w: (cast(w) * scale, cast(w)), has_aux=True)(w)
+        return value, flat(grads) / scale
+
+    @jax.jit
+    def all_of(w, scale):
+        cast = {dtype: scaled_by(gs.autocast(loss, dtype), w, scale) for dtype in bounds}
+        return cast, scaled_by(loss, w, 1.0)
+
+    tried = [jax.device_get(all_of(w, 2.0**exponent)) for exponent in range(15, -1, -3)]
+    value, exact = tried[0][1]
+    for dtype, (off, rtol) in bounds.items():  # at a scale that fits, as loss scaling finds it
+        found = next(one for cast, _ in tried if np.isfinite((one := cast[dtype])[1]).all())
+        assert error(found[1], exact) < off, dtype
+        np.testing.assert_allclose(found[0], value, rtol=rtol, err_msg=dtype)
 
 
 def test_a_long_unrolled_loop_is_read():
     """Sums of many steps, one in the other, and complex factors, are no error."""
 
-    def loss(w):
+    def loss(w, steps=1100):  # more than calls of Python may be in one another
         h = first = X @ w
-        for _ in range(1500):
-            h = h + 0.001 * w[0]
+        for _ in range(steps):
+            h = h + 1.1 / steps * w[0]
         return jnp.mean((h - first) ** 2) + jnp.mean(jnp.abs((w @ w) * 1j))
 
     w = draw(1, 16, 16)
-    assert error(jax.grad(gs.autocast(loss))(w), jax.grad(loss)(w)) < 0.01
+    assert error(jax.grad(gs.autocast(loss))(w), jax.grad(lambda w: loss(w, 1))(w)) < 0.01
 
 
 def drift(w, x):
@@ -246,7 +259,7 @@ def drift(w, x):
     energy = lambda q, v: (v * v + (q @ forces) * q).sum(-1)  # noqa: E731
     q, v = jnp.split(x, 2, axis=1)
     first = energy(q, v)
-    for _ in range(10):
+    for _ in range(5):
         v = v - 0.05 * (q @ forces)
         q = q + 0.1 * v
         v = v - 0.05 * (q @ forces)
@@ -261,10 +274,15 @@ def jerk(w, x):
 @pytest.mark.parametrize(("loss", "w"), [(drift, draw(1, 8, 8) / 4), (jerk, draw(4, 16, 16) / 4)])
 def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
     """Differences of near numbers that nothing in the program shows are right with a plan."""
-    exact = jax.grad(loss)(w, X)
-    by_rules = jax.grad(lambda w: gs.autocast(loss)(w, X) * 1024)(w) / 1024
     plan = gs.diagnostics.tune_precision(loss, w, X)
-    measured = jax.grad(lambda w: gs.autocast(loss, plan)(w, X) * 1024)(w) / 1024
+
+    @jax.jit
+    def gradients(w):
+        casts = gs.autocast(loss), gs.autocast(loss, plan)
+        each = (jax.grad(lambda w, cast=cast: cast(w, X) * 1024)(w) / 1024 for cast in casts)
+        return jax.grad(loss)(w, X), *each
+
+    exact, by_rules, measured = gradients(w)
     assert error(by_rules, exact) > 0.01
     assert error(measured, exact) < 0.005
 
@@ -508,17 +526,17 @@ def test_a_product_with_a_number_keeps_nothing_for_its_derivative(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_plan_measures_what_a_rounded_number_costs(dtype):
-    """A hundred discounts by a number that half precision does not hold add up: in a plan, as many
+    """Thirty discounts by a number that half precision does not hold add up: in a plan, as many
     are rounded as its bound allows; with the default rules the number is float32."""
     x, w = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
 
     def discounted(w):
         h = x @ w
-        for _ in range(100):
+        for _ in range(30):
             h = 0.99 * h
         return jnp.mean(h**2)
 
-    exact = jax.grad(discounted)(w)
+    exact = jax.jit(jax.grad(discounted))(w)
     plan = gs.diagnostics.tune_precision(
         discounted, w, dtype=dtype, max_error=0.005, progress=False
     )

@@ -18,10 +18,12 @@ RESULTS = json.loads((ROOT / "studies" / "results" / "autocast" / "cpu.json").re
 OFTEN = ("mixture of experts", "features with an offset (NNX)")
 RARELY = [name for name in MODELS if name not in OFTEN]
 NEEDS_A_PLAN = ("ResNet, BatchNorm (Linen)",)  # which keeps half of the products in float32
-EACH = [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in RARELY)]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in RARELY]
+EACH = [*OFTEN, *SLOW]
+FIRST = [pytest.param(OFTEN[0], marks=pytest.mark.thorough), *OFTEN[1:]]  # it takes the longest
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", [*FIRST, *SLOW])
 def test_gradients_are_as_exact_as_the_plan_says(name):
     """The error is at most 1 % with default rules and 0.5 % with a plan, or a quarter of that of
     bfloat16, and on another batch at most 1.5 times the prediction."""

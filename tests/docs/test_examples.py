@@ -16,7 +16,7 @@ NEEDS = {
     "equinox": "equinox",
     "keras": "keras",
 }
-SEEDS = range(2)
+SEEDS = range(1)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def trained():
 
 @pytest.mark.parametrize("library", NEEDS)
 def test_float16_ends_where_float32_does(trained, library):
-    """With scaling, float16 tells digits within 1 point of float32, in the mean of two seeds."""
+    """With scaling, float16 tells digits within 1 point of float32."""
     (exact, exactly_right), (half, right) = trained(library, "float32"), trained(library, "float16")
     assert abs(exactly_right.mean() - right.mean()) <= 0.01
     assert right.mean() > 0.85

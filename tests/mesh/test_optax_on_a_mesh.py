@@ -16,6 +16,9 @@ import gainstage as gs
 
 AXES = [AxisType.Auto, AxisType.Explicit]
 KINDS = pytest.mark.parametrize("kind", AXES, ids=str)
+AUTO_FIRST = pytest.mark.parametrize(
+    "kind", [AXES[0], pytest.param(AXES[1], marks=pytest.mark.thorough)], ids=str
+)
 COLLECTIVE = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
 OPTIMIZERS = {
     "adam": lambda: gs.loss_scaled(optax.adam(0.1)),
@@ -26,6 +29,14 @@ OPTIMIZERS = {
         gs.loss_scaled(optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))),
         optax.scale_by_schedule(lambda count: 1.0),
     ),
+}
+# Each of them once, on one of the kinds of axes.
+FIRST = {
+    ("adam", AxisType.Auto),
+    ("adaptive", AxisType.Explicit),
+    ("accumulating", AxisType.Auto),
+    ("factored", AxisType.Explicit),
+    ("inside", AxisType.Auto),
 }
 
 
@@ -78,8 +89,19 @@ def bytes_on_one(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-@KINDS
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        pytest.param(
+            make,
+            kind,
+            id=f"{name}-{kind}",
+            marks=[pytest.mark.thorough] * ((name, kind) not in FIRST),
+        )
+        for kind in AXES
+        for name, make in OPTIMIZERS.items()
+    ],
+)
 def test_arrays_keep_their_shardings(make, kind):
     """Sharded weights, a scalar on one device and any state come back as they came; all steps run
     one program."""
@@ -126,7 +148,7 @@ def test_params_on_no_device_in_particular_follow_the_batch():
 
 
 @pytest.mark.as_users
-@KINDS
+@AUTO_FIRST
 def test_a_step_in_a_program_takes_the_same_steps(kind):
     """Inside `jax.jit`, where arrays name no sharding, the numbers are the same."""
     replicated, sharded = on_mesh(kind)
@@ -197,10 +219,10 @@ def test_a_step_adds_no_collective(weights, slots, kind):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("adam", AxisType.Auto),
-        ("adam", AxisType.Explicit),
         ("accumulating", AxisType.Auto),
         ("inside", AxisType.Explicit),
+        pytest.param("adam", AxisType.Auto, marks=pytest.mark.thorough),
+        pytest.param("adam", AxisType.Explicit, marks=pytest.mark.thorough),
         pytest.param("accumulating", AxisType.Explicit, marks=pytest.mark.thorough),
         pytest.param("inside", AxisType.Auto, marks=pytest.mark.thorough),
     ],
@@ -240,7 +262,7 @@ def test_divided_state_takes_the_same_steps(name, kind):
     assert part <= whole / 8 + 3 * 4 * 65 + 64  # three slots for `b` and `s` stay whole
 
 
-@KINDS
+@AUTO_FIRST
 def test_divided_state_with_a_norm_takes_the_same_steps_but_for_rounding(kind):
     """`optax.clip_by_global_norm` adds sharded gradients up in another order: weights and losses
     differ by no more than the rounding of these sums."""
@@ -280,8 +302,16 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
     assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
 
 
-@KINDS
-@pytest.mark.parametrize("place", ["host", "replicated"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("host", AxisType.Explicit),
+        ("replicated", AxisType.Auto),
+        pytest.param("host", AxisType.Auto, marks=pytest.mark.thorough),
+        pytest.param("replicated", AxisType.Explicit, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 def test_divided_state_is_divided_again_when_it_is_loaded_whole(place, kind):
     """The state of `shard_state_over` that comes from a file takes an eighth of the memory again,
     in the same step or in a new one, and the run goes on bit for bit."""

@@ -55,7 +55,8 @@ def search(f, tx):
     def step(w, s):
         value, g = gs.value_and_grad(lambda w: half(w, X), s)(w)
         updates, s = tx.update(g, s, w, value=value, grad=g, value_fn=f); return gs.apply_updates(w, updates, s), s
-    new, state = step(W, tx.init(W)); step(new, state)
+    return step
+def run(step, tx): new, state = step(W, tx.init(W)); step(new, state)
 """
 MESH = """
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -537,16 +538,14 @@ state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 """),
     "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.self_scaled", LINE_SEARCH + """
-search(lambda w: half(w, X), gs.loss_scaled(optax.lbfgs()))
+tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: half(w, X), tx), tx)
 """),
     "a line search that scales, is in float32, or differentiates nothing": ("works", "", LINE_SEARCH + """
-search(lambda w: gs.self_scaled(half)(w, X), gs.loss_scaled(optax.lbfgs()))
-search(gs.self_scaled(lambda w: half(w, X)), gs.loss_scaled(optax.lbfgs()))
-search(jax.jit(lambda w: gs.self_scaled(half)(w, X)), gs.loss_scaled(optax.lbfgs()))
-search(lambda w: jnp.mean((X @ w) ** 2), gs.loss_scaled(optax.lbfgs()))
-search(gs.autocast(lambda w: jnp.mean((X @ w) ** 2), "bfloat16"), gs.loss_scaled(optax.lbfgs()))
-backtracking = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
-search(lambda w: half(w, X), gs.loss_scaled(backtracking))
+tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: gs.self_scaled(half)(w, X), tx), tx)
+for f in (gs.self_scaled(lambda w: half(w, X)), jax.jit(lambda w: gs.self_scaled(half)(w, X)), lambda w: jnp.mean((X @ w) ** 2),
+          gs.autocast(lambda w: jnp.mean((X @ w) ** 2), "bfloat16")): search(f, tx).trace(W, tx.init(W))
+tx = gs.loss_scaled(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)))
+run(search(lambda w: half(w, X), tx), tx)
 """),
     # ── old and foreign states ───────────────────────────────────────────────────────────────
     "value_and_grad once before the loop": ("warns", "scale of another state", """
@@ -1046,7 +1045,7 @@ tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(
 def step(loss, after, p, s, x):
     grads = gs.value_and_grad(loss, s)(p, x)[1]
     updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
-run = lambda loss, after=lambda g: g: jax.shard_map(lambda *a: step(loss, after, *a), **spec)(p, tx.init(p), X)
+run = lambda loss, after=lambda g: g: jax.jit(jax.shard_map(lambda *a: step(loss, after, *a), **spec))(p, tx.init(p), X)
 for _ in range(2): run(half)
 """),
     "the gradients of all parts, in a loop of one's own": ("works", "", MESH + """
@@ -1054,13 +1053,13 @@ tx = gs.loss_scaled(sgd); p, spec = jnp.ones((4, 1)), dict(mesh=mesh, in_specs=(
 def step(loss, after, p, s, x):
     grads = gs.value_and_grad(loss, s)(p, x)[1]
     updates, s = tx.update(jax.tree.map(after, grads), s, p); return gs.apply_updates(p, updates, s), s
-run = lambda loss, after=lambda g: g: jax.shard_map(lambda *a: step(loss, after, *a), **spec)(p, tx.init(p), X)
+run = lambda loss, after=lambda g: g: jax.jit(jax.shard_map(lambda *a: step(loss, after, *a), **spec))(p, tx.init(p), X)
 one = tx.update(gs.value_and_grad(half, tx.init(p))(p, X)[1], tx.init(p), p)[0] + p
 mean, total = lambda w, x: jax.lax.pmean(half(w, x), 'data'), lambda w, x: jax.lax.psum(half(w, x) / 8, 'data')
 for new in (run(mean), run(total), run(half, lambda g: g / 8)): np.testing.assert_allclose(new[0], one, rtol=1e-3)
 spec |= dict(in_specs=(P('data'), P(), P('data')), out_specs=(P('data'), P())); p = jax.device_put(jnp.ones((32, 1)), rows)
 local = lambda w, s, x: gs.value_and_grad(half, tx.init(w))(w, x)[1]
-jax.shard_map(local, mesh=mesh, in_specs=(P('data'), P(), P('data')), out_specs=P('data'))(p, 0, X)
+jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P('data'), P(), P('data')), out_specs=P('data')))(p, 0, X)
 """),
     "the loss of all parts": ("works", "", MESH + """
 tx, X = gs.loss_scaled(sgd), jnp.arange(32.0).reshape(8, 4)
@@ -1069,26 +1068,26 @@ parts = {'pmean': lambda w, x: jax.lax.pmean(half(w, x), 'data'),
 one = gs.train_step(half, tx, donate=False)(W, tx.init(W), X)[::2]
 for loss in parts.values():
     step = gs.train_step(loss, tx)
-    f = jax.shard_map(lambda *args: step(*args)[::2], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P())
+    f = jax.jit(jax.shard_map(lambda *args: step(*args)[::2], mesh=mesh, in_specs=(P(), P(), P('data')), out_specs=P()))
     np.testing.assert_allclose(f(W, tx.init(W), X)[0], one[0], rtol=1e-3)
 step = gs.train_step(half, tx); alone = jax.make_mesh((1,), ('data',), axis_types=(AxisType.Auto,))
-jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P(), P('data')), out_specs=P())(
+jax.jit(jax.shard_map(lambda *args: step(*args)[0], mesh=alone, in_specs=(P(), P(), P('data')), out_specs=P()))(
     W, tx.init(W), X)
 each = jax.device_put(jnp.ones((32, 1)), rows)
 def own(w, x): return gs.train_step(half, tx)(w, tx.init(w), x)[0]
-jax.shard_map(own, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data'))(each, X)
+jax.jit(jax.shard_map(own, mesh=mesh, in_specs=(P('data'), P('data')), out_specs=P('data')))(each, X)
 """),
     "gradients that JAX has summed": ("warns", "to='varying'", MESH + """
 def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
-jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())(W, X)
+jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P()))(W, X)
 """),
     "gradients of each device": ("works", "", MESH + """
 def grad(w, x):
     w = jax.lax.pcast(w, 'data', to='varying'); return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
-f = jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P())
+f = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P()))
 np.testing.assert_allclose(f(W, X), jax.grad(half)(W, X), rtol=1e-3)
 def grad(w, x): return gs.distributed.mean_gradients(jax.grad(half)(w, x), 'data')
-jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(), check_vma=False)(W, X)
+jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=(P(), P('data')), out_specs=P(), check_vma=False))(W, X)
 """),
     # ── the telemetry of a loop ──────────────────────────────────────────────────────────────
     "alarms without telemetry": ("warns", "gainstage.telemetry", """

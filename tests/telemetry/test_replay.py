@@ -347,11 +347,25 @@ def test_steps_that_are_missing():
         replay(Run(np.arange(3), {"loss": np.ones(3)}))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.floats(), st.floats(), st.floats(), st.floats(), st.floats()),
-                min_size=30, max_size=30))  # fmt: skip
+numbers_of_a_run = given(st.lists(st.tuples(*[st.floats()] * 5), min_size=30, max_size=30))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@numbers_of_a_run
 def test_any_numbers_are_replayed_or_refused(rows):
     """Whatever numbers a file holds, scales are positive and finite, or a ValueError is raised."""
+    check_replay(rows)
+
+
+@pytest.mark.thorough
+@settings(max_examples=75, deadline=None, derandomize=True)
+@numbers_of_a_run
+def test_many_numbers_are_replayed_or_refused(rows):
+    """The same, five times as often."""
+    check_replay(rows)
+
+
+def check_replay(rows):
     names = ("loss_scale", "finite", "loss", "grad_norm", "max_abs")
     run = Run(np.arange(30), dict(zip(names, np.array(rows).T, strict=True)))
     for numbers in (run.numbers, run.numbers | {"loss_scale": np.full(30, 8.0)}):

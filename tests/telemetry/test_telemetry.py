@@ -17,10 +17,10 @@ SHAPES = [(3,), (40, 30), ()]
 OPTIONS = [
     {},
     {"clipnorm": 0.1},
-    {"clipvalue": 0.1},
     {"global_clipnorm": 0.1},
     {"gradient_accumulation_steps": 2},
-    {"use_ema": True},
+    pytest.param({"clipvalue": 0.1}, marks=pytest.mark.thorough),
+    pytest.param({"use_ema": True}, marks=pytest.mark.thorough),
 ]
 
 
@@ -136,8 +136,9 @@ def test_an_optax_state_tells_the_same(rng):
 def test_to_optax_keeps_it():
     """The transformation of an optimizer with telemetry has telemetry."""
     tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True))
-    params = jnp.ones(2)
-    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(params), params)
+    params = np.ones(2, np.float32)
+    grads = np.array([3.0, 4.0], np.float32)
+    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
     assert float(gs.telemetry(state).grad_norm) == 5.0
 
 
@@ -305,16 +306,34 @@ def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     assert "telemetry" not in gs.LossScaleOptimizer(gs.SGD(0.1)).get_config()
 
 
+# Each dtype is told of by default with one of the rules.
+DTYPES = {
+    "dynamic": ["float16", "float32", "float8_e5m2"],
+    "adaptive": ["bfloat16", "float64", "float8_e4m3fn"],
+}
+RULES = {"dynamic": None, "adaptive": gs.AdaptiveLossScale()}
+
+
 @pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float32", "float64", "float8_e5m2", "float8_e4m3fn"]
+    ("rule", "dtype"),
+    [
+        pytest.param(
+            RULES[name],
+            dtype,
+            id=f"{name}-{dtype}",
+            marks=[pytest.mark.thorough] * (dtype not in DTYPES[name]),
+        )
+        for name in RULES
+        for dtype in (*DTYPES["dynamic"], *DTYPES["adaptive"])
+    ],
 )
-@pytest.mark.parametrize("rule", [None, gs.AdaptiveLossScale()], ids=["dynamic", "adaptive"])
 def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
     """Of gradients of every floating dtype, small ones and large ones, of weights of that dtype,
     the largest element and the norm are those of float64 numpy."""
     with jax.enable_x64(dtype == "float64"):
-        scaled = [jnp.asarray(rng.normal(size=size) * 8, dtype) for size in (5, 8192)]
-        weights = [gs.Variable(jnp.ones_like(g)) for g in scaled]
+        kind = jnp.dtype(dtype)
+        scaled = [jnp.asarray((rng.normal(size=size) * 8).astype(kind)) for size in (5, 8192)]
+        weights = [gs.Variable(np.ones(g.shape, kind)) for g in scaled]
         opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=rule, telemetry=True)
         scale = float(opt.loss_scale)
         opt.apply(scaled, weights)
@@ -356,9 +375,16 @@ def test_at_the_floor_a_run_goes_on_and_can_be_asked():
     assert (w.numpy().tolist(), float(b)) == ([0.5, 0.5], 0.5)
 
 
-@pytest.mark.parametrize("rule", [gs.DynamicLossScale, gs.AdaptiveLossScale])
+@pytest.mark.parametrize(
+    ("flag", "rule"),
+    [
+        ("debug_nans", gs.DynamicLossScale),
+        ("debug_infs", gs.AdaptiveLossScale),
+        pytest.param("debug_nans", gs.AdaptiveLossScale, marks=pytest.mark.thorough),
+        pytest.param("debug_infs", gs.DynamicLossScale, marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("how", ["train_step", "eager", "no loss", "ours", "ours, uncompiled"])
-@pytest.mark.parametrize("flag", ["debug_nans", "debug_infs"])
 def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
     """No telemetry and no rule marks anything with a NaN or an inf that JAX would stop at."""
 
