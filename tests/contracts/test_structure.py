@@ -126,6 +126,41 @@ PRIVATE = {
 }  # fmt: skip
 
 
+# What tests read that has no public name, and why.
+TOLD = {
+    # What `NamedTuple` and `enum` have.
+    "": {"_replace", "_asdict", "_fields"},
+    # The buffer of an array: after `value()` a step would copy it, which is what is tested.
+    "core/test_compiled.py": {"_value", "_runner", "_store"},  # and the program of an eager `apply`
+    "core/test_gates.py": {"_runner"},  # the same
+    "core/test_variable.py": {"_value", "_checked"},  # a plan; the gradients that a step keeps
+    "programs.py": {"_value"},  # a plan
+    "lowered.py": {"_value"},  # a plan
+    "interrupted.py": {"_is_bound"},  # what an interrupt may leave
+    # Keras's own names, some of them given to our classes so that its tests run on them.
+    "conformance/run_keras.py": {
+        "_store", "_iterations", "_ours", "_mirror", "_testMethodName", "_skip_test_for_stateless",
+    },
+    "keras/test_keras_fit.py": {"_iterations"},
+    "keras/test_inner_optimizers.py": {"_u_product"},
+    "conformance/test_torch.py": {"_get_growth_tracker"},  # torch's
+    "docs/test_tunix.py": {"_has_aux"},  # Tunix's
+}  # fmt: skip
+
+
+def test_tests_use_public_names():
+    """A test loads no private attribute, or it stands in a list with the reason."""
+    found = defaultdict(set)
+    tests = SRC.parents[1] / "tests"
+    for path in tests.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                owner = ast.unparse(node.value)
+                if owner not in ("self", "cls", "super()") and node.attr not in TOLD[""]:
+                    found[path.relative_to(tests).as_posix()].add(node.attr)
+    assert found == {file: names for file, names in TOLD.items() if file}
+
+
 def test_optimizers_are_asked_through_one_file():
     """Other rooms reach into no private attribute of an optimizer or variable: what they may ask
     beside what users may stands in `optimizers/_internals.py`, or in a list with a reason."""

@@ -88,8 +88,8 @@ def test_programs_grow_linearly(few):
     """Four times the tensors are about four times the program, and no sixteenfold compilation."""
     sizes, seconds, beta = [], [], time.time_ns() % 10**6 / 10**7  # no run has compiled it before
     for count in (few, 4 * few):
-        _, opt, grads = make("adam", [(64,)] * count, jnp.float32, beta_1=beta)
-        step = gs.jit(opt.apply, (list(opt._store.index), opt.variables), donate=True)
+        variables, opt, grads = make("adam", [(64,)] * count, jnp.float32, beta_1=beta)
+        step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
         lowered = step.lower(grads)
         start = time.perf_counter()
         sizes.append(len(lowered.compile().as_text()))

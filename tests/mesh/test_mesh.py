@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from compilations import compilations
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
@@ -86,7 +87,7 @@ def test_a_step_makes_one_sum_over_the_mesh(options, floats, kind):
     compiled = step.lower(put(random(np.random.default_rng(1)), layouts)).compile()
     assert collectives(compiled) == [(f"f32[{floats}]{{0}}", "all-reduce")]
     state = [*variables, *opt.variables]
-    shards = sum(v._value.addressable_shards[0].data.nbytes for v in state)
+    shards = sum(v.value().addressable_shards[0].data.nbytes for v in state)
     assert compiled.memory_analysis().alias_size_in_bytes == shards
 
 
@@ -430,7 +431,7 @@ def test_an_optax_optimizer_is_planned_where_its_variables_are(kind):
     def state(value):
         opt = gs.LossScaleOptimizer(gs.Optax(optax.adam(0.1)))
         opt.build([gs.Variable(value, name="w")])
-        return [(v.name, v.shape, v.dtype, v._sharding) for v in opt.variables]
+        return [(v.name, v.shape, v.dtype, v.sharding) for v in opt.variables]
 
     real = state(jax.device_put(np.ones((8, 8), np.float32), layout))
     assert state(jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=layout)) == real
@@ -460,11 +461,10 @@ def test_a_step_is_compiled_once(kind, inside):
         step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
         for rate in (0.1, np.float64(0.2), jnp.float32(0.3)):
             opt.learning_rate = rate
-            with jax.transfer_guard("disallow"):
+            with jax.transfer_guard("disallow"), compilations() as compiled:
                 step(values)
                 opt.apply(values)
-    assert step._compiled._cache_size() == 1
-    assert opt._runner.program._compiled._cache_size() == 1
+            assert rate == 0.1 or compiled == []
 
 
 @pytest.mark.as_users
@@ -608,7 +608,7 @@ def test_master_weights_can_be_divided(kind):
     weights = []
     for value in (start, jax.device_put(start, layout)):
         w = gs.Variable(value, name="w")
-        over = {"shard_state_over": "data"} if w._sharding else {}
+        over = {} if value is start else {"shard_state_over": "data"}
         opt = gs.LossScaleOptimizer(gs.SGD(2.0**-4, master_weights=True, **over), 1.0)
         opt.apply([w.value()], [w])
         weights.append(w.numpy())

@@ -252,7 +252,7 @@ def test_a_schedule_that_is_changed_between_steps_is_obeyed(wrap):
         opt.minimize(lambda: -w, [w])
     assert (float(w), schedule.calls) == (0.5 + 1.0 + 1.5, 1)
     schedule.rate = 2.0
-    assert float(opt._store.rate_now()) == 2.0 * 4
+    assert float(getattr(opt, "inner_optimizer", opt).learning_rate) == 2.0 * 4
     opt.minimize(lambda: -w, [w])
     opt.minimize(lambda: -w, [w])
     assert (float(w), schedule.calls) == (3.0 + 8.0 + 10.0, 3)

@@ -320,7 +320,7 @@ def test_the_check_of_replicas_is_one_sum_of_8_bytes():
     from gainstage.distributed import agreement
 
     arrays = [everywhere([np.ones((8, 3), np.float32)] * 8) for _ in range(5)]
-    program = agreement._same(tuple(a.sharding for a in arrays)).lower(arrays).compile()
+    program = agreement.all_same(tuple(a.sharding for a in arrays)).lower(arrays).compile()
     assert re.findall(r"= (\S+) all-reduce\(", program.as_text()) == ["u32[2]{0}"]
 
 
@@ -502,16 +502,16 @@ def test_a_sum_that_jax_puts_in_is_taken_in_float32(dtype):
 
 def test_facts_do_not_name_the_device_of_a_process():
     """An optimizer that is not built is the same on every process: it names no device."""
-    assert "evice" not in json.dumps(agreement._facts(gs.SGD(0.1)))
+    assert "evice" not in json.dumps(agreement.facts_of(gs.SGD(0.1)))
 
 
 def test_a_machine_that_calls_itself_loopback_is_found(monkeypatch):
     """Where a machine's own name is 127.0.1.1 the others get an address that they can reach."""
     monkeypatch.setattr(processes, "_ipv4", lambda host: "127.0.1.1")
-    found = processes._reachable("node0")
+    found = processes.reachable("node0")
     assert found.count(".") == 3
     assert found != "127.0.0.1"
-    assert processes._reachable("localhost") == "127.0.1.1"  # whoever says so means it
+    assert processes.reachable("localhost") == "127.0.1.1"  # whoever says so means it
 
 
 def test_replicas_of_complex_arrays_are_compared():

@@ -45,7 +45,7 @@ def assert_consistent(optimizer: Optimizer) -> None:
         >>> opt.build([gs.Variable(1.0)])
         >>> distributed.assert_consistent(opt)
     """
-    facts = [json.loads(report) for report in _gather(json.dumps(_facts(optimizer)))]
+    facts = [json.loads(report) for report in _gather(json.dumps(facts_of(optimizer)))]
     for key in dict.fromkeys(key for fact in facts for key in fact):
         values = [fact.get(key) for fact in facts]
         for process, value in enumerate(values):
@@ -56,7 +56,8 @@ def assert_consistent(optimizer: Optimizer) -> None:
                 )
 
 
-def _facts(optimizer: Optimizer) -> dict[str, Any]:
+def facts_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What of an optimizer has to be the same in every process, as JSON data."""
     trainable, state = optimizer.trainable_variables, optimizer.variables
     facts: dict[str, Any] = {
         "class": type(optimizer).__name__,
@@ -124,11 +125,12 @@ def check_replicas(tree: PyTree) -> jax.Array:
         raise ValueError(f"Expected all arrays on one mesh; got {len(meshes)} meshes.")
     if not meshes:
         return jnp.array(True)
-    return _same(tuple(shardings))(arrays)
+    return all_same(tuple(shardings))(arrays)
 
 
 @functools.cache
-def _same(shardings: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
+def all_same(shardings: tuple[NamedSharding, ...]) -> Callable[..., jax.Array]:
+    """The compiled check of arrays with these shardings: whether all replicas of each are equal."""
     mesh, specs = shardings[0].mesh, [sharding.spec for sharding in shardings]
 
     def part(arrays: list[jax.Array]) -> jax.Array:

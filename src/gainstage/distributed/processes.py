@@ -103,7 +103,7 @@ def _introduce(watchdog: Watchdog, coordinator_address: str | None) -> None:
     """Connects all processes to process 0; JAX broadcasts its address and a token."""
     if jax.process_index() == 0:
         host = coordinator_address.rpartition(":")[0] if coordinator_address else None
-        listener = socket.create_server((_reachable(host or socket.gethostname()), 0))
+        listener = socket.create_server((reachable(host or socket.gethostname()), 0))
         ip, port = listener.getsockname()
         token = secrets.token_bytes(TOKEN)
         letter = [*ipaddress.IPv4Address(ip).packed, *port.to_bytes(2), *token]
@@ -151,7 +151,7 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or (host.startswith("127.") and host.count(".") == 3)
 
 
-def _reachable(host: str) -> str:
+def reachable(host: str) -> str:
     """The address at which other machines reach this one, whose name is `host`."""
     address = _ipv4(host)
     if not address.startswith("127.") or _is_loopback(host):
