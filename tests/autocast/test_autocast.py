@@ -685,3 +685,17 @@ def test_a_loss_that_scales_itself_is_not_cast():
     with pytest.raises(ValueError, match=r"Write self_scaled\(autocast\(loss_fn\)\)"):
         gs.autocast(scaled)
     assert products(gs.self_scaled(gs.autocast(network)), PARAMS, X) == [{"float16"}] * 2
+
+
+def test_models_are_parameters_in_whatever_order_keywords_are_passed():
+    """A model that is a keyword may be rounded; another argument beside it may not."""
+    model = nnx.Linear(4, 4, use_bias=False, rngs=nnx.Rngs(0))
+    x, t = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4), np.float32(0.1)
+
+    def loss(t=None, model=None):
+        return (jnp.tanh(x @ model.kernel[...]) - t).sum()
+
+    half = gs.autocast(loss)
+    assert half(t=t, model=model) == half(model=model, t=t)
+    whole = half(t=np.float32(0), model=model)
+    np.testing.assert_allclose(half(t=t, model=model), whole - 8 * t, rtol=1e-5)

@@ -300,3 +300,11 @@ def test_a_gpu_decides_as_a_cpu(monkeypatch, scale, count):
             moved = [-g if finite else np.zeros_like(g) for g in true]
             for variable, expected in zip(variables, moved, strict=True):
                 np.testing.assert_array_equal(variable.numpy(), expected)
+
+
+def test_a_large_gradient_beside_one_in_half_precision_is_seen():
+    """Below a scale of 1 an element may overflow when it is unscaled, in the widest dtype too."""
+    weights = [gs.Variable(1.0), gs.Variable(1.0)]
+    opt = gs.LossScaleOptimizer(gs.SGD(1e-3), rule=gs.FixedLossScale(2.0**-4))
+    opt.apply([np.float16(1), np.float32(1e38)], weights)
+    assert [float(w) for w in weights] == [1.0, 1.0]

@@ -745,3 +745,15 @@ def test_a_variable_that_is_added_is_replicated_on_the_mesh(cls, given):
     assert early.sharding == opt.counted.sharding == late.sharding == everywhere
     opt.apply([w.value()])
     assert (w.numpy() == 0.5).all()
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_gradient_on_another_device_moves_no_variable(committed):
+    """In the first step and in later ones, a variable stays on its device."""
+    here, there = jax.devices()[:2]
+    w = gs.Variable(jax.device_put(jnp.ones(3), here) if committed else jnp.ones(3))
+    opt = gs.SGD(0.5)
+    for device in (None, None, there, None, here):
+        opt.apply([jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)], [w])
+        assert w.value().devices() == {here}
+    assert w.numpy().tolist() == [-1.5] * 3

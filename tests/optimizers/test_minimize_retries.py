@@ -190,3 +190,20 @@ def test_bad_retries_are_refused():
     with pytest.raises(TypeError, match="retries; got True"):
         opt.minimize(lambda: w**2, [w], retries=True)
     assert w.value() == 1
+
+
+def test_retries_in_vain_leave_the_counts_of_one_skipped_step():
+    """The scales of later steps are those of a run without retries, whatever the rule counts."""
+    scales = []
+    for retries in (0, 3):
+        w = gs.Variable(1.0)
+        opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=gs.AdaptiveLossScale(2.0**10))
+        for is_bad in (False, True, False, False, False):
+
+            def loss(w=w, is_bad=is_bad):
+                # The gradient of the square root at 0 is infinite, at any scale; its value is not.
+                return jnp.sqrt(w - 1.0) if is_bad else w * 1.0
+
+            opt.minimize(loss, [w], retries=retries)
+            scales.append(float(opt.loss_scale))
+    assert scales[:5] == scales[5:]

@@ -198,3 +198,13 @@ def test_wrong_combinations_are_errors():
     with pytest.raises(ValueError, match="Expected clipnorm to be set on 'multi_optimizer'"):
         parts[1].clipnorm = 1.0
     assert float(w) == 1.0
+
+
+def test_one_part_that_needs_the_loss_gets_it():
+    """`minimize` passes the true loss to an optax transformation beside optimizers without one."""
+    a, b = gs.Variable(2.0), gs.Variable(2.0)
+    opt = gs.MultiOptimizer([(gs.SGD(0.25), [a]), (gs.Optax(optax.polyak_sgd()), [b])])
+    opt.minimize(lambda: a**2 + b**2, [a, b])
+    assert float(a) == 1.0
+    # The step of Polyak: value / norm of the gradient, whose scale is at most 1.
+    assert float(b) == pytest.approx(2.0 - min(1.0, 8.0 / 16.0) * 4.0)

@@ -932,3 +932,11 @@ def test_gradients_that_are_no_list_are_refused(grads):
     with pytest.raises(TypeError, match="Expected a list of arrays for grads"):
         gs.SGD(0.5).apply(grads, variables)
     assert [float(v) for v in variables] == [1.0, 1.0]
+
+
+def test_slots_of_a_random_initializer_are_all_different():
+    """Each variable's slot has random numbers of its own, the third one's too."""
+    variables, opt = [gs.Variable(np.ones(8)) for _ in range(3)], gs.SGD(0.1)
+    opt.build(variables)
+    slots = opt.add_optimizer_variables(variables, "noise", "random_normal")
+    assert len({slot.numpy().tobytes() for slot in slots}) == 3
