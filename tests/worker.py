@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import jax
@@ -107,6 +108,29 @@ def retried(mesh, steps):
     return seen, after
 
 
+def recorded(mesh, folder):
+    """Ten steps, the seventh of which overflows, with their records and capsules in one folder:
+    one whose arguments every process holds, and one whose batch is spread over all of them."""
+    whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    tx = gs.loss_scaled(optax.sgd(0.01), telemetry=True)
+    step = gs.train_step(lambda w, x: jnp.mean((x.astype(jnp.float16) @ w) ** 2) * 1.0, tx)
+    w = jax.make_array_from_callback((4,), whole, np.full(4, 0.1, np.float16).__getitem__)
+    opt_state, written = tx.init(w), []
+    records = gs.diagnostics.JsonLines(folder / "run.jsonl")
+    capsule = gs.diagnostics.Capsule(folder / "bad.npz")
+    spread = gs.diagnostics.Capsule(folder / "spread.npz")
+    with records, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for n in range(10):
+            x = np.full((16, 4), 1e4 if n == 6 else 0.01, np.float32)
+            batch = jax.make_array_from_callback(x.shape, rows, x.__getitem__)
+            w, opt_state, loss = step(w, opt_state, batch)
+            info = gs.telemetry(opt_state)
+            records.write(n, info, loss=loss)
+            written.append([capsule.write(n, info, w, x), spread.write(n, info, w, batch)])
+    return written, [str(warning.message) for warning in told]
+
+
 def mesh_of(shape=(4, 2), count=None):
     devices = np.array(jax.devices()[:count]).reshape(shape)
     return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -169,6 +193,7 @@ def work(job):
         "digest": training.digest(),
         "same": same,
         "retried": retried(mesh_of((8, 1)), job["retried"]) if "retried" in job else None,
+        "recorded": recorded(mesh_of((8, 1)), Path(job["recorded"])) if "recorded" in job else None,
     }
 
 

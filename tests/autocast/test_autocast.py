@@ -699,3 +699,17 @@ def test_models_are_parameters_in_whatever_order_keywords_are_passed():
     assert half(t=t, model=model) == half(model=model, t=t)
     whole = half(t=np.float32(0), model=model)
     np.testing.assert_allclose(half(t=t, model=model), whole - 8 * t, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bounded", [jnp.tanh, jax.nn.sigmoid, jax.nn.silu])
+def test_gradients_of_bounded_functions_of_products_are_right(bounded):
+    """They come from the result in half precision, and differ from float32 by its rounding."""
+    x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
+    w = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+
+    def loss(w):
+        return jnp.mean(bounded(x @ w) * np.float32(3))
+
+    np.testing.assert_allclose(
+        jax.grad(gs.autocast(loss))(w), jax.grad(loss)(w), rtol=2e-2, atol=2e-3
+    )

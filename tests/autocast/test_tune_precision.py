@@ -157,6 +157,14 @@ def test_a_plan_is_saved_and_loaded(plan, tmp_path):
     assert "test_tune_precision.py:" in str(plan)
 
 
+def test_a_row_of_a_plan_shows_its_largest_number(plan):
+    """Operations of one line are one row, with the largest of their numbers, in whatever order."""
+    first = plan.operations[0]
+    turns = [first._replace(largest=largest, path=(*first.path, 0)) for largest in (10, 777, 10)]
+    row = str(PrecisionPlan("float16", turns, 0.0, 0.0)).splitlines()[-1].split()
+    assert (row[1], row[4]) == ("3", "777")
+
+
 @pytest.mark.parametrize(
     "content",
     ["", "{}", "[]", '{"gainstage plan": 99}', '{"gainstage plan": 1, "operations": [1]}'],

@@ -430,3 +430,18 @@ def test_a_print_that_raises_leaves_the_variables(ordered):
     with pytest.raises(Exception, match="Unknown format code"):
         gs.jit(fn, [v], donate=True)()
     assert v.value().tolist() == [1] * 1000
+
+
+def test_a_lowered_program_has_the_options_in_force():
+    """What `lower` returns is the program of the next call, also after an option was changed."""
+    w = gs.Variable(np.ones(3))
+    opt = gs.SGD(0.5)
+    opt.build([w])
+    step = gs.jit(lambda gradient: opt.apply([gradient], [w]), ([w], opt.variables))
+    gradient = np.ones(3, np.float32)
+    before = step.lower(gradient).as_text()
+    opt.clipvalue = 0.25
+    after = step.lower(gradient).as_text()
+    assert before != after
+    step(gradient)
+    assert step.lower(gradient).as_text() == after

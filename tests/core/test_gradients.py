@@ -100,6 +100,8 @@ def test_unscaling_is_never_done_in_half():
     with jax.enable_x64(True):
         (wide,) = gradients.unscale([jnp.float64(1) / 3], jnp.float32(2.0))
         assert (wide.dtype, float(wide)) == (jnp.float64, 1 / 6)
+        (wide,) = gradients.unscale([jnp.float64(1)], jnp.float32(3.0))
+        assert float(wide) == 1 / 3
 
 
 # Asked for in pytorch#96755 (overflow in unscaling).
@@ -308,3 +310,10 @@ def test_a_large_gradient_beside_one_in_half_precision_is_seen():
     opt = gs.LossScaleOptimizer(gs.SGD(1e-3), rule=gs.FixedLossScale(2.0**-4))
     opt.apply([np.float16(1), np.float32(1e38)], weights)
     assert [float(w) for w in weights] == [1.0, 1.0]
+
+
+def test_a_gradient_whose_squares_are_all_flushed_is_clipped():
+    """A limit near the smallest numbers holds for many elements that are smaller than it."""
+    w = gs.Variable(np.zeros(2**14))
+    gs.SGD(1.0, clipnorm=2.0**-59).apply([np.full(2**14, 2.0**-63.5, np.float32)], [w])
+    np.testing.assert_allclose(w.numpy(), np.full(2**14, -(2.0**-66)), rtol=1e-5)

@@ -82,9 +82,11 @@ def test_methods_of_arrays_work(name, args, options):
 
 def test_attributes_of_arrays_work():
     """So do `T`, `mT`, `real`, `imag`, `nbytes`, `item()` and `at`, also with a variable."""
-    array, var = jnp.array([[3.0, -1.0]]), gs.Variable([[3.0, -1.0]])
-    for name in ("T", "mT", "real", "imag", "nbytes"):
-        np.testing.assert_array_equal(getattr(var, name), getattr(array, name))
+    for array in (jnp.array([[3.0, -1.0]]), jnp.arange(24.0).reshape(2, 3, 4)):
+        for name in ("T", "mT", "real", "imag", "nbytes"):
+            found = getattr(gs.Variable(array), name)
+            np.testing.assert_array_equal(found, getattr(array, name))
+    var = gs.Variable([[3.0, -1.0]])
     assert gs.Variable(3.0).item() == 3.0
     assert var.at[0, 0].set(5.0).tolist() == [[5.0, -1.0]]
     assert var.numpy().tolist() == [[3.0, -1.0]]

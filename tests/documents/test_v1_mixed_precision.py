@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilations import compilations
 from jax.sharding import AxisType, PartitionSpec
 
 import gainstage as gs
@@ -1010,3 +1011,15 @@ def test_the_constraint_of_a_variable_without_a_gradient_waits():
         opt.minimize(lambda: b * 1.0, var_list=[a, b])
         opt.apply_gradients([(1.0, b)])
     assert (float(a), float(b)) == (3.0, -1.0)
+
+
+def test_numbers_that_are_functions_compile_nothing():
+    """A momentum that is a function is read in each step; while it returns the same, no step is
+    compiled again."""
+    w, opt = gs.Variable(3.0), v1.MomentumOptimizer(0.5, lambda: 0.5)
+    for _ in range(2):
+        opt.apply_gradients([(1.0, w)])
+    with compilations() as compiled:
+        opt.apply_gradients([(1.0, w)])
+    assert compiled == []
+    assert float(w) == 3.0 - 0.5 * (1.0 + 1.5 + 1.75)

@@ -114,6 +114,24 @@ def test_the_log_tells_scale_and_skips():
         assert again.history["skipped_steps"] == [2]  # those of this fit
 
 
+def test_the_log_warns_of_an_epoch_by_the_scale_at_its_start():
+    """What the scale did in earlier epochs is none of an epoch's skips."""
+
+    def batches():
+        for n in range(40):
+            yield np.full((2, 2), 1.0 if n < 20 else np.nan, "float32"), np.ones((2, 1), "float32")
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    scaled = LossScaleOptimizer(keras.optimizers.SGD(0.01), 2.0**8, dynamic_growth_steps=5)
+    model.compile(scaled, "mse")
+    told = r"20 of the 20 steps of epoch 2 were skipped; the loss scale went from 2\^12 to"
+    with pytest.warns(UserWarning, match=told):
+        model.fit(
+            batches(),
+            steps_per_epoch=20, epochs=2, verbose=0, shuffle=False, callbacks=[LogLossScale()],
+        )  # fmt: skip
+
+
 def test_averages_replace_the_weights_once_there_are_some():
     """At the end of `fit`; if every step was skipped the weights stay what they were."""
     averaged, _ = fitted(LossScaleOptimizer(gs.SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1)

@@ -54,6 +54,7 @@ NEED_STATE = [
     (gs.RMSprop, "centered", True),
     (gs.Adam, "amsgrad", True),
     (gs.Adagrad, "initial_accumulator_value", 0.5),
+    (gs.Adagrad, "initial_accumulator_value", 0.0),
 ]
 
 

@@ -1,6 +1,7 @@
 """The slots that an optimizer's `build` adds."""
 
 import jax.numpy as jnp
+import numpy as np
 
 import gainstage as gs
 
@@ -46,3 +47,23 @@ def test_slots_of_one_name_are_several():
         assert len(set(slots)) == 4
         assert len(opt.variables) == 2 + 4 * 2
     assert [float(slots[0][0]) for slots in (opt.own, opt.momentums)] == [1, 0]
+
+
+def test_random_initializers_have_the_spread_of_keras():
+    """Those by the number of inputs and outputs, and those without."""
+    shape, opt = (16, 4096), gs.SGD()
+    fan_in, fans = 16, 16 + 4096
+    for name, spread in {
+        "glorot_normal": (2 / fans) ** 0.5,
+        "glorot_uniform": (2 / fans) ** 0.5,
+        "he_normal": (2 / fan_in) ** 0.5,
+        "he_uniform": (2 / fan_in) ** 0.5,
+        "lecun_normal": (1 / fan_in) ** 0.5,
+        "lecun_uniform": (1 / fan_in) ** 0.5,
+        "variance_scaling": (1 / fan_in) ** 0.5,
+        "random_normal": 0.05,
+        "random_uniform": 0.1 / 12**0.5,
+    }.items():
+        values = opt.add_variable(shape, name).numpy()
+        assert abs(values.mean()) < 0.02 * spread, name
+        np.testing.assert_allclose(values.std(), spread, rtol=0.02, err_msg=name)

@@ -80,13 +80,14 @@ class Run:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """A run of two processes, twenty steps and four checkpoints, with two poisoned batches; and
-    then four steps that are repeated until they are finite."""
+    """A run of two processes, twenty steps and four checkpoints, with two poisoned batches; then
+    four steps that are repeated until they are finite; then ten that are recorded."""
     pytest.importorskip("orbax.checkpoint")
     folder = tmp_path_factory.mktemp("run")
     checkpoints = folder / "checkpoints"
     job = {"steps": 20, "poisoned": [3, 12], "checkpoints": str(checkpoints)}
-    return Run(folder, retried=4, **job).results(), checkpoints, job
+    results = Run(folder, retried=4, recorded=str(folder), **job).results()
+    return results, checkpoints, job
 
 
 def test_an_inf_on_one_process_skips_on_all(uninterrupted):
@@ -95,7 +96,7 @@ def test_an_inf_on_one_process_skips_on_all(uninterrupted):
     assert [i for i, skipped in enumerate(first["skipped"]) if skipped] == job["poisoned"]
     assert first["scales"][:8] == [2.0**15] * 3 + [2.0**14] * 4 + [2.0**15]
     assert first["same"]
-    assert other == first
+    assert other == first | {"recorded": other["recorded"]}
 
 
 def test_processes_retry_together(uninterrupted):
@@ -111,12 +112,33 @@ def test_processes_retry_together(uninterrupted):
     np.testing.assert_allclose(np.array(first)[:, :3], np.array(alone)[:, :3], rtol=1e-3)
 
 
+def test_two_processes_write_one_record_and_one_capsule(uninterrupted):
+    """The first alone writes: each step once, and the bad step whole. A batch of which it holds a
+    part is not saved, with a warning, and the run goes on."""
+    (first, other), checkpoints, _ = uninterrupted
+    (written, told), (elsewhere, silent) = first["recorded"], other["recorded"]
+    assert [n for n, (is_saved, _) in enumerate(written) if is_saved] == [6]
+    assert not any(is_spread for _, is_spread in written)
+    assert not np.any(elsewhere)
+    assert silent == []
+    assert len(told) == 1
+    assert "lies on devices of other processes; gather it first" in told[0]
+    folder = checkpoints.parent
+    run = gs.diagnostics.read_run(folder / "run.jsonl")
+    assert run.steps.tolist() == list(range(10))
+    assert run.get("applied").tolist() == [1] * 6 + [0] + [1] * 3
+    bad = gs.diagnostics.read_capsule(folder / "bad.npz")
+    assert (bad.step, bad.scale) == (6, 2.0**15)
+    assert (bad.args[1] == 1e4).all()
+    assert {path.name for path in folder.glob("*.npz*")} == {"bad.npz"}
+
+
 @pytest.mark.slow
 def test_four_processes_do_what_two_do(uninterrupted, tmp_path):
     """The decisions and bits of a run do not depend on how many processes share its devices."""
     (first, _), _, job = uninterrupted
     four = Run(tmp_path, 4, steps=20, poisoned=job["poisoned"]).results()
-    assert all(each == first | {"retried": None} for each in four)
+    assert all(each == first | {"retried": None, "recorded": None} for each in four)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +257,17 @@ def test_sigterm_ends_a_process_and_the_others(tmp_path):
     assert "process 1 is gone" in run.said(0)
 
 
+def test_process_0_may_die_too(tmp_path):
+    """It holds the service that connects the others: JAX aborts them at once, and says why."""
+    run = Run(tmp_path, culprit=0, kill_at=3, steps=1000)
+    statuses, after = run.wait()
+    assert statuses[0] == -9
+    assert statuses[1] not in (0, -9)
+    assert max(after) < 5
+    reasons = ("process 0 is gone", "the JAX distributed service detected fatal errors")
+    assert any(reason in run.said(1) for reason in reasons), run.said(1)
+
+
 def test_a_process_that_stands_still_ends_the_others(tmp_path):
     """A process that is stopped, but not dead, is given up when the patience is over."""
     run = Run(tmp_path, culprit=1, stop_at=3, steps=1000, initialize={"patience": 5})
@@ -305,6 +338,10 @@ def test_arrays_that_changed_places_on_one_device_are_found():
         ones = everywhere([swapped[0] if i == 5 else one for i in range(8)])
         twos = everywhere([swapped[1] if i == 5 else two for i in range(8)])
         assert not distributed.check_replicas([ones, twos])
+    count = np.arange(8)
+    ones = everywhere([count + (i == 5) * (count == 1) for i in range(8)])
+    twos = everywhere([count - (i == 5) * (count == 0) for i in range(8)])
+    assert not distributed.check_replicas([ones, twos])
 
 
 def test_parts_may_differ_where_replicas_may_not():

@@ -260,6 +260,28 @@ def test_devices_measure_together(checked):
     assert scales == [2.0**7] * 8
 
 
+def test_devices_share_a_loss_that_is_bad_on_one():
+    """Inside of `shard_map` a loss of -inf on one device says on all that the data are bad."""
+    mesh = jax.make_mesh((8,), ("data",))
+    tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())
+    spec = jax.sharding.PartitionSpec("data")
+    params = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(mesh, spec))
+    state = tx.init(params)
+    held = jax.tree.map(lambda x: x.sharding.spec, state)
+    seen = jax.device_put(
+        np.where(np.arange(8) == 3, -np.inf, 1).astype(np.float32), params.sharding
+    )
+
+    def update(state, grads, seen):
+        return tx.update(grads, state, value=seen.sum())[1]
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=(held, spec, spec), out_specs=held)
+    good = jax.jit(mapped)(state, params, params)
+    bad = jax.jit(mapped)(good, seen, seen)
+    assert (bool(good.applied), bool(bad.applied)) == (True, False)
+    assert float(gs.loss_scale(bad)) == float(gs.loss_scale(good))
+
+
 def test_in_an_optax_loop_the_loss_is_passed_as_value():
     """`value=` tells a NaN in the data from an overflow."""
     tx = gs.loss_scaled(optax.sgd(0.1), gs.AdaptiveLossScale())

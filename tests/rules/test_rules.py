@@ -182,6 +182,12 @@ def test_legal_edges():
     assert gs.FixedLossScale(np.float32(0.5)).loss_scale_value == 0.5
 
 
+def test_a_multiplier_of_1_moves_no_scale():
+    """Neither growth nor an overflow does, also where the first scale is below the floor."""
+    rule = gs.DynamicLossScale(0.25, 1, 1.0, min_scale=1.0)
+    assert set(run(rule, [True, False, True]).scale.tolist()) == {0.25}
+
+
 @pytest.mark.parametrize(
     "rule", [gs.FixedLossScale(3), gs.DynamicLossScale(4, 5, 3, backoff_factor=0.25, hysteresis=2)]
 )

@@ -284,6 +284,24 @@ def test_64_bits_need_the_setting_of_the_run(write):
         read_capsule(path)
 
 
+def test_a_capsule_keeps_the_settings_that_change_a_loss(write):
+    """The kind of random keys, the precision of products and how dtypes are promoted, too."""
+    with (
+        jax.default_prng_impl("rbg"),
+        jax.default_matmul_precision("highest"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.threefry_partitionable(False),
+    ):
+        path = write(jnp.ones(3))
+    assert read_capsule(path).settings == {
+        "jax_enable_x64": False,
+        "jax_default_matmul_precision": "highest",
+        "jax_numpy_dtype_promotion": "strict",
+        "jax_threefry_partitionable": False,
+        "jax_default_prng_impl": "rbg",
+    }
+
+
 class Pair(typing.NamedTuple):
     left: typing.Any
     right: typing.Any

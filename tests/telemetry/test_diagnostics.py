@@ -565,6 +565,8 @@ def test_skipped_steps_are_a_table():
     ]
     assert (len(table.rows), table.rows[6][:2]) == (13, ("and 29 more", "29"))
     assert table.rows[-1][0] == "970"
+    triples = [first + n for first in range(0, 1000, 50) for n in range(3)]
+    assert findings(skipping(triples)).skips.rows[6][:2] == ("and 8 more", "24")
     text = page(run, findings(run), "a run")
     for word in ("bad loss 76", "vetoed 1", "500 to 529", "2^7 to 2^0"):
         assert word in text

@@ -62,6 +62,10 @@ def test_a_restart_says_it_again(tmp_path):
     back = read_run(path)
     assert back.rule == gs.AdaptiveLossScale()
     assert back.get("loss").tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    with JsonLines(path) as run:  # without a rule: what an earlier start said of it is gone
+        run.write(5, loss=2.0)
+    assert read_run(path).rule is None
+    assert set(read_run(path).made) == {"versions"}
 
 
 def test_a_recording_without_that_line_is_read(tmp_path):

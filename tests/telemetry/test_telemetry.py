@@ -93,6 +93,17 @@ def test_the_largest_element_is_nan_where_it_was_not_measured(rule):
     np.testing.assert_array_equal(found, wanted)
 
 
+def test_the_largest_element_is_measured_around_a_step_that_a_user_skips():
+    """In it and in the step after it, although all gradients are finite."""
+    w = gs.Variable(np.ones(2, np.float32))
+    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 8.0, telemetry=True)
+    found = []
+    for step in range(6):
+        opt.apply([np.full(2, 8.0 * step + 8.0, np.float32)], [w], apply_if=step != 2)
+        found.append(float(gs.telemetry(opt).max_abs))
+    np.testing.assert_array_equal(found, [1.0, np.nan, 3.0, 4.0, np.nan, np.nan])
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_telling_changes_no_decision_and_no_bit(options, rng):
     """With telemetry and without, weights, slots and scale are the same after every step."""
