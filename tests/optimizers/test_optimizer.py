@@ -405,6 +405,16 @@ def test_constraints_come_last():
     assert (float(var), float(opt.variables[2])) == (0.0, -4.0)
 
 
+def test_a_constraint_holds_for_the_copy_in_float32_too():
+    """The next step of a half-precision variable goes on from the constrained value."""
+    var = gs.Variable(0.5, dtype="float16", constraint=lambda value: jnp.minimum(value, 1))
+    opt = gs.SGD(1.0, master_weights=True)
+    opt.apply([-2.0], [var])
+    assert float(var) == 1.0
+    opt.apply([0.25], [var])
+    assert float(var) == 0.75
+
+
 # ── learning rate ───────────────────────────────────────────────────────────────────────────────
 
 
