@@ -37,6 +37,15 @@ def test_torch(stop):
         assert w.numpy().tolist() == step["weights"]
 
 
+def test_a_scale_from_torch_may_fall_below_1():
+    """torch has no lowest scale: what fits a sum over the data may be a scale below 1."""
+    state = TORCH["steps"][0]["state"] | {"scale": 1.0, "backoff_factor": 0.5}
+    rule, state = importers.from_torch(state)
+    for _ in range(3):
+        state = rule.update(state, False)
+    assert float(state.scale) == 2.0**-3
+
+
 def test_torch_disabled():
     """The empty state of a disabled GradScaler is refused by name."""
     with pytest.raises(ValueError, match="enabled GradScaler"):

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.repo
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(set(DOCS.glob("**/*.md")) - {DOCS / "migrating.md"})  # that has a test of its own

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.repo
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "optax": "sklearn",

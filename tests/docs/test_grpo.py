@@ -14,6 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 CODE = """
 import jax, numpy as np
 import gainstage as gs, grpo
+
+pytestmark = pytest.mark.repo
 supervised, _ = grpo.main(["--quick"])
 prompts, _ = grpo.problems(np.random.default_rng(1), 64)
 for dtype in ("float32", "float16", "bfloat16"):

@@ -13,6 +13,8 @@ from gainstage.diagnostics import read_run
 
 import quick
 
+pytestmark = pytest.mark.repo
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -339,8 +339,8 @@ def test_arrays_that_changed_places_on_one_device_are_found():
         twos = everywhere([swapped[1] if i == 5 else two for i in range(8)])
         assert not distributed.check_replicas([ones, twos])
     count = np.arange(8)
-    ones = everywhere([count + (i == 5) * (count == 1) for i in range(8)])
-    twos = everywhere([count - (i == 5) * (count == 0) for i in range(8)])
+    ones = everywhere([8 + count + (i == 5) * (count == 1) for i in range(8)])
+    twos = everywhere([8 + count - (i == 5) * (count == 0) for i in range(8)])
     assert not distributed.check_replicas([ones, twos])
 
 
