@@ -701,7 +701,17 @@ def test_models_are_parameters_in_whatever_order_keywords_are_passed():
     np.testing.assert_allclose(half(t=t, model=model), whole - 8 * t, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bounded", [jnp.tanh, jax.nn.sigmoid, jax.nn.silu])
+@pytest.mark.parametrize(
+    "bounded",
+    [
+        jnp.tanh,
+        jax.nn.sigmoid,
+        jax.nn.gelu,
+        lambda y: jnp.tanh(y**2),
+        lambda y: jax.nn.sigmoid(y**2),
+    ],
+    ids=["tanh", "sigmoid", "gelu", "tanh of a power", "sigmoid of a power"],
+)
 def test_gradients_of_bounded_functions_of_products_are_right(bounded):
     """They come from the result in half precision, and differ from float32 by its rounding."""
     x = np.linspace(-2, 2, 32, dtype=np.float32).reshape(8, 4)
