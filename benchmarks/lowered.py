@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 import gainstage as gs
 from gainstage._scaling.gradients import unscale
+from gainstage.optimizers import SGD
 
 from . import models, parameters
 
@@ -132,13 +133,13 @@ def scaled(kind: str) -> optax.GradientTransformationExtraArgs:
 
 def optimizer_of(kind: str, variables: list[gs.Variable]) -> gs.LossScaleOptimizer:
     """Our optimizer, built for variables."""
-    inner = gs.SGD(RATE, MOMENTUM) if kind == "sgd" else gs.Adam(RATE, epsilon=EPSILON)
+    inner = SGD(RATE, MOMENTUM) if kind == "sgd" else gs.optimizers.Adam(RATE, epsilon=EPSILON)
     optimizer = gs.LossScaleOptimizer(inner, initial_scale=SCALE)
     optimizer.build(variables)
     return optimizer
 
 
-def state_of(optimizer: gs.Optimizer, target: Target) -> list[jax.ShapeDtypeStruct]:
+def state_of(optimizer: gs.optimizers.Optimizer, target: Target) -> list[jax.ShapeDtypeStruct]:
     """The state of a built optimizer, planned."""
     return [planned(v, v._sharding or target.everywhere) for v in optimizer.variables]
 

@@ -30,7 +30,9 @@ import numpy as np
 import optax
 
 import gainstage as gs
-from gainstage import _doctor, fp8
+from gainstage import _doctor
+from gainstage.optimizers import Adam
+from gainstage.precision import float8
 
 from . import beside_torch, harness, models, peers
 from . import train_steps_do_not_notice_scaling as train_steps
@@ -169,7 +171,7 @@ def master_weights(dtype: str, quick: bool, until: float, options: Any) -> dict[
 
     def run(start: jax.Array, **wanted: Any) -> tuple[np.ndarray, np.ndarray | None]:
         weight = gs.Variable(start)
-        optimizer = gs.LossScaleOptimizer(gs.Adam(1e-5, **wanted), initial_scale=1.0)
+        optimizer = gs.LossScaleOptimizer(Adam(1e-5, **wanted), initial_scale=1.0)
         optimizer.build([weight])
 
         def step() -> jax.Array:
@@ -257,10 +259,10 @@ def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
             x = x.astype(wide)
             for one, scaling in zip(w, state, strict=True):
                 one = one.astype(wide)
-                x = jax.nn.relu(fp8.dot(x, one, scaling) if small else x @ one)
+                x = jax.nn.relu(float8.dot(x, one, scaling) if small else x @ one)
             return jnp.square(x.astype(jnp.float32)).mean()
 
-        wanted[dtype] = weights, [fp8.dot_scaling() for _ in weights], x
+        wanted[dtype] = weights, [float8.dot_scaling() for _ in weights], x
         start = time.perf_counter()
         try:
             program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*wanted[dtype]).compile()

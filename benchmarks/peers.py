@@ -17,6 +17,7 @@ import optax
 
 import gainstage as gs
 from gainstage._scaling.gradients import unscale
+from gainstage.optimizers import SGD
 
 from . import parameters
 from .harness import Builders, Case, Variant
@@ -212,16 +213,16 @@ def our_optimizer(
     ema: bool = False,
     accumulate: bool = False,
     **options: Any,
-) -> tuple[gs.Optimizer, list[gs.Variable]]:
+) -> tuple[gs.optimizers.Optimizer, list[gs.Variable]]:
     """An optimizer that is built for variables, and these."""
     variables = [gs.Variable(p) for p in params]
     options |= {"global_clipnorm": CLIP} if clip else {}
     options |= {"use_ema": True, "ema_momentum": AVERAGE} if ema else {}
     options |= {"gradient_accumulation_steps": ACCUMULATE} if accumulate else {}
     inner = (
-        gs.SGD(RATE, MOMENTUM, **options)
+        SGD(RATE, MOMENTUM, **options)
         if kind == "sgd"
-        else gs.Adam(RATE, epsilon=EPSILON, **options)
+        else gs.optimizers.Adam(RATE, epsilon=EPSILON, **options)
     )
     optimizer = gs.LossScaleOptimizer(inner, initial_scale=1.0) if scaled else inner
     optimizer.build(variables)

@@ -76,7 +76,7 @@ def keras_style(model: models.Model, **options: Any) -> harness.Variant:
     params = jax.tree.map(gs.Variable, model.params)
     variables = jax.tree.leaves(params)
     options = {"rule": gs.DynamicLossScale(SCALE), **options}
-    optimizer = gs.LossScaleOptimizer(gs.Adam(RATE, epsilon=EPSILON), **options)
+    optimizer = gs.LossScaleOptimizer(gs.optimizers.Adam(RATE, epsilon=EPSILON), **options)
     optimizer.build(variables)
 
     def step(batch: Any) -> Any:

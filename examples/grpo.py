@@ -7,7 +7,7 @@
 A transformer of 0.1 million parameters learns to sort six digits: first from solved problems (SFT),
 then from rewards alone (GRPO). The sampler draws answers token by token with a KV cache. The
 trainer scores the same tokens in one forward pass. Both compute in the same dtype from the same
-float32 weights, but round differently: `gs.diagnostics.mismatch` measures by how much.
+float32 weights, but round differently: `gs.diagnostics.logprob_mismatch` measures by how much.
 """
 
 import argparse
@@ -160,7 +160,7 @@ def grpo_loss(dtype, params, tokens, sampled, advantages):
     logp = score(params, tokens, dtype)
     ratio, advantages = jnp.exp(logp - sampled), advantages[:, None]
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
-    return -gain.mean(), gs.diagnostics.mismatch(sampled, logp)
+    return -gain.mean(), gs.diagnostics.logprob_mismatch(sampled, logp)
 
 
 def optimizer(rate):

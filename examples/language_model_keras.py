@@ -19,7 +19,7 @@ import numpy as np
 from keras import layers, ops
 
 import gainstage as gs
-from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, keep_if_applied
+from gainstage.interop.keras import LogLossScale, LossScaleOptimizer, protect_statistics
 
 BATCH, HEADS = 16, 4
 FULL, QUICK = (128, 6, 128, 6, 50), (32, 1, 64, 3, 10)  # width, blocks, context, epochs, steps
@@ -92,10 +92,12 @@ def make_model(width, blocks, context):
 def make_optimizer(steps):
     """AdamW with all that a language model needs, and loss scaling around it."""
     warmup = steps // 10  # the schedule counts microbatches
-    rate = gs.schedules.CosineDecay(0.0, steps - warmup, warmup_target=3e-3, warmup_steps=warmup)
+    rate = gs.optimizers.schedules.CosineDecay(
+        0.0, steps - warmup, warmup_target=3e-3, warmup_steps=warmup
+    )
     window = {"gradient_accumulation_steps": 2, "global_clipnorm": 1.0}
     average = {"use_ema": True, "ema_momentum": 0.5 ** (20 / steps)}  # `fit` ends with averages
-    adamw = gs.AdamW(rate, weight_decay=0.1, **window, **average)
+    adamw = gs.optimizers.AdamW(rate, weight_decay=0.1, **window, **average)
     return LossScaleOptimizer(adamw, rule=gs.DynamicLossScale(2.0**20, increment_period=100))
 
 
@@ -111,7 +113,7 @@ def main():
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = Windows([f for n, f in enumerate(files) if n % 20], context, steps)
     held_out = Windows(files[::20], context, 8)
-    model = keep_if_applied(make_model(width, blocks, context))
+    model = protect_statistics(make_model(width, blocks, context))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(make_optimizer(epochs * steps), loss)
     folder = options.folder or Path(f"runs/language_model_keras_{width}")

@@ -44,7 +44,7 @@ def train(options):
     for i, (n, m) in enumerate(itertools.pairwise(WIDTHS)):
         value = rng.normal(size=(n, m)).astype(np.float32) / np.sqrt(n)
         weights.append(gs.Variable(jax.device_put(value, replicated), name=f"layer{i}"))
-    optimizer = gs.LossScaleOptimizer(gs.Adam(1e-3, shard_state_over="data"))
+    optimizer = gs.LossScaleOptimizer(gs.optimizers.Adam(1e-3, shard_state_over="data"))
     optimizer.build(weights)
     if options.process == 0:
         print(distributed.describe_layout(optimizer), flush=True)

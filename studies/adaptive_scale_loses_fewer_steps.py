@@ -27,6 +27,7 @@ import gainstage as gs
 from benchmarks import models
 from benchmarks.harness import between_marks, file_to_write
 from gainstage.demo import digits
+from gainstage.optimizers import Adam
 
 from . import DOCS, RESULTS
 from .tasks import demo_loss
@@ -105,7 +106,7 @@ class Trainer:
         self.task, self.dtype = task, "float16" if rule else "float32"
         self.weights = [gs.Variable(w, name=f"w{i}") for i, w in enumerate(task.weights(0))]
         self.optimizer = gs.LossScaleOptimizer(
-            gs.Adam(task.rate), rule=rule or gs.FixedLossScale(1.0), telemetry=True
+            Adam(task.rate), rule=rule or gs.FixedLossScale(1.0), telemetry=True
         )
         self.optimizer.build(self.weights)
         self.fresh = [variable.numpy() for variable in self.optimizer.variables]

@@ -2,7 +2,7 @@
 
 Each function of `functions/` is differentiated at usual numbers, and with its data (or parameters)
 at 100 times and at 1/100 of them: in float32, under `gs.autocast` with its default rules in float16
-and bfloat16, with a plan of `tune_precision`, and under `torch.autocast` on a CPU, where torch is
+and bfloat16, with a plan of `precision.tune`, and under `torch.autocast` on a CPU, where torch is
 installed. XLA keeps all roundings to half precision.
 
 A gradient is right within 2 % of the norm. Left out, and counted, are cases in which float32 has no
@@ -32,7 +32,7 @@ from rich.progress import track
 import gainstage as gs
 from benchmarks.harness import environment, file_to_write
 from gainstage._programs.jaxprs import scan_counts
-from gainstage.diagnostics import tune_precision
+from gainstage.precision import tune
 
 from . import DOCS, RESULTS
 from . import any_function_page as page
@@ -187,7 +187,7 @@ def attempt(compute: Callable[[], Any], exact: list[np.ndarray]) -> Row:
             text = f"{type(problem).__name__}: {problem}"[:300]
             return {"is": "refused" if is_ours else "error", "says": text}
     row: Row = {"is": kind, "error": off}
-    ours = [str(w.message) for w in seen if "tune_precision" in f"{w.message}{w.filename}"
+    ours = [str(w.message) for w in seen if "tune" in f"{w.message}{w.filename}"
             or "autocast" in str(w.message) or "max_error" in str(w.message)]  # fmt: skip
     return row | ({"says": ours[0][:300]} if ours else {})
 
@@ -251,7 +251,7 @@ def with_plans(function: Function, row: Row) -> Row:
 
 def planned(loss: Callable[..., Any], params: Any, data: Any) -> list[np.ndarray] | None:
     """The gradients with a plan of these numbers."""
-    plan = tune_precision(loss, params, data, progress=False)
+    plan = tune(loss, params, data, progress=False)
     program = jax.jit(scaled(gs.autocast(loss, plan)), compiler_options=KEEP_ROUNDINGS)
     return gradient(program, params, data)
 

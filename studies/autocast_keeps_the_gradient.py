@@ -2,7 +2,7 @@
 
 Each model of `autocast_models.py` is differentiated in float32, in bfloat16 and in float16: by hand
 where its library has a `dtype` argument, under `gs.autocast` with its default rules, and with a
-plan of `tune_precision`. Three of them are trained. Programs for an H100 are compiled without one,
+plan of `precision.tune`. Three of them are trained. Programs for an H100 are compiled without one,
 where the packages of the group `programs` are installed.
 
 Results are written after each model; a model that is there is not repeated, so the command goes on
@@ -30,7 +30,7 @@ from rich.console import Console
 import gainstage as gs
 from benchmarks import hlo, lowered
 from benchmarks.harness import environment, file_to_write
-from gainstage.diagnostics import PrecisionPlan, tune_precision
+from gainstage.precision import Plan, tune
 
 from . import DOCS, RESULTS
 from . import autocast_page as page
@@ -89,14 +89,14 @@ def error(found: Sequence[np.ndarray] | None, exact: Sequence[np.ndarray] | None
     return float((off / sum(float((b**2).sum()) for b in exact)) ** 0.5)
 
 
-def tuned(model: Model, batch: Any, largest: float) -> PrecisionPlan:
+def tuned(model: Model, batch: Any, largest: float) -> Plan:
     """The plan of a model; the page says so if it does not keep the bound."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Expected max_error", UserWarning)
-        return tune_precision(model.loss, model.params, batch, max_error=largest, progress=False)
+        return tune(model.loss, model.params, batch, max_error=largest, progress=False)
 
 
-def errors(model: Model) -> tuple[dict[str, Any], PrecisionPlan]:
+def errors(model: Model) -> tuple[dict[str, Any], Plan]:
     """The errors of the gradients on two batches, and the plan measured on the first."""
     batch, other = model.batch(0), model.batch(1)
     exact = gradients(model.loss, model.params, batch)
@@ -131,7 +131,7 @@ def errors(model: Model) -> tuple[dict[str, Any], PrecisionPlan]:
     }, plan
 
 
-def shares(plan: PrecisionPlan) -> dict[str, float]:
+def shares(plan: Plan) -> dict[str, float]:
     """The error that each kind of operation would cause in float16, by its name."""
     lines = {(o.name, o.line, o.layer, o.share) for o in plan.operations if np.isfinite(o.share)}
     total: dict[str, float] = {}
@@ -140,7 +140,7 @@ def shares(plan: PrecisionPlan) -> dict[str, float]:
     return {name: square**0.5 for name, square in sorted(total.items(), key=lambda row: -row[1])}
 
 
-def products(model: Model, plan: PrecisionPlan, batch: Any) -> dict[str, Any]:
+def products(model: Model, plan: Plan, batch: Any) -> dict[str, Any]:
     """How many of the products of the forward and backward pass are in half precision."""
     found: dict[str, Any] = {}
     for arm, cast in (
@@ -166,7 +166,7 @@ def dtypes_of_products(jaxpr: Any) -> Iterable[set[str]]:
 # ── what it costs and saves ──────────────────────────────────────────────────────────────────
 
 
-def arms(model: Model, plan: PrecisionPlan) -> dict[str, Loss]:
+def arms(model: Model, plan: Plan) -> dict[str, Loss]:
     """The losses that are compared, by name."""
     found = {"float32": model.loss, "by hand": model.by_hand}
     found |= {"autocast": gs.autocast(model.loss), "plan": gs.autocast(model.loss, plan)}
@@ -218,7 +218,7 @@ def compile_times(losses: dict[str, Loss], params: Any, batch: Any, rounds: int)
     return {"float32_s": exact, "ratios": {name: one / exact for name, one in medians.items()}}
 
 
-def on_h100(name: str, plan: PrecisionPlan) -> dict[str, Any]:
+def on_h100(name: str, plan: Plan) -> dict[str, Any]:
     """What the gradient of the large model moves and stores on an H100; empty without packages."""
     if lowered.missing("h100"):
         return {}
@@ -296,11 +296,11 @@ def trained(name: str, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
-# ── the time of `tune_precision` ─────────────────────────────────────────────────────────────
+# ── the time of `precision.tune` ─────────────────────────────────────────────────────────────
 
 
 def tuning(blocks: int, width: int = TUNED["width"]) -> dict[str, Any]:
-    """How long `tune_precision` takes for a transformer, beside one gradient in float32."""
+    """How long `precision.tune` takes for a transformer, beside one gradient in float32."""
     model = transformer(blocks=blocks, width=width)
     batch, program = model.batch(0), jax.jit(jax.grad(model.loss))
     jax.block_until_ready(program(model.params, batch))

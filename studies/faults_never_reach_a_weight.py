@@ -32,6 +32,7 @@ import gainstage as gs
 from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage import distributed
 from gainstage.demo.digits import load_digits
+from gainstage.optimizers import schedules
 
 from . import RESULTS
 
@@ -188,9 +189,9 @@ class Training:
             for name, x in values.items()
         ]
         options = {**OPTIONS[option], "master_weights": dtype != "float32"}
-        rate = gs.schedules.CosineDecay(RATES[optimizer], STEPS)
+        rate = schedules.CosineDecay(RATES[optimizer], STEPS)
         momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
-        inner = getattr(gs, optimizer)(rate, **momentum, **options)
+        inner = getattr(gs.optimizers, optimizer)(rate, **momentum, **options)
         self.optimizer = FaultyOptimizer(inner, rule=RULES[rule])
         self.optimizer.build(self.weights)
         self.inner = inner.variables  # the number of good steps, then all slots

@@ -138,7 +138,7 @@ def errors(rows: list[Row]) -> str:
     head += ["float16, unscaled", "float16, scaled", "bfloat16"]
     head += [
         "elements lost, unscaled",
-        "unscaled, as `gs.report` estimates",
+        "unscaled, as `gs.diagnostics.report` estimates",
         "lowest scale that fits",
     ]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]

@@ -18,6 +18,7 @@ import optax
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
+from gainstage.optimizers import SGD
 from gainstage.rules import adaptive as measured
 
 from .rules_search import Input, Machine, changed, network
@@ -179,14 +180,14 @@ def scaled_optimizer(
     if window:
         options = {"on_bad_microbatch": window[0], "gradient_accumulation_steps": window[1]}
     weight = gs.Variable(W, name="weight")
-    opt = gs.LossScaleOptimizer(gs.SGD(0.25, momentum=0.5, **options), rule=rule)
+    opt = gs.LossScaleOptimizer(SGD(0.25, momentum=0.5, **options), rule=rule)
     opt.build([weight])
     inner = opt.inner_optimizer.variables
     own = [v for v in opt.variables if v not in inner]
     counts = [v for v in inner if v.dtype == jnp.int32] if window else []
     variables = [weight, *opt.variables]
-    scaled = gs.functional(lambda loss: opt.scale_loss(loss), opt.variables)
-    whole = gs.functional(
+    scaled = gs.functionalize(lambda loss: opt.scale_loss(loss), opt.variables)
+    whole = gs.functionalize(
         lambda batch: opt.minimize(lambda: network(weight.value(), *batch), [weight],
                                    retries=retries), variables
     )  # fmt: skip
@@ -250,7 +251,7 @@ def scale_alone(make: Callable[[], Any]) -> Live:
 def tf2_optimizer(dynamic: bool, **scale: Any) -> Live:
     """`compat.tf2.LossScaleOptimizer`. As in TensorFlow, a skipped step counts in `iterations`."""
     weight = gs.Variable(W, name="weight")
-    opt = tf2.LossScaleOptimizer(gs.SGD(0.25, momentum=0.5), dynamic, **scale)
+    opt = tf2.LossScaleOptimizer(SGD(0.25, momentum=0.5), dynamic, **scale)
     opt.build([weight])
     variables = [weight, *opt.variables]
     own = [v for v in opt.variables if v not in opt.inner_optimizer.variables]
@@ -295,7 +296,7 @@ def v1_optimizer(make: Callable[[], Any]) -> Live:
 
 def only_values(one: Callable[[Any], None], variables: list[gs.Variable]) -> Any:
     """A step on variables as a function of their values."""
-    whole = gs.functional(one, variables)
+    whole = gs.functionalize(one, variables)
     return lambda values, batch: whole(values, batch)[1]
 
 

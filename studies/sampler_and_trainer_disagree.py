@@ -2,7 +2,7 @@
 
 The sampler draws 8 sequences of 49 tokens, one by one with a KV cache; the trainer computes the
 log-probabilities of the same tokens in one forward pass. Both have the same weights in the same
-dtype. `gainstage.diagnostics.mismatch` says how far they disagree.
+dtype. `gainstage.diagnostics.logprob_mismatch` says how far they disagree.
 
 Takes 2 to 5 minutes on 2 CPU cores, and 2.4 GB of memory. A run is written when it ends and not
 repeated, so the command goes on where it was stopped.
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.harness import between_marks, environment, file_to_write
-from gainstage.diagnostics import mismatch
+from gainstage.diagnostics import logprob_mismatch
 
 from . import DOCS, RESULTS, smollm2
 
@@ -45,7 +45,7 @@ def measured(model: Any, params: Any, seed: int) -> dict[str, Any]:
     prompt = jnp.array([[model.vocabulary.index(word) for word in PROMPT]] * BATCH)
     tokens, drawn = smollm2.sampler(model.config, params, prompt, LENGTH, jax.random.key(seed))
     scored = smollm2.trainer(model.config, params, tokens)
-    found = mismatch(drawn[:, given - 1 :], scored[:, given - 1 :])
+    found = logprob_mismatch(drawn[:, given - 1 :], scored[:, given - 1 :])
     return {
         **{name: float(value) for name, value in found._asdict().items()},
         "text": "".join(model.vocabulary[t] for t in tokens[0])

@@ -144,7 +144,8 @@ class Gradients:
 
 
 def estimate(exact: np.ndarray, params: Any) -> float:
-    """The error of float16 as `gainstage.report` estimates it, from the gradients of the weights.
+    """The error of float16 as `gainstage.diagnostics.report` estimates it, from the gradients of
+    the weights.
 
     It is that of the worst tensor: the rounding error of subnormal numbers over the root mean
     square.

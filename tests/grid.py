@@ -5,15 +5,16 @@ import itertools
 import numpy as np
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 from oracles import Oracle
 
 OPTIMIZERS = {
-    "sgd": (gs.SGD, {}),
-    "momentum": (gs.SGD, {"momentum": 0.9}),
-    "nesterov": (gs.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adam": (gs.Adam, {}),
-    "amsgrad": (gs.Adam, {"amsgrad": True}),
+    "sgd": (SGD, {}),
+    "momentum": (SGD, {"momentum": 0.9}),
+    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True}),
+    "adam": (Adam, {}),
+    "amsgrad": (Adam, {"amsgrad": True}),
 }
 RATE = 1 / 64
 OPTIONS = {

@@ -21,6 +21,7 @@ import numpy as np
 
 import gainstage as gs
 from gainstage.diagnostics import JsonLines
+from gainstage.optimizers import SGD
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1]
 TENSORS = 10
@@ -48,7 +49,7 @@ class Run:
 
     def __init__(self, elements, jit_compile=True):
         self.weights = [gs.Variable(jnp.zeros(elements), name=f"w{i}") for i in range(TENSORS)]
-        inner = gs.SGD(1.0, use_ema=True, ema_momentum=0.0, jit_compile=jit_compile)
+        inner = SGD(1.0, use_ema=True, ema_momentum=0.0, jit_compile=jit_compile)
         rule = gs.DynamicLossScale(1.0, GROWTH, max_scale=2.0**4)
         self.opt = gs.LossScaleOptimizer(inner, rule=rule)
         self.opt.build(self.weights)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 
 
 def shapes():
@@ -62,16 +63,16 @@ def scaled(inner, **options):
 
 def adam(**options):
     """An Adam, to be made later."""
-    return lambda: gs.Adam(1e-3, **options)
+    return lambda: gs.optimizers.Adam(1e-3, **options)
 
 
 CLIPPED = {"global_clipnorm": 1.0, "use_ema": True, "weight_decay": 0.01}
 WINDOW = {"gradient_accumulation_steps": 4, "clipnorm": 1.0}
 ADAPTIVE = {"rule": gs.AdaptiveLossScale(), "telemetry": True, "underflow_every": 10}
 PROGRAMS = {
-    "sgd": lambda: stateful(lambda: gs.SGD(0.1, 0.9)),
+    "sgd": lambda: stateful(lambda: SGD(0.1, 0.9)),
     "adam": lambda: stateful(adam()),
-    "scaled sgd": lambda: stateful(scaled(lambda: gs.SGD(0.1, 0.9))),
+    "scaled sgd": lambda: stateful(scaled(lambda: SGD(0.1, 0.9))),
     "scaled adam": lambda: stateful(scaled(adam())),
     "fixed scale": lambda: stateful(scaled(adam(), initial_scale=8.0, dynamic=False)),
     "factor": lambda: stateful(adam(loss_scale_factor=8.0)),

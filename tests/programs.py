@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.optimizers import Adam
 
 COLLECTIVE = r"= (\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
 SPECS = [("data", "model"), (None, "model"), ("data",), ()]
@@ -30,7 +31,7 @@ def program(mesh, tensors, **options):
         layout = NamedSharding(mesh, PartitionSpec(*SPECS[i % len(SPECS)]))
         plan = jax.ShapeDtypeStruct((4096, 8192), jnp.float32, sharding=layout)
         variables.append(gs.Variable(plan, name=f"v{i}"))
-    optimizer = gs.LossScaleOptimizer(gs.Adam(1e-3, **options))
+    optimizer = gs.LossScaleOptimizer(Adam(1e-3, **options))
     optimizer.build(variables)
     step = gs.jit(optimizer.apply, (variables, optimizer.variables), donate=True)
     return step.lower([variable._value for variable in variables])

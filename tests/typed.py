@@ -12,8 +12,9 @@ import optax
 from flax import nnx
 
 import gainstage as gs
-from gainstage import fp8
 from gainstage.diagnostics import JsonLines, Run, read_run
+from gainstage.optimizers import SGD, Adam, schedules, to_optax
+from gainstage.precision import float8
 
 Weights = dict[str, jax.Array]
 
@@ -26,10 +27,10 @@ assert_type(w >= 0, jax.Array)
 assert_type(w.shape, tuple[int, ...])
 assert_type({w: 1}, dict[gs.Variable, int])
 
-opt = gs.LossScaleOptimizer(gs.Adam(1e-3, beta_1=0.8), 2.0**10, clipnorm=1.0, telemetry=True)
+opt = gs.LossScaleOptimizer(Adam(1e-3, beta_1=0.8), 2.0**10, clipnorm=1.0, telemetry=True)
 assert_type(opt.loss_scale, jax.Array)
 assert_type(opt.scale_loss(1.0), jax.Array)
-assert_type(opt.inner_optimizer, gs.Optimizer)
+assert_type(opt.inner_optimizer, gs.optimizers.Optimizer)
 assert_type(opt.rule, gs.LossScale)
 assert_type(opt.minimize(lambda: w.value().sum(), [w]), jax.Array)
 assert_type(
@@ -42,19 +43,19 @@ assert_type(opt.clipnorm, float | None)
 assert_type(opt.use_ema, bool)
 assert_type(opt.telemetry, bool)
 assert_type(opt.state(), dict[str, jax.Array])
-assert_type(gs.telemetry(opt), gs.StepInfo)
-assert_type(gs.report(opt).underflow, gs.Underflow | None)
+assert_type(gs.telemetry(opt), gs.typing.StepInfo)
+assert_type(gs.diagnostics.report(opt).underflow, gs.diagnostics.Underflow | None)
 assert_type(gs.diagnostics.read_run("run.jsonl"), Run)
-assert_type(gs.compat.tf2.LossScaleOptimizer(gs.SGD()).lr, gs.Variable)
+assert_type(gs.compat.tf2.LossScaleOptimizer(SGD()).lr, gs.Variable)
 assert_type(gs.telemetry(opt).finite, jax.Array)
 assert_type(gs.LossScaleOptimizer.from_config(opt.get_config()), gs.LossScaleOptimizer)
 assert_type(gs.DynamicLossScale.from_config({}), gs.DynamicLossScale)
 opt.learning_rate = 0.5
 opt.apply([jnp.ones(2), None, [1.0, 2.0], w], loss=0.5, apply_if=np.bool_(True))
-for rate in (0.1, w, lambda: 0.1, gs.schedules.CosineDecay(0.1, 10), optax.constant_schedule(0.1)):
-    gs.SGD(rate)
+for rate in (0.1, w, lambda: 0.1, schedules.CosineDecay(0.1, 10), optax.constant_schedule(0.1)):
+    SGD(rate)
 
-adam = gs.Adam()
+adam = Adam()
 assert_type(adam.scale_loss(w.value()), jax.Array)
 assert_type(adam.momentums, list[gs.Variable])
 assert_type(adam.add_optimizer_variables([w], "slot"), list[gs.Variable])
@@ -62,12 +63,12 @@ assert_type(adam.add_optimizer_variables([w], ("a", "b")), tuple[list[gs.Variabl
 
 tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), telemetry=True)
 assert_type(tx, optax.GradientTransformationExtraArgs)
-assert_type(gs.to_optax(gs.SGD(0.1)), optax.GradientTransformationExtraArgs)
+assert_type(to_optax(SGD(0.1)), optax.GradientTransformationExtraArgs)
 gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
 state: Any = tx.init({"w": w.value()})
 assert_type(gs.loss_scale(state), jax.Array)
 assert_type(gs.step_was_applied(state), jax.Array)
-assert_type(gs.keep_if_applied(w * 2, w.value(), state), jax.Array)
+assert_type(gs.select_if_applied(w * 2, w.value(), state), jax.Array)
 
 
 def loss_fn(params: Weights, x: jax.Array, power: float = 2.0) -> jax.Array:
@@ -106,13 +107,13 @@ def choose(has_aux: bool) -> None:
 
 compiled = gs.jit(loss_fn, [w, *opt.variables], donate=True)
 assert_type(compiled(params, x, power=3.0), jax.Array)
-assert_type(gs.functional(loss_fn, {"w": w})({"w": x}, params, x), tuple[jax.Array, Any])
+assert_type(gs.functionalize(loss_fn, {"w": w})({"w": x}, params, x), tuple[jax.Array, Any])
 assert_type(gs.locally_scaled(loss_fn, 2.0)(params, x), jax.Array)
 
-scalings = fp8.dot_scaling()
-assert_type(fp8.dot(w.value(), w.value(), scalings), jax.Array)
-assert_type(fp8.cast(w.value(), scalings.x.factor, "float8_e4m3fn")[1], fp8.Seen)
-assert_type(fp8.update(scalings, scalings), fp8.DotScaling)
+scalings = float8.dot_scaling()
+assert_type(float8.dot(w.value(), w.value(), scalings), jax.Array)
+assert_type(float8.cast(w.value(), scalings.x.factor, "float8_e4m3fn")[1], float8.Seen)
+assert_type(float8.update(scalings, scalings), float8.DotScaling)
 
 with JsonLines("run.jsonl", every=10, rule=opt.rule) as run:
     assert_type(run, JsonLines)
@@ -121,21 +122,21 @@ assert_type(read_run("run.jsonl"), Run)
 
 # Mistakes: each is found by pyright and by mypy, or its comments would be errors.
 _ = gs.typo  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-gs.LossScaleOptimizer(gs.Adam(), clipnrom=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+gs.LossScaleOptimizer(Adam(), clipnrom=1.0)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 gs.LossScaleOptimizer()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 gs.DynamicLossScale("high")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.SGD(0.1).minimize(w.value(), [w])  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+SGD(0.1).minimize(w.value(), [w])  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 gs.LossScale()  # type: ignore[abstract]  # pyright: ignore[reportAbstractUsage]
-_ = gs.SGD(0.1).learing_rate  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
-gs.SGD("fast")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.SGD(lambda step, epoch: 0.1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.SGD(0.1).clipnorm = "large"  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+_ = SGD(0.1).learing_rate  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+SGD("fast")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+SGD(lambda step, epoch: 0.1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+SGD(0.1).clipnorm = "large"  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
 _ = w + "2"  # type: ignore[arg-type]  # pyright: ignore[reportOperatorIssue]
 opt.apply({"w": x})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 opt.apply([x], apply_if="yes")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 opt.minimize(lambda: (w[0], x), [w])  # type: ignore[arg-type, return-value]  # pyright: ignore[reportArgumentType]
 opt.minimize(lambda: w[0], [w], has_aux=True)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-gs.loss_scaled(gs.SGD(0.1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.loss_scaled(SGD(0.1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.loss_scaled(optax.sgd, gs.DynamicLossScale())  # pyright: ignore[reportArgumentType]
 live = gs.compat.experimental.DynamicLossScale()
 gs.loss_scaled(optax.sgd(0.1), live)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
@@ -147,11 +148,11 @@ gs.value_and_grad(loss_fn, state, using=jax.jit)  # type: ignore[call-overload] 
 step(params, state)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 step(x, state, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.train_step(with_aux, tx)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-gs.train_step(loss_fn, gs.SGD(0.1))  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+gs.train_step(loss_fn, SGD(0.1))  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 compiled(params)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 gs.jit(loss_fn, opt)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.jit(loss_fn)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-gs.functional(loss_fn, [w])([x], x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+gs.functionalize(loss_fn, [w])([x], x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.locally_scaled(loss_fn, 2.0)(x)  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
 gs.locally_scaled(loss_fn, "2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-fp8.cast(x, 1.0, 8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+float8.cast(x, 1.0, 8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

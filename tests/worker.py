@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import distributed
+from gainstage.optimizers import Adam
 
 SPECS = {"in": (None, "model"), "bias": (), "out": ("model", None)}
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 32)}
@@ -40,7 +41,7 @@ class Training:
             value = jax.make_array_from_callback(shape, layout, value.__getitem__)
             self.weights.append(gs.Variable(value, name=name))
         options = {"shard_state_over": "data", "use_ema": True} | options
-        self.optimizer = gs.LossScaleOptimizer(gs.Adam(rate, **options), dynamic_growth_steps=4)
+        self.optimizer = gs.LossScaleOptimizer(Adam(rate, **options), dynamic_growth_steps=4)
         self.optimizer.build(self.weights)
         self.compiled = gs.jit(self._step, (self.weights, self.optimizer.variables), donate=True)
 
@@ -101,7 +102,7 @@ def retried(mesh, steps):
     for retries in (0, 8, 30):
         tx = gs.loss_scaled(optax.adam(0.01))
         new, opt_state, _ = gs.train_step(loss_fn, tx, retries=retries)(w + 0, tx.init(w), bad)
-        v, opt = gs.Variable(w), gs.LossScaleOptimizer(gs.Adam(0.01))
+        v, opt = gs.Variable(w), gs.LossScaleOptimizer(Adam(0.01))
         opt.minimize(lambda v=v: loss_fn(v.value(), bad), [v], retries=retries)
         kept = bool((new == w).all() & (v.value() == w).all())
         after.append([float(gs.loss_scale(opt_state)), float(opt.loss_scale), kept])

@@ -1,34 +1,34 @@
-"""Train in float16 on JAX without losing small gradients: loss scaling and autocast."""
+"""Train in float16 on JAX without losing small gradients: loss scaling and autocast.
+
+Who owns the step?
+
+    you                              loss_scaled, train_step
+    you, and gradients pass          loss_scaled, value_and_grad, apply_updates,
+      through your hands               select_if_applied
+    a trainer that differentiates    loss_scaled, self_scaled, with_loss_scale
+    an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, scale_loss, functionalize
+    Keras's `fit`                    interop.keras.LossScaleOptimizer
+
+With any of them: `autocast` and `keep_float32` compute in half precision, `locally_scaled` scales a
+part of a network, `FixedLossScale`, `DynamicLossScale` and `AdaptiveLossScale` are rules, and
+`telemetry` tells what a step did.
+
+Modules: `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`, `typing`.
+"""
 
 from typing import TYPE_CHECKING
 
-from gainstage import schedules
+from gainstage import optimizers, precision, typing
 from gainstage._base.lazy import lazy
-from gainstage._scaling.step_telemetry import StepInfo
-from gainstage._variables.bridge import functional, jit
+from gainstage._variables.bridge import functionalize, jit
 from gainstage._variables.variable import Variable
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, Optax, RMSprop
-from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.optimizers.multi import MultiOptimizer
-from gainstage.optimizers.optimizer import Optimizer
-from gainstage.optimizers.serialization import deserialize, get, serialize
-from gainstage.optimizers.to_optax import to_optax
-from gainstage.precision import float8 as fp8
+from gainstage.optimizers import LossScaleOptimizer
 from gainstage.precision.autocast import autocast, keep_float32
-from gainstage.precision.policy import Policy
-from gainstage.rules import (
-    AdaptiveLossScale,
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    ScaleState,
-)
-from gainstage.runs.telemetry import Report, Underflow, report, telemetry
-from gainstage.transforms.apply_updates import apply_updates, keep_if_applied, step_was_applied
+from gainstage.rules import AdaptiveLossScale, DynamicLossScale, FixedLossScale, LossScale
+from gainstage.runs.telemetry import telemetry
+from gainstage.transforms.apply_updates import apply_updates, select_if_applied, step_was_applied
 from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
-from gainstage.transforms.loss_scaled_state import LossScaledState
-from gainstage.transforms.models import WithLossScale
 from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
@@ -45,50 +45,29 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
     "AdaptiveLossScale",
     "DynamicLossScale",
     "FixedLossScale",
-    "Lion",
     "LossScale",
     "LossScaleOptimizer",
-    "LossScaledState",
-    "MultiOptimizer",
-    "Optax",
-    "Optimizer",
-    "Policy",
-    "RMSprop",
-    "Report",
-    "ScaleState",
-    "StepInfo",
-    "Underflow",
     "Variable",
-    "WithLossScale",
     "apply_updates",
     "autocast",
-    "deserialize",
-    "fp8",
-    "functional",
-    "get",
+    "functionalize",
     "jit",
     "keep_float32",
-    "keep_if_applied",
     "locally_scaled",
     "loss_scale",
     "loss_scaled",
-    "report",
+    "optimizers",
+    "precision",
     "scale_loss",
-    "schedules",
+    "select_if_applied",
     "self_scaled",
-    "serialize",
     "step_was_applied",
     "telemetry",
-    "to_optax",
     "train_step",
+    "typing",
     "value_and_grad",
     "with_loss_scale",
 ]

@@ -4,11 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gainstage._programs.boundary import largest_scale
-from gainstage.precision.plan import Operation, PrecisionPlan
-from gainstage.precision.tune import tune_precision
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
-from gainstage.runs.log_probabilities import Mismatch, mismatch
+from gainstage.runs.log_probabilities import Mismatch, logprob_mismatch
 from gainstage.runs.recording import Run, read_run
+from gainstage.runs.telemetry import Report, Underflow, report
 from gainstage.runs.writers import JsonLines, Writer, described
 from gainstage.xray.capsule import BadStep, Capsule, read_capsule
 from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
@@ -24,20 +23,20 @@ __all__ = [
     "Cause",
     "JsonLines",
     "Mismatch",
-    "Operation",
-    "PrecisionPlan",
     "Remedy",
+    "Report",
     "Run",
+    "Underflow",
     "Window",
     "Writer",
     "Xray",
     "alarms_in",
     "described",
     "largest_scale",
-    "mismatch",
+    "logprob_mismatch",
     "read_capsule",
     "read_run",
-    "tune_precision",
+    "report",
     "xray",
 ]
 

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage._programs import jaxprs
+from gainstage.optimizers import SGD
 
 KEY = jax.random.key(0)
 
@@ -604,7 +605,7 @@ def test_minimize_with_variables():
         return jnp.mean(h**2)
 
     before = w.value(), b.value()
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+    opt = gs.LossScaleOptimizer(SGD(0.1))
     value = opt.minimize(gs.autocast(loss), [w, b])
     h = X @ before[0] + before[1]
     assert float(value) == pytest.approx(float(jnp.mean(h**2)), rel=2e-3)
@@ -660,13 +661,15 @@ def test_random_programs(names):
 def test_a_policy_is_a_plan():
     """A policy with float32 variables names the dtype of products, or leaves the function alone."""
     for name, dtype in {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}.items():
-        by_policy, by_name = (gs.autocast(network, p) for p in (gs.Policy(name), dtype))
+        by_policy, by_name = (gs.autocast(network, p) for p in (gs.precision.Policy(name), dtype))
         programs = [str(jax.make_jaxpr(fun)(PARAMS, X)) for fun in (by_policy, by_name)]
         assert programs[0] == programs[1]
-    assert gs.autocast(network, gs.Policy("float32")) is network
+    assert gs.autocast(network, gs.precision.Policy("float32")) is network
 
 
-@pytest.mark.parametrize("plan", ["half", "float32", None, 16, jnp.float64, gs.Policy("float16")])
+@pytest.mark.parametrize(
+    "plan", ["half", "float32", None, 16, jnp.float64, gs.precision.Policy("float16")]
+)
 def test_an_unknown_plan_is_refused(plan):
     """The error names the value, and what there is."""
     with pytest.raises((ValueError, TypeError), match="plan"):

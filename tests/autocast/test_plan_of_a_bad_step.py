@@ -8,7 +8,8 @@ import pytest
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import Capsule, PrecisionPlan, xray
+from gainstage.diagnostics import Capsule, xray
+from gainstage.precision import Plan
 
 MODULE = """
 import jax
@@ -107,7 +108,7 @@ def test_an_autopsy_writes_the_plan(module, capsys):
     words = ["autopsy", "bad.npz", "--loss", "overflows:loss_fn", "--plan", "plan.json"]
     assert main(words) == 0
     assert "See plan.json" in capsys.readouterr().out
-    plan = PrecisionPlan.load("plan.json")
+    plan = Plan.load("plan.json")
     assert of_products(plan) == {"trunk": "float16", "head": "float32"}
     step = gs.train_step(gs.autocast(module["written"], plan), tx, donate=False, retries=16)
     assert gs.telemetry(step(PARAMS, tx.init(PARAMS), X)[1]).applied

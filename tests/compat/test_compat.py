@@ -12,6 +12,7 @@ from compilations import compilations
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2
+from gainstage.optimizers import SGD
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -68,7 +69,7 @@ LIVE = {
 def make(trace):
     config = trace["config"]
     variables = [gs.Variable(array(v["initial"]), name=v["name"]) for v in trace["variables"]]
-    inner = getattr(gs, config["inner_class"])(**config["inner"])
+    inner = getattr(gs.optimizers, config["inner_class"])(**config["inner"])
     inner.exclude_from_weight_decay(var_names=config["exclude_var_names"])
     wrapper = dict(config["wrapper"])
     if trace["family"] != "experimental":
@@ -123,7 +124,7 @@ def test_a_scale_without_reciprocal_is_refused():
 def test_averages_of_tf2_start_with_the_weights(start):
     """A first step that is skipped counts there; the averages then are not taken to be 0."""
     w = gs.Variable(1.0)
-    opt = tf2.LossScaleOptimizer(gs.SGD(0.5, use_ema=True, ema_momentum=0.75))
+    opt = tf2.LossScaleOptimizer(SGD(0.5, use_ema=True, ema_momentum=0.75))
     if start == "later":
         opt.iterations = 5
     opt.apply_gradients([(np.inf if start == "skipped" else 0.0, w)])
@@ -136,7 +137,7 @@ def test_averages_of_tf2_start_with_the_weights(start):
 
 def test_the_old_name_of_the_rate_compiles_nothing():
     """`opt.lr = x`, every step, keeps the program."""
-    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(0.5))
+    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(SGD(0.5))
     opt.minimize(lambda: w * 1.0, [w])
     opt.lr = 0.5
     opt.minimize(lambda: w * 0.0, [w])
@@ -166,12 +167,12 @@ def test_the_live_object_and_the_rule_know_each_other():
     with pytest.raises(TypeError, match=r"gainstage.DynamicLossScale"):
         live.update(rule.init(), True)
     takers = [
-        lambda rule: gs.LossScaleOptimizer(gs.SGD(), rule=rule),
+        lambda rule: gs.LossScaleOptimizer(SGD(), rule=rule),
         lambda rule: gs.loss_scaled(optax.sgd(0.1), rule),
     ]
     for take in takers:
         with pytest.raises(TypeError, match=r"not be shared. Write rule=scale.rule"):
             take(live)
         take(live.rule)
-    opt = experimental.LossScaleOptimizer(gs.SGD(), rule)
+    opt = experimental.LossScaleOptimizer(SGD(), rule)
     assert (opt.initial_scale, opt.dynamic_growth_steps) == (8.0, 2000)

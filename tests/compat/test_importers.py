@@ -18,8 +18,8 @@ FLAGS = np.random.default_rng(0).random(60) < 0.8
 
 
 def resumed(rule, state, inner=None):
-    opt = gs.LossScaleOptimizer(inner or gs.SGD(0.5), rule=rule)
-    importers.resume(opt, state)
+    opt = gs.LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), rule=rule)
+    importers.load_into(opt, state)
     return opt
 
 
@@ -97,8 +97,8 @@ def test_fixed_scales_of_jmp():
     for peer, scale in [(jmp.StaticLossScale(jnp.float32(8.0)), 8.0), (jmp.NoOpLossScale(), 1.0)]:
         rule, state = importers.from_jmp(peer)
         assert rule == gs.FixedLossScale(scale)
-        opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
-        importers.resume(opt, state)
+        opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), rule=rule)
+        importers.load_into(opt, state)
         assert float(opt.loss_scale) == scale
     with pytest.raises(TypeError, match="jmp"):
         importers.from_jmp(opt)
@@ -117,7 +117,7 @@ def test_fixed_scales_of_jmp():
 def test_keras(kind, dtype):
     """What Keras's LossScaleOptimizer saved, loaded here, leads to Keras's weights."""
     keras = pytest.importorskip("keras")
-    if dtype == "float16" and kind(gs).gradient_accumulation_steps:
+    if dtype == "float16" and kind(gs.optimizers).gradient_accumulation_steps:
         pytest.skip("Keras cannot accumulate with float16 variables")
     rng = np.random.default_rng(1)
     start = rng.normal(size=4).astype(dtype)
@@ -144,7 +144,7 @@ def test_keras(kind, dtype):
     store = {}
     peer.save_own_variables(store)
     ours = gs.Variable(theirs.numpy())
-    opt = gs.LossScaleOptimizer(kind(gs), initial_scale=8.0, dynamic_growth_steps=3)
+    opt = gs.LossScaleOptimizer(kind(gs.optimizers), initial_scale=8.0, dynamic_growth_steps=3)
     opt.build([ours])
     importers.load_keras(opt, store)
     assert float(opt.dynamic_scale) == float(peer.dynamic_scale)
@@ -177,7 +177,7 @@ def test_two_variables_keep_their_own_slots(kind):
     store = {}
     peer.save_own_variables(store)
     ours = [gs.Variable(weight) for weight in weights]
-    opt = gs.LossScaleOptimizer(getattr(gs, kind)(0.1, **given), initial_scale=8.0)
+    opt = gs.LossScaleOptimizer(getattr(gs.optimizers, kind)(0.1, **given), initial_scale=8.0)
     opt.build(ours)
     importers.load_keras(opt, store)
     for _ in range(3):
@@ -189,7 +189,7 @@ def test_two_variables_keep_their_own_slots(kind):
 
 def test_keras_of_another_kind():
     """What Keras saved of another optimizer is refused, and nothing is loaded."""
-    opt, w = gs.LossScaleOptimizer(gs.SGD(0.5)), gs.Variable([1.0, 2.0])
+    opt, w = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5)), gs.Variable([1.0, 2.0])
     opt.build([w])
     before = [v.numpy() for v in opt.variables]
     with pytest.raises(ValueError, match="weights"):

@@ -4,7 +4,7 @@
 and every entry of that list that did not fail; `--list` prints all failures with their errors.
 Each test runs as it is in the installed wheel, in one or two of three ways:
 
-- native: `gs.SGD`, `gs.Adam`, the schedules, ... in the place of Keras's, on variables of ours;
+- native: `SGD`, `Adam`, the schedules, ... in the place of Keras's, on variables of ours;
 - keras: the same optimizers by way of `gainstage.interop.keras.KerasOptimizer`, and its
   `LossScaleOptimizer`, on variables of Keras;
 - wrapper: `gainstage.interop.keras.LossScaleOptimizer` around Keras's own optimizers.
@@ -33,11 +33,12 @@ import keras
 
 import gainstage as gs
 from gainstage.interop.keras import KerasOptimizer, LossScaleOptimizer
+from gainstage.optimizers import SGD
 
 KNOWN = Path(__file__).with_name("keras_known.json")
 FOLDER = Path(keras.__file__).parent / "src/optimizers"
 OURS = {
-    name: getattr(gs, name)
+    name: getattr(gs.optimizers, name)
     for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Lion")
 }
 OPTIMIZERS = [f"{name.lower()}_test" for name in OURS]
@@ -61,7 +62,7 @@ MODES = {
 def clipped(optimizer, grads):
     """Gradients as our clip options leave them: what a step of plain gradient descent takes off."""
     options = {name: getattr(optimizer, name) for name in ("clipnorm", "clipvalue")}
-    probe = gs.SGD(1.0, **options, global_clipnorm=optimizer.global_clipnorm)
+    probe = SGD(1.0, **options, global_clipnorm=optimizer.global_clipnorm)
     variables = [gs.Variable(jnp.zeros(jnp.shape(g))) for g in grads]
     probe.apply(grads, variables)
     return [-v.value() for v in variables]
@@ -77,18 +78,18 @@ def private(cls, accumulators, averages):
 
 def native():
     """What the tests import, by name, for the classes of gainstage themselves."""
-    private(gs.Optimizer, lambda o: o._store.accumulators, lambda o: o._store.averages)
-    gs.Optimizer._iterations = property(lambda o: o._store.microbatches)
+    private(gs.optimizers.Optimizer, lambda o: o._store.accumulators, lambda o: o._store.averages)
+    gs.optimizers.Optimizer._iterations = property(lambda o: o._store.microbatches)
     backend = types.SimpleNamespace(**vars(keras.src.backend))
     backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
-    optimizers = types.SimpleNamespace(**OURS, schedules=gs.schedules)
-    optimizers.get, optimizers.serialize = gs.get, gs.serialize
-    optimizers.deserialize = gs.deserialize
+    optimizers = types.SimpleNamespace(**OURS, schedules=gs.optimizers.schedules)
+    optimizers.get, optimizers.serialize = gs.optimizers.get, gs.optimizers.serialize
+    optimizers.deserialize = gs.optimizers.deserialize
     return {
         **OURS,
         "backend": backend,
         "optimizers": optimizers,
-        "schedules": gs.schedules,
+        "schedules": gs.optimizers.schedules,
         "LossScaleOptimizer": gs.LossScaleOptimizer,
     }
 
@@ -112,10 +113,10 @@ def through_keras():
     def deserialize(config):
         if config["class_name"] == "KerasOptimizer":
             return keras.saving.deserialize_keras_object(config)
-        return KerasOptimizer(gs.deserialize(config))
+        return KerasOptimizer(gs.optimizers.deserialize(config))
 
     def get(identifier):
-        ours = gs.get(identifier)
+        ours = gs.optimizers.get(identifier)
         return ours and KerasOptimizer(ours)
 
     optimizers = types.SimpleNamespace(**made, schedules=keras.optimizers.schedules)
@@ -124,7 +125,7 @@ def through_keras():
     return {
         **made,
         "optimizers": optimizers,
-        "schedules": gs.schedules,
+        "schedules": gs.optimizers.schedules,
         "LossScaleOptimizer": LossScaleOptimizer,
     }
 
@@ -184,7 +185,7 @@ def is_skipped(test):
 def tests_of(mode):
     """Every test of a mode, with what it needs of an adapter."""
     replaced = {"native": native, "keras": through_keras, "wrapper": wrapper}[mode]()
-    ours = {**OURS, "LossScaleOptimizer": gs.LossScaleOptimizer, **vars(gs.schedules)}
+    ours = {**OURS, "LossScaleOptimizer": gs.LossScaleOptimizer, **vars(gs.optimizers.schedules)}
     for name in MODES[mode]:
         name, _, only = name.partition(":")
         module = load(mode, name, replaced)

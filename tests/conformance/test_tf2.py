@@ -8,6 +8,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2
+from gainstage.optimizers import SGD, schedules
 
 INF = float("inf")
 
@@ -29,7 +30,7 @@ def apply(opt, gradient, variable):
 @pytest.mark.parametrize("make", [new, old])
 def test_float16_loss(make):
     """A float16 loss whose scaled value float16 could not hold still gives the true step."""
-    var, opt = gs.Variable(jnp.float16(5.0)), make(gs.SGD(2.0), 2.0**15, 1)
+    var, opt = gs.Variable(jnp.float16(5.0)), make(SGD(2.0), 2.0**15, 1)
     opt.minimize(lambda: var * jnp.float16(1.0), [var])
     assert (float(var), float(opt.loss_scale)) == (3.0, 2.0**16)
 
@@ -37,7 +38,7 @@ def test_float16_loss(make):
 @pytest.mark.parametrize("make", [new, old])
 def test_slots(make):
     """Momentum goes on over the steps, and a skipped one leaves it."""
-    var, opt = gs.Variable([1.0, 2.0]), make(gs.SGD(1.0, momentum=1.0), 2.0, 1)
+    var, opt = gs.Variable([1.0, 2.0]), make(SGD(1.0, momentum=1.0), 2.0, 1)
     for expected, factor in (([0, 1], 1.0), ([0, 1], INF), ([-2, -1], 1.0)):
         opt.minimize(lambda factor=factor: (var * factor).sum(), [var])
         assert var.numpy().tolist() == expected
@@ -48,8 +49,8 @@ def test_slots(make):
 def test_the_inner_schedule_and_clipping_are_applied():
     """A schedule counts the steps, and clipping sees the true gradient."""
     var = gs.Variable(5.0)
-    schedule = gs.schedules.PiecewiseConstantDecay([1], [1.0, 0.5])
-    opt = new(gs.SGD(schedule, clipvalue=2.0), 1024.0)
+    schedule = schedules.PiecewiseConstantDecay([1], [1.0, 0.5])
+    opt = new(SGD(schedule, clipvalue=2.0), 1024.0)
     for gradient, weight in ((1.0, 4.0), (1.0, 3.0), (8.0, 2.0)):
         apply(opt, gradient, var)
         assert float(var) == weight
@@ -58,7 +59,7 @@ def test_the_inner_schedule_and_clipping_are_applied():
 def test_custom_optimizers_are_serialized():
     """A class of the user's own comes back where it is among the custom objects."""
 
-    class Mine(gs.SGD):
+    class Mine(SGD):
         """SGD by another name."""
 
     opt = new(Mine(0.5), 4.0)
@@ -70,7 +71,7 @@ def test_checkpoint():
     """A saved state brings scale, count, slots and steps back into another optimizer."""
 
     def trained(gradients):
-        var, opt = gs.Variable(1.0), new(gs.SGD(1.0, momentum=0.5), 4.0, 3)
+        var, opt = gs.Variable(1.0), new(SGD(1.0, momentum=0.5), 4.0, 3)
         for gradient in gradients:
             apply(opt, gradient, var)
         return var, opt

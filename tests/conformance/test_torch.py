@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 
 RATE, CLIP = 0.125, 0.5
 BATCHES, BAD = 6, 2  # the gradient of this batch overflows
@@ -119,7 +120,7 @@ def in_optax(case, scaler):
 def in_variables(case, scaler):
     """The run with variables, whose wrapper takes scaled gradients."""
     w, b = gs.Variable(START[:3]), gs.Variable(START[3])
-    inner = gs.SGD(RATE, global_clipnorm=CLIP if case == "clipping" else None)
+    inner = SGD(RATE, global_clipnorm=CLIP if case == "clipping" else None)
     opt = gs.LossScaleOptimizer(inner, rule=rule(scaler))
     window, every = [], 2 if case == "accumulation" else 1
     for batch in range(BATCHES):
@@ -191,7 +192,7 @@ def test_the_scale_stops_before_infinity():
 def test_one_bad_element_skips_the_step(bad):
     """An inf or NaN anywhere, in float16 too, leaves every weight and halves the scale."""
     var, half = gs.Variable([1.0, 2.0]), gs.Variable(np.float16([1.0, 2.0]))
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0), 128.0)
+    opt = gs.LossScaleOptimizer(SGD(1.0), 128.0)
     for grads in ([[0.0, bad], [0.0, 0.0]], [[0.0, 0.0], np.float16([bad, 0.0])]):
         before = float(opt.loss_scale)
         opt.apply(grads, [var, half])
@@ -217,7 +218,7 @@ def test_update_with_a_new_scale():
     """A scale that is set is in force at once; the count of finite steps goes on, as in torch."""
     scaler = Scaler(4.0, interval=3)
     tx, var = gs.loss_scaled(optax.sgd(1.0), rule=rule(scaler)), gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0), rule=rule(scaler))
+    opt = gs.LossScaleOptimizer(SGD(1.0), rule=rule(scaler))
     state, update = tx.init(jnp.float32(1.0)), jax.jit(tx.update)
     for new_scale in (None, 32.0, None, None):
         if new_scale is None:
@@ -237,7 +238,7 @@ def test_state_round_trip():
     """Scale and count are in the state, the factors in the configuration: a copy goes on alike."""
     scaler = Scaler(8.0, 4.0, 0.25, 3)
     var = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule(scaler))
+    opt = gs.LossScaleOptimizer(SGD(0.5), rule=rule(scaler))
     opt.build([var])
     early = {name: np.asarray(value) for name, value in opt.state().items()}
     for gradient in (1.0, math.inf, 1.0, 1.0):
@@ -258,7 +259,7 @@ def test_state_round_trip():
 def test_disabled():
     """A fixed scale of 1 is what `enabled=False` is, except that it skips what is not finite."""
     weights = []
-    for opt in (gs.SGD(0.5), gs.LossScaleOptimizer(gs.SGD(0.5), rule=gs.FixedLossScale(1.0))):
+    for opt in (SGD(0.5), gs.LossScaleOptimizer(SGD(0.5), rule=gs.FixedLossScale(1.0))):
         var = gs.Variable(1.0)
         for gradient in (0.3, 0.7):
             opt.apply([gradient], [var])

@@ -193,9 +193,9 @@ def test_one_table_of_options():
     types = {name: (get_args(option) or [option])[0] for name, option in table.items()}
     widened = {"name": str | None, "shard_state_over": str | Sequence[str] | None}
     assert keywords == types | widened
-    section = inspect.getdoc(gs.Optimizer).split("Args:")[1].split("\n\n")[0]
+    section = inspect.getdoc(gs.optimizers.Optimizer).split("Args:")[1].split("\n\n")[0]
     assert set(re.findall(r"^    (\w+):", section, re.M)) == {"learning_rate", *types}
-    assert set(inspect.signature(gs.Optimizer).parameters) == {"learning_rate", *types}
+    assert set(inspect.signature(gs.optimizers.Optimizer).parameters) == {"learning_rate", *types}
 
 
 def test_one_place_reads_decides_and_advances():
@@ -318,10 +318,10 @@ def passed(trace, variables=False):
 def test_a_step_is_a_short_way():
     """A traced `apply` of a scaled Adam passes at most 85 functions, in 13 files."""
     variables = [gs.Variable(np.ones(shape, np.float32)) for shape in [(8, 8), (8,)]]
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1))
+    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1))
     opt.build(variables)
     opt.scale_loss(1.0)
-    step = gs.functional(opt.apply, [*variables, *opt.variables])
+    step = gs.functionalize(opt.apply, [*variables, *opt.variables])
     values = [variable.value() for variable in (*variables, *opt.variables)]
     functions, files = passed(lambda: jax.make_jaxpr(step)(values, values[:2]))
     assert functions <= 85
@@ -354,7 +354,7 @@ def test_whole_ways_do_not_grow():
 
     def minimize():
         w, b = (gs.Variable(np.ones(shape, np.float32)) for shape in [(8, 8), (8,)])
-        opt = gs.LossScaleOptimizer(gs.Adam(0.1))
+        opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1))
         opt.minimize(lambda: (w.value() @ b.value()).sum(), [w, b])
 
     for way, functions, files in ((train, 120, 23), (minimize, 259, 37)):

@@ -14,6 +14,7 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
+from gainstage.optimizers import Adam, schedules, to_optax
 from gainstage.optimizers._step.step import StepInputs
 
 from peers import fails, live
@@ -21,7 +22,7 @@ from peers import fails, live
 
 def model(**options):
     variables = [gs.Variable(np.ones((256, 128)), name="w"), gs.Variable(np.ones(128), name="b")]
-    optimizer = gs.LossScaleOptimizer(gs.Adam(1e-3, **options), dynamic_growth_steps=2)
+    optimizer = gs.LossScaleOptimizer(Adam(1e-3, **options), dynamic_growth_steps=2)
     optimizer.build(variables)
     return variables, optimizer
 
@@ -30,7 +31,7 @@ def gradients(value=1.0):
     return [jnp.full((256, 128), value), jnp.full((128,), value)]
 
 
-class Counting(gs.SGD):
+class Counting(gs.optimizers.SGD):
     """An SGD that counts how often its rule is traced."""
 
     traces = 0
@@ -69,7 +70,7 @@ def uncompiled(form):
             state[0] = tx.update(values if good else bad, state[0], values)[1]
 
         return step
-    variables, adam = [gs.Variable(value) for value in values], gs.Adam(0.1, clipnorm=1.0)
+    variables, adam = [gs.Variable(value) for value in values], Adam(0.1, clipnorm=1.0)
     if form == "apply":
         adam.gradient_accumulation_steps = 2
         opt = gs.LossScaleOptimizer(adam, jit_compile=False)
@@ -129,7 +130,7 @@ def test_a_weakly_typed_gradient_is_no_other_program():
 def test_every_attempt_to_change_a_hyperparameter_is_honoured():
     """A Python hyperparameter changed between steps takes effect, at the price of a compilation."""
     var = gs.Variable(0.0)
-    optimizer = gs.LossScaleOptimizer(gs.SGD(1.0, momentum=0.5), initial_scale=1.0)
+    optimizer = gs.LossScaleOptimizer(gs.optimizers.SGD(1.0, momentum=0.5), initial_scale=1.0)
     optimizer.apply([1.0], [var])
     optimizer.inner_optimizer.momentum = 0.0
     optimizer.clipnorm = 0.25
@@ -150,14 +151,14 @@ def test_nothing_is_transferred_after_the_first_step():
     assert float(optimizer.loss_scale) == 2.0**15  # doubled once, halved once
 
 
-@pytest.mark.parametrize("rate", [0.1, gs.schedules.ExponentialDecay(0.1, 10, 0.5)])
+@pytest.mark.parametrize("rate", [0.1, schedules.ExponentialDecay(0.1, 10, 0.5)])
 def test_the_whole_eager_step_traces(rate):
     """`apply` reads nothing back: all of it traces into a jaxpr, with no callback in it."""
     var = gs.Variable(np.ones(4))
-    optimizer = gs.LossScaleOptimizer(gs.SGD(rate, momentum=0.9, global_clipnorm=1.0))
+    optimizer = gs.LossScaleOptimizer(gs.optimizers.SGD(rate, momentum=0.9, global_clipnorm=1.0))
     optimizer.build([var])
     state = ([var], optimizer.variables)
-    pure = gs.functional(lambda grads: optimizer.apply(grads, [var]), state)
+    pure = gs.functionalize(lambda grads: optimizer.apply(grads, [var]), state)
     values = jax.tree.map(lambda v: v.value(), state)
     jaxpr = str(jax.make_jaxpr(pure)(values, [jnp.ones(4)]))
     assert "cond" in jaxpr
@@ -170,7 +171,7 @@ def test_the_whole_eager_step_traces(rate):
 def test_compiled_step_has_no_host_callback(rate):
     """The program of a step contains no custom call to the host, no infeed and no outfeed."""
     var = gs.Variable(np.ones(4))
-    optimizer = gs.LossScaleOptimizer(gs.Adam(rate, clipnorm=1.0, use_ema=True))
+    optimizer = gs.LossScaleOptimizer(Adam(rate, clipnorm=1.0, use_ema=True))
     optimizer.build([var])
     optimizer.apply([jnp.ones(4)])
     inputs = StepInputs([jnp.ones(4)], optimizer._store.rate.now())
@@ -275,7 +276,7 @@ def test_a_dropped_optimizer_frees_its_arrays_at_once(wrap):
     gc.collect()
     gc.disable()
     try:
-        opt = wrap(gs.Adam(0.1))
+        opt = wrap(Adam(0.1))
         opt.minimize(lambda: (weight * weight).sum(), [weight])
         step = gs.jit(lambda opt=opt: opt.loss_scale_factor, [weight], donate=True)
         step()
@@ -290,7 +291,7 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
     """A callable of no argument is called once per eager step; where a program would keep its first
     value it is an error that says what to use."""
     rates = iter([0.5, 0.25, 0.125, 1.0])
-    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(gs.SGD(lambda: next(rates)), 1.0)
+    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(gs.optimizers.SGD(lambda: next(rates)), 1.0)
     for expected in (-0.5, -0.75):
         opt.apply([1.0], [w])
         assert float(w) == expected
@@ -299,7 +300,7 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
     for compiled in (
         lambda: gs.jit(opt.apply, ([w], opt.variables))([1.0]),
         lambda: jax.jit(lambda w, s: opt.stateless_apply(s, [1.0], w))(*values),
-        lambda: gs.to_optax(gs.SGD(lambda: 0.5)),
+        lambda: to_optax(gs.optimizers.SGD(lambda: 0.5)),
     ):
         with pytest.raises(ValueError, match=r"a callable of no argument.* Use a schedule"):
             compiled()
@@ -308,7 +309,7 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
 
 @pytest.mark.as_users
 def test_a_pure_function_does_not_eat_its_arguments():
-    """`functional` of a step that donates leaves the arrays that it was given."""
+    """`functionalize` of a step that donates leaves the arrays that it was given."""
     w = gs.Variable(jnp.zeros(1000))
     held = []
     step = gs.jit(lambda: w.assign(w * 2), [w], donate=True)
@@ -319,7 +320,7 @@ def test_a_pure_function_does_not_eat_its_arguments():
         step()
 
     x = jnp.ones(1000)
-    _, (new,) = gs.functional(twice, [w])([x])
+    _, (new,) = gs.functionalize(twice, [w])([x])
     assert (new == 4).all()
     assert (x == 1).all()
     assert (held[0] == 2).all()
@@ -330,7 +331,7 @@ def test_arrays_on_a_chosen_device_compile_no_more():
     """Weights made by `jax.device_put`: one program, for another rate and other weights too."""
     x = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
     w = gs.Variable(x)
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True), telemetry=True)
+    opt = gs.LossScaleOptimizer(Adam(0.1, use_ema=True), telemetry=True)
     opt.apply([x], [w])
     with compilations() as compiled:
         for rate in (0.1, 0.2):
@@ -344,7 +345,7 @@ def test_arrays_on_a_chosen_device_compile_no_more():
 
 def scaled_sgd():
     w = gs.Variable([1.0, 2.0], name="w")
-    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+    return w, gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=2.0)
 
 
 def test_one_variable_or_a_dictionary_is_a_list_of_variables():
@@ -370,15 +371,15 @@ def test_values_of_another_structure_are_named():
     """A pure function called with too few values says which it expects."""
     w = gs.Variable(1.0, name="w")
     with pytest.raises(ValueError, match="one for each of"):
-        gs.functional(lambda: None, [w])([])
+        gs.functionalize(lambda: None, [w])([])
 
 
 def test_a_pure_function_has_its_own_signature():
-    """`functional` takes values first: donating and static arguments count from there."""
+    """`functionalize` takes values first: donating and static arguments count from there."""
     w = gs.Variable([1.0, 2.0])
-    double = jax.jit(gs.functional(lambda: w.assign(w * 2), [w]), donate_argnums=0)
+    double = jax.jit(gs.functionalize(lambda: w.assign(w * 2), [w]), donate_argnums=0)
     assert double([jnp.ones(2)])[1][0].tolist() == [2, 2]
-    add = gs.functional(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
+    add = gs.functionalize(lambda x, twice=False: w.assign(w + x * (2 if twice else 1)), [w])
     _, (new,) = jax.jit(add, static_argnames="twice")([w.value()], 1.0, twice=True)
     assert new.tolist() == [3, 4]
 
@@ -435,7 +436,7 @@ def test_a_print_that_raises_leaves_the_variables(ordered):
 def test_a_lowered_program_has_the_options_in_force():
     """What `lower` returns is the program of the next call, also after an option was changed."""
     w = gs.Variable(np.ones(3))
-    opt = gs.SGD(0.5)
+    opt = gs.optimizers.SGD(0.5)
     opt.build([w])
     step = gs.jit(lambda gradient: opt.apply([gradient], [w]), ([w], opt.variables))
     gradient = np.ones(3, np.float32)

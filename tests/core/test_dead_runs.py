@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 
 DEAD = "steps in a row were skipped"
 
@@ -34,11 +35,11 @@ def trained(transformation, donate=True):
 
 def minimized():
     """A function that calls `minimize`."""
-    w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(gs.SGD(0.1))
+    w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(SGD(0.1))
     return lambda x: opt.minimize(lambda: loss_fn(w.value(), x), [w])
 
 
-def applied(inner=gs.SGD):
+def applied(inner=SGD):
     """A function that calls `apply`."""
     w, opt = gs.Variable(np.ones(3, np.float32)), gs.LossScaleOptimizer(inner(0.1))
     opt.scale_loss(1.0)
@@ -94,7 +95,7 @@ def test_the_warning_tells_whether_the_loss_was_finite():
     """A loss that is not finite is told from a gradient that is not."""
     (bad,) = told(minimized(), *[np.nan] * 65)
     assert "The loss is not finite" in bad
-    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(gs.SGD(0.1))
+    w, opt = gs.Variable(0.0), gs.LossScaleOptimizer(SGD(0.1))
     (good,) = told(lambda _: opt.minimize(lambda: jnp.sqrt(w.value()), [w]), *range(65))
     assert "The loss is finite" in good
     (unknown,) = told(applied(), *[np.nan] * 65)
@@ -124,7 +125,7 @@ def test_it_names_the_line_of_the_user():
 
 def test_steps_that_the_user_skips_do_not_count():
     """`apply_if=False` is no sign of a dead run."""
-    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.1))
+    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.1))
     opt.scale_loss(1.0)
     assert told(lambda off: opt.apply([1.0], [w], apply_if=off), *[False] * 200) == []
 

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage import fp8
+from gainstage.optimizers import SGD
+from gainstage.precision import float8
 
 DTYPES = [
     "float8_e3m4",
@@ -37,7 +38,7 @@ def numbers_of(dtype):
 
 
 def states_of(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, fp8.Scaling))
+    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, float8.Scaling))
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
@@ -50,7 +51,7 @@ def test_casts_are_those_of_numpy_and_tell_what_they_clamped(dtype, factor, comp
     values = np.float32([high, high * 0.75, 1.0, 3.3, 1e30, 3e38, *np.exp2(rng.normal(size=50))])
     if low < 0:
         values = np.concatenate([values, -values, np.float32([0.0, -0.0])])
-    cast = jax.jit(fp8.cast, static_argnums=2) if compiled else fp8.cast
+    cast = jax.jit(float8.cast, static_argnums=2) if compiled else float8.cast
     x8, seen = cast(values, factor, dtype)
     scaled = values.astype(np.float64) * factor
     expected = np.clip(scaled, low, high).astype(np.float32).astype(jnp.dtype(dtype))
@@ -66,7 +67,7 @@ def test_casts_are_those_of_numpy_and_tell_what_they_clamped(dtype, factor, comp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_is_never_clamped_to_a_number(dtype):
     """inf and NaN become NaN where the dtype has one, and are counted by themselves."""
-    x8, seen = fp8.cast([1.0, np.inf, -np.inf, np.nan], 1.0, dtype)
+    x8, seen = float8.cast([1.0, np.inf, -np.inf, np.nan], 1.0, dtype)
     assert (int(seen.clamped), int(seen.nonfinite)) == (0, 3)
     if dtype != NO_NAN:
         assert np.isnan(np.asarray(x8, np.float32)).tolist() == [False, True, True, True]
@@ -74,7 +75,7 @@ def test_what_is_not_finite_is_never_clamped_to_a_number(dtype):
 
 def test_scales_below_what_they_can_hold_are_counted():
     """A dtype without a sign and a zero clamps both to its smallest number, and says so."""
-    x8, seen = fp8.cast([-1.0, 0.0, 2.0], 1.0, "float8_e8m0fnu")
+    x8, seen = float8.cast([-1.0, 0.0, 2.0], 1.0, "float8_e8m0fnu")
     assert int(seen.clamped) == 2
     assert np.asarray(x8, np.float32).tolist()[2] == 2.0
 
@@ -88,7 +89,7 @@ def test_the_power_of_two_that_is_asked_for_just_fits(dtype, rng):
     for value in np.float32(largest):
         if not np.isfinite(value):
             continue
-        _, seen = fp8.cast([value, -0.5 * value, np.nan], 1.0, dtype)
+        _, seen = float8.cast([value, -0.5 * value, np.nan], 1.0, dtype)
         (place,) = np.flatnonzero(seen.sizes)
         bits, size = int(place) - 126, Fraction(float(value))
         assert size * Fraction(2) ** bits <= high
@@ -137,11 +138,11 @@ def test_delayed_scaling_is_that_of_a_queue(dtype, history, margin):
 
     def step(state, given):
         values, applied = given
-        _, seen = fp8.cast(values, state.factor, dtype)
-        state = fp8.update(state, seen, applied, history=history, margin=margin)
+        _, seen = float8.cast(values, state.factor, dtype)
+        state = float8.update(state, seen, applied, history=history, margin=margin)
         return state, (state.factor, state.clamped, state.clamped_steps, state.stale)
 
-    run = jax.jit(lambda *given: lax.scan(step, fp8.scaling(), given)[1])
+    run = jax.jit(lambda *given: lax.scan(step, float8.scaling(), given)[1])
     for seed in range(10):
         rng = np.random.default_rng(seed)
         trace = rng.normal(size=(150, 5)) * np.exp2(rng.normal(size=(150, 1)) * 6)
@@ -159,11 +160,11 @@ def test_delayed_scaling_is_that_of_a_queue(dtype, history, margin):
 def test_the_window_is_counted_in_steps_that_told_something():
     """What is remembered outlives any number of steps that told nothing, and not one step more than
     `history` that did."""
-    state = fp8.scaling()
+    state = float8.scaling()
 
     def after(state, value):
-        _, seen = fp8.cast([value], state.factor, "float8_e4m3fn")
-        return fp8.update(state, seen, history=2)
+        _, seen = float8.cast([value], state.factor, "float8_e4m3fn")
+        return float8.update(state, seen, history=2)
 
     state = after(state, 448.0 * 64)
     for value in (0.0, np.nan, 0.0):
@@ -177,18 +178,18 @@ def test_the_window_is_counted_in_steps_that_told_something():
 def test_a_history_that_does_not_keep_up_is_seen():
     """A tensor that outgrows its history is clamped in every step, one that is dead is stale: the
     counters say so, while all that comes out of the cast is finite."""
-    growing = dead = fp8.scaling()
+    growing = dead = float8.scaling()
     for n in range(10):
-        x8, seen = fp8.cast([449.0 * 4.0**n, 1.0], growing.factor, "float8_e4m3fn")
+        x8, seen = float8.cast([449.0 * 4.0**n, 1.0], growing.factor, "float8_e4m3fn")
         assert jnp.isfinite(x8.astype(jnp.float32)).all()
-        growing = fp8.update(growing, seen)
+        growing = float8.update(growing, seen)
         assert int(growing.clamped) == 1
-        dead = fp8.update(dead, fp8.cast(jnp.zeros(3), dead.factor, "float8_e4m3fn")[1])
+        dead = float8.update(dead, float8.cast(jnp.zeros(3), dead.factor, "float8_e4m3fn")[1])
     assert (int(growing.clamped_steps), int(growing.stale)) == (10, 0)
     assert (int(dead.clamped_steps), int(dead.stale), float(dead.factor)) == (0, 10, 1.0)
 
 
-DOT = fp8.dot_scaling()
+DOT = float8.dot_scaling()
 
 
 def quantized(x, dtype, factor):
@@ -206,9 +207,9 @@ def quantized(x, dtype, factor):
 def test_products_are_those_of_the_cast_operands(dtype, shape, weights, rng):
     """Forwards e4m3 times e4m3, backwards e5m2 times e4m3, each with the factor of its own."""
     x, w = (rng.normal(size=size).astype(jnp.dtype(dtype)) for size in (shape, weights))
-    state = fp8.dot_scaling()
+    state = float8.dot_scaling()
     factors = {"x": 64.0, "w": 0.25, "cotangent": 2.0**10}
-    state = fp8.DotScaling(*(
+    state = float8.DotScaling(*(
         scaling._replace(factor=np.float32(factors[name]))
         for name, scaling in state._asdict().items()
     ))  # fmt: skip
@@ -216,7 +217,7 @@ def test_products_are_those_of_the_cast_operands(dtype, shape, weights, rng):
 
     @jax.jit
     def product(x, w, back):
-        out, pull = jax.vjp(lambda x, w: fp8.dot(x, w, state), x, w)
+        out, pull = jax.vjp(lambda x, w: float8.dot(x, w, state), x, w)
         return out, *pull(back)
 
     out, to_x, to_w = product(x, w, back)
@@ -245,10 +246,10 @@ def test_gradients_are_close_to_those_of_float32(rng):
     def loss(x, w, state, dot):
         return ((dot(x, w, state) - y) ** 2).mean() * 1e-8
 
-    state = fp8.dot_scaling()
+    state = float8.dot_scaling()
     for _ in range(3):
-        *ours, seen = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(x, w, state, fp8.dot)
-        state = fp8.update(state, seen)
+        *ours, seen = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)(x, w, state, float8.dot)
+        state = float8.update(state, seen)
     assert [int(s.clamped) for s in states_of(state)] == [0, 0, 0]
     theirs = jax.grad(loss, (0, 1))(x, w, state, lambda x, w, state: x @ w)
     for a, b in zip(ours, theirs, strict=True):
@@ -258,15 +259,15 @@ def test_gradients_are_close_to_those_of_float32(rng):
 def test_operands_wait_for_the_backward_pass_in_float8(rng):
     """Nothing as large as an operand is kept in a wider dtype."""
     x, w = jnp.float32(rng.normal(size=(64, 32))), jnp.float32(rng.normal(size=(32, 48)))
-    _, pull = jax.vjp(lambda x, w, state: fp8.dot(x, w, state), x, w, fp8.dot_scaling())
+    _, pull = jax.vjp(lambda x, w, state: float8.dot(x, w, state), x, w, float8.dot_scaling())
     large = [leaf.dtype for leaf in jax.tree.leaves(pull) if leaf.size >= 1024]
     assert large == [jnp.dtype("float8_e4m3fn")] * 2
 
 
 def two_layers(params, states, x, y):
     """The loss of a small network."""
-    hidden = jax.nn.relu(fp8.dot(x, params["hidden"], states["hidden"]))
-    return ((fp8.dot(hidden, params["out"], states["out"]) - y) ** 2).sum() / 64
+    hidden = jax.nn.relu(float8.dot(x, params["hidden"], states["hidden"]))
+    return ((float8.dot(hidden, params["out"], states["out"]) - y) ** 2).sum() / 64
 
 
 def problem(seed=0):
@@ -275,7 +276,7 @@ def problem(seed=0):
     x, y = rng.normal(size=(64, 16)), rng.normal(size=(64, 4))
     x[3] *= 1000  # an outlier, in one part of the batch
     params, x, y = jax.tree.map(lambda array: jnp.asarray(np.float32(array)), (params, x, y))
-    return params, {"hidden": fp8.dot_scaling(), "out": fp8.dot_scaling()}, x, y
+    return params, {"hidden": float8.dot_scaling(), "out": float8.dot_scaling()}, x, y
 
 
 differentiated = jax.jit(jax.grad(two_layers, (0, 1)))
@@ -287,7 +288,7 @@ def test_microbatches_see_what_the_batch_sees(how):
     does; the last of them alone would not. (marin#7659, keras#19534)"""
     params, states, x, y = problem()
     _, seen = differentiated(params, states, x, y)
-    whole = fp8.update(states, seen)
+    whole = float8.update(states, seen)
     parts = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 64, 16)]
     each = [differentiated(params, states, *part)[1] for part in parts]
     if how == "scan":
@@ -304,14 +305,14 @@ def test_microbatches_see_what_the_batch_sees(how):
     else:
         share = 4 if how == "mean" else 1
         together = jax.tree.map(lambda *leaves: sum(leaves) / share, *each)
-    window = fp8.update(states, together)
+    window = float8.update(states, together)
     for name, product in whole.items():
         for ours, theirs in zip(window[name], product, strict=True):
             assert float(ours.factor) == float(theirs.factor)
             counted = float(ours.clamped) * (4 if how == "mean" else 1)
             assert counted == float(theirs.clamped) * (4 if ours is window[name].w else 1)
     assert int(whole["hidden"].x.clamped) > 0
-    last = fp8.update(states, each[-1])
+    last = float8.update(states, each[-1])
     assert float(last["hidden"].x.factor) > float(whole["hidden"].x.factor)
 
 
@@ -322,18 +323,20 @@ def test_a_state_used_twice_sees_the_largest_and_not_the_sum():
     w = jnp.eye(2, dtype=jnp.float32)
 
     def loop(state):
-        return lax.scan(lambda total, row: (total + fp8.dot(row, w, state).sum(), None), 0.0, x)[0]
+        return lax.scan(lambda total, row: (total + float8.dot(row, w, state).sum(), None), 0.0, x)[
+            0
+        ]
 
     ways = {
-        "sum": lambda state: sum(fp8.dot(row, w, state).sum() for row in x),
-        "vmap": lambda state: jax.vmap(fp8.dot, (0, None, None))(x, w, state).sum(),
+        "sum": lambda state: sum(float8.dot(row, w, state).sum() for row in x),
+        "vmap": lambda state: jax.vmap(float8.dot, (0, None, None))(x, w, state).sum(),
         "scan": loop,
         "checkpoint": jax.checkpoint(loop),
     }
     for name, way in ways.items():
-        seen = jax.jit(jax.grad(way))(fp8.dot_scaling())
+        seen = jax.jit(jax.grad(way))(float8.dot_scaling())
         assert float(seen.x.seen.sizes.sum()) == 4, name
-        assert float(fp8.update(fp8.dot_scaling(), seen).x.factor) == 1.0, name
+        assert float(float8.update(float8.dot_scaling(), seen).x.factor) == 1.0, name
 
 
 def test_stacked_layers():
@@ -341,20 +344,22 @@ def test_stacked_layers():
     rng = np.random.default_rng(0)
     weights = jnp.float32(rng.normal(size=(3, 8, 8)) * 2.0 ** np.float32([0, 9, -9])[:, None, None])
     x = jnp.float32(rng.normal(size=(4, 8)))
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), fp8.dot_scaling())
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), float8.dot_scaling())
 
     def scanned(states):
-        return lax.scan(lambda h, layer: (fp8.dot(h, *layer), None), x, (weights, states))[0].sum()
+        return lax.scan(lambda h, layer: (float8.dot(h, *layer), None), x, (weights, states))[
+            0
+        ].sum()
 
     def unrolled(states):
         h = x
         for w, state in zip(weights, states, strict=True):
-            h = fp8.dot(h, w, state)
+            h = float8.dot(h, w, state)
         return h.sum()
 
-    separate = [fp8.dot_scaling()] * 3
-    stacked = fp8.update(stacked, jax.jit(jax.grad(scanned))(stacked))
-    separate = fp8.update(separate, jax.jit(jax.grad(unrolled))(separate))
+    separate = [float8.dot_scaling()] * 3
+    stacked = float8.update(stacked, jax.jit(jax.grad(scanned))(stacked))
+    separate = float8.update(separate, jax.jit(jax.grad(unrolled))(separate))
     again = jax.tree.map(lambda *leaves: jnp.stack(leaves), *separate)
     for ours, theirs in zip(jax.tree.leaves(stacked), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -402,7 +407,7 @@ def test_replicas_agree_inside_of_shard_map(checked, kind):
 
     def step(params, states, x, y):
         _, seen = differentiated(params, states, x, y)
-        return fp8.update(states, seen if checked else lax.psum(seen, "data"))
+        return float8.update(states, seen if checked else lax.psum(seen, "data"))
 
     batch, alike = PartitionSpec("data"), PartitionSpec()
     mapped = jax.shard_map(
@@ -411,7 +416,7 @@ def test_replicas_agree_inside_of_shard_map(checked, kind):
     given = jax.device_put((params, states), NamedSharding(mesh, alike))
     parts = jax.device_put((x, y), NamedSharding(mesh, batch))
     ours = jax.jit(mapped)(*given, *parts)
-    theirs = fp8.update(states, differentiated(params, states, x, y)[1])
+    theirs = float8.update(states, differentiated(params, states, x, y)[1])
     for a, b in zip(states_of(ours), states_of(theirs), strict=True):
         assert [float(s.data) for s in a.factor.addressable_shards] == [float(b.factor)] * 8
         assert jnp.argmin(a.history) == jnp.argmin(b.history)
@@ -458,7 +463,7 @@ def test_a_bad_element_skips_the_step_and_leaves_the_history():
         both = gs.value_and_grad(two_layers, opt_state, argnums=(0, 1))
         loss, (grads, seen) = both(params, states, x, y)
         updates, opt_state = tx.update(grads, opt_state, params)
-        states = fp8.update(states, seen, gs.step_was_applied(opt_state))
+        states = float8.update(states, seen, gs.step_was_applied(opt_state))
         return optax.apply_updates(params, updates), states, opt_state, loss
 
     params, states, opt_state, _ = step(params, states, opt_state, x)
@@ -482,11 +487,11 @@ def test_a_step_that_overflowed_is_no_measure():
     params, states, x, y = problem()
     scaled = jax.grad(lambda *args: two_layers(*args) * 2.0**60, (0, 1))
     _, seen = jax.jit(scaled)(params, states, x, y)
-    kept = fp8.update(states, seen, applied=False)["out"].cotangent
+    kept = float8.update(states, seen, applied=False)["out"].cotangent
     assert (float(kept.factor), int(kept.stale)) == (1.0, 1)
     assert int(kept.clamped) > 0
     assert int(kept.clamped_steps) == 1
-    assert float(fp8.update(states, seen)["out"].cotangent.factor) < 2.0**-30
+    assert float(float8.update(states, seen)["out"].cotangent.factor) < 2.0**-30
 
 
 def test_a_network_trains_as_in_float32():
@@ -514,32 +519,32 @@ def test_a_network_trains_as_in_float32():
             loss, (grads, seen) = both(params, state)
             updates, opt_state = tx.update(grads, opt_state, params)
             if moves:
-                state = fp8.update(state, seen, gs.step_was_applied(opt_state), margin=1)
+                state = float8.update(state, seen, gs.step_was_applied(opt_state), margin=1)
             return (optax.apply_updates(params, updates), state, opt_state), loss
 
-        begin = (start, fp8.dot_scaling(), tx.init(start))
+        begin = (start, float8.dot_scaling(), tx.init(start))
         losses = jax.jit(lambda begin: lax.scan(step, begin, length=400)[1])(begin)
         return float(losses[-1])
 
     wide = trained(lambda x, w, state: x @ w, True)
     assert wide < 0.005
-    assert trained(fp8.dot, True) < 1.5 * wide
-    assert trained(fp8.dot, False) > 50 * wide
+    assert trained(float8.dot, True) < 1.5 * wide
+    assert trained(float8.dot, False) > 50 * wide
 
 
 def test_keras_style_loops():
     """With variables the gradient by the state stays out of `apply`, which unscales the rest."""
-    w, state = gs.Variable(jnp.full((2, 1), 900.0), name="w"), fp8.dot_scaling()
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0), 2.0**8, telemetry=True)
+    w, state = gs.Variable(jnp.full((2, 1), 900.0), name="w"), float8.dot_scaling()
+    opt = gs.LossScaleOptimizer(SGD(1.0), 2.0**8, telemetry=True)
     opt.build([w])
 
     def train_step(state, x):
         def scaled(value, state):
-            return opt.scale_loss(fp8.dot(x, value, state).sum())
+            return opt.scale_loss(float8.dot(x, value, state).sum())
 
         gradient, seen = jax.grad(scaled, (0, 1))(w.value(), state)
         opt.apply([gradient], [w])
-        return fp8.update(state, seen, gs.telemetry(opt).finite)
+        return float8.update(state, seen, gs.telemetry(opt).finite)
 
     step = gs.jit(train_step, state=([w], opt.variables))
     state = step(state, jnp.ones((1, 2)))
@@ -563,26 +568,28 @@ def test_the_program_multiplies_float8_and_calls_nobody():
 
 def test_misuse():
     """What is no state, no small dtype, no product or no gradient by the states is named."""
-    x, w, state = jnp.ones((2, 3)), jnp.ones((3, 4)), fp8.dot_scaling()
-    with pytest.raises(TypeError, match=r"Expected a gainstage.fp8.DotScaling for state; got"):
-        fp8.dot(x, w, fp8.scaling())
+    x, w, state = jnp.ones((2, 3)), jnp.ones((3, 4)), float8.dot_scaling()
+    with pytest.raises(
+        TypeError, match=r"Expected a gainstage.precision.float8.DotScaling for state; got"
+    ):
+        float8.dot(x, w, float8.scaling())
     with pytest.raises(TypeError, match=r"floating array for x; got int32"):
-        fp8.dot(jnp.ones((2, 3), jnp.int32), w, state)
+        float8.dot(jnp.ones((2, 3), jnp.int32), w, state)
     with pytest.raises(ValueError, match=r"got \(2, 3\), \(4, 3\)"):
-        fp8.dot(x, w.T, state)
+        float8.dot(x, w.T, state)
     with pytest.raises(TypeError, match="at most 8 bits; got float16"):
-        fp8.dot(x, w, state, grad="float16")
+        float8.dot(x, w, state, grad="float16")
     with pytest.raises(TypeError, match="at most 8 bits; got int8"):
-        fp8.cast(x, 1.0, "int8")
+        float8.cast(x, 1.0, "int8")
     with pytest.raises(TypeError, match="gradient of states for seen"):
-        fp8.update(state, fp8.DotScaling(x, w, x))
+        float8.update(state, float8.DotScaling(x, w, x))
     with pytest.raises(ValueError, match="for history; got 0"):
-        fp8.update(state, state, history=0)
+        float8.update(state, state, history=0)
     with pytest.raises(ValueError, match="for margin; got -1"):
-        fp8.update(state, state, margin=-1)
+        float8.update(state, state, margin=-1)
 
 
-@pytest.mark.parametrize("state", [fp8.scaling, fp8.dot_scaling])
+@pytest.mark.parametrize("state", [float8.scaling, float8.dot_scaling])
 def test_a_float8_state_is_no_parameter(state):
     """In the parameters of `loss_scaled` it would be trained and decayed: `init` refuses it, and
     says where it is and what to write."""
@@ -597,7 +604,7 @@ def test_a_state_that_is_never_updated_is_told(where):
     tx, w, x, state = gs.loss_scaled(optax.sgd(0.1)), jnp.ones((4, 4)), jnp.ones((2, 4)), DOT
 
     def loss(w, x, state=state):
-        return fp8.dot(x, w, state).sum()
+        return float8.dot(x, w, state).sum()
 
     batch = (x,) if where == "closed over" else (x, state)
     opt_state = tx.init(w)
@@ -611,5 +618,5 @@ def test_a_state_that_is_never_updated_is_told(where):
 def test_a_state_of_a_frozen_product_needs_no_update():
     """Gradients of the inputs alone, and a call without gradients, tell nothing."""
     w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
-    jax.grad(lambda x: fp8.dot(x, w, DOT).sum())(x)
-    fp8.dot(x, w, DOT)
+    jax.grad(lambda x: float8.dot(x, w, DOT).sum())(x)
+    float8.dot(x, w, DOT)

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 from gainstage.optimizers._step.step import StepInputs
 
 pytestmark = pytest.mark.as_users
@@ -18,11 +19,11 @@ pytestmark = pytest.mark.as_users
 # A few of the shapes of ResNet-50, and one that no power of two divides.
 SHAPES = [(7, 7, 3, 64), (3, 3, 256, 256), (2048, 1000), (999,)]
 KINDS = {
-    "sgd": (lambda **o: gs.SGD(0.01, 0.9, **o), {}),
-    "adam": (lambda **o: gs.Adam(0.01, **o), {}),
-    "clipped": (lambda **o: gs.Adam(0.01, **o), {"global_clipnorm": 1.0}),
-    "each clipped": (lambda **o: gs.SGD(0.01, 0.9, **o), {"clipnorm": 1.0}),
-    "averaged": (lambda **o: gs.Adam(0.01, **o), {"use_ema": True}),
+    "sgd": (lambda **o: SGD(0.01, 0.9, **o), {}),
+    "adam": (lambda **o: gs.optimizers.Adam(0.01, **o), {}),
+    "clipped": (lambda **o: gs.optimizers.Adam(0.01, **o), {"global_clipnorm": 1.0}),
+    "each clipped": (lambda **o: SGD(0.01, 0.9, **o), {"clipnorm": 1.0}),
+    "averaged": (lambda **o: gs.optimizers.Adam(0.01, **o), {"use_ema": True}),
 }
 MOST = 0.01  # the part of the weights' bytes that a step may take on the way
 
@@ -122,7 +123,7 @@ def test_an_optax_loop_stores_nothing_on_the_way(tx, monkeypatch):
 def test_a_half_precision_gradient_is_stored_once():
     """XLA for CPU computes it transposed: the check and the update share one array in order."""
     w = gs.Variable(np.ones((192, 320), np.float32))
-    opt = gs.LossScaleOptimizer(gs.Adam(0.01))
+    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.01))
     opt.build([w])
 
     def step(x):

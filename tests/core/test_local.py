@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 
 
 def test_a_local_scale_bears_complex_numbers():
@@ -63,7 +64,7 @@ def test_parts_of_a_network_have_scales_of_their_own():
 def test_what_a_part_closes_over_is_scaled_back_too():
     """A variable that a part of the network reads by itself gets its true gradient."""
     w, x = gs.Variable(np.float32([1.0, 2.0])), jnp.float32([3.0, 4.0])
-    opt = gs.SGD(1.0)
+    opt = SGD(1.0)
     part = gs.locally_scaled(lambda x: w.value() * x, 2.0**20)
     (pair,) = opt.compute_gradients(lambda: part(x).sum(), [w])
     np.testing.assert_array_equal(pair[0], x)

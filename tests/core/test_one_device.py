@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 
 import quick
 
@@ -66,7 +67,7 @@ def three_calls(tx):
 def variables():
     """The same loop in the way of Keras."""
     params = {name: gs.Variable(value, name=name) for name, value in start().items()}
-    opt = gs.LossScaleOptimizer(gs.SGD(RATE, 0.5), telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(RATE, 0.5), telemetry=True)
     seen = []
     for x in batches():
         values = lambda: {name: v.value() for name, v in params.items()}  # noqa: E731

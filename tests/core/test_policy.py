@@ -17,14 +17,14 @@ import gainstage as gs
 )
 def test_names_are_those_of_keras(name, compute, variable):
     """A name stands for the dtypes to compute in and to keep, and round-trips."""
-    policy = gs.Policy(name)
+    policy = gs.precision.Policy(name)
     assert (policy.compute_dtype, policy.variable_dtype) == (compute, variable)
-    assert gs.Policy.from_config(policy.get_config()) == policy
+    assert gs.precision.Policy.from_config(policy.get_config()) == policy
 
 
 def test_casting_leaves_other_leaves_alone():
     """Only floating arrays are cast; integers, Python numbers and None stay what they are."""
-    policy = gs.Policy("mixed_float16")
+    policy = gs.precision.Policy("mixed_float16")
     tree = {"a": np.ones(2), "n": jnp.arange(3), "p": 2.5, "none": None, "v": gs.Variable([1.0])}
     cast = policy.cast_to_compute(tree)
     assert (cast["a"].dtype, cast["v"].dtype) == (jnp.float16, jnp.float16)
@@ -36,4 +36,4 @@ def test_casting_leaves_other_leaves_alone():
 def test_other_names_are_refused(name):
     """What is no policy is an error that says what there is."""
     with pytest.raises((ValueError, TypeError), match="for name; got"):
-        gs.Policy(name)
+        gs.precision.Policy(name)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 
 def test_variable_holds_what_it_was_given():
@@ -96,7 +97,7 @@ def test_attributes_of_arrays_work():
 def test_methods_are_differentiated():
     """The gradient of a loss that uses them is that of the array's."""
     w = gs.Variable([1.0, 2.0])
-    ((gradient, _),) = gs.SGD().compute_gradients(lambda: (w.astype("float16") * w).sum(), [w])
+    ((gradient, _),) = SGD().compute_gradients(lambda: (w.astype("float16") * w).sum(), [w])
     assert gradient.tolist() == [2.0, 4.0]
 
 
@@ -279,8 +280,8 @@ def test_a_variable_cannot_be_created_inside_a_trace():
         jax.jit(lambda x: gs.Variable(x, name="inner") + 1)(1.0)
 
 
-def test_functional_is_pure():
-    """`functional` returns what was assigned and changes nothing, also if the function raises."""
+def test_functionalize_is_pure():
+    """It returns what was assigned and changes nothing, also if the function raises."""
     a, b = gs.Variable(1.0), gs.Variable([1.0, 2.0])
 
     def swap(factor):
@@ -288,7 +289,7 @@ def test_functional_is_pure():
         b.assign_add(a)
         return a.value()
 
-    result, new = gs.functional(swap, {"a": a, "b": b})({"a": 5.0, "b": np.array([2, 3])}, 10)
+    result, new = gs.functionalize(swap, {"a": a, "b": b})({"a": 5.0, "b": np.array([2, 3])}, 10)
     assert (float(result), float(new["a"]), new["b"].tolist()) == (20, 20, [22, 23])
     assert (float(a), b.numpy().tolist()) == (1, [1, 2])
 
@@ -297,19 +298,19 @@ def test_functional_is_pure():
         raise RuntimeError("late")
 
     with pytest.raises(RuntimeError, match="late"):
-        gs.functional(fail, [a])([0.0])
+        gs.functionalize(fail, [a])([0.0])
     assert float(a) == 1
 
 
 def test_functional_composes_with_transformations():
     """Its result goes through `grad`, `vmap` and `scan` like any pure function."""
     w = gs.Variable(2.0)
-    pure = gs.functional(lambda x: w * w * x, [w])
+    pure = gs.functionalize(lambda x: w * w * x, [w])
     grad = jax.grad(lambda w: pure([w], 3.0)[0])
     assert float(grad(jnp.float32(2))) == 12
     assert jax.vmap(grad)(jnp.arange(3.0)).tolist() == [0, 6, 12]
 
-    double = gs.functional(lambda: w.assign(w * 2), [w])
+    double = gs.functionalize(lambda: w.assign(w * 2), [w])
     (final,), _ = jax.lax.scan(lambda c, _: (double(c)[1], None), [w.value()], length=5)
     assert float(final) == 64
 
@@ -318,10 +319,10 @@ def test_functional_checks_the_values():
     """Values of another shape are a ValueError that names the variable."""
     var = gs.Variable([1.0, 2.0], name="w")
     with pytest.raises(ValueError, match="'w'"):
-        gs.functional(lambda: None, [var])([np.ones(3)])
+        gs.functionalize(lambda: None, [var])([np.ones(3)])
 
 
-@pytest.mark.parametrize("bridge", [gs.functional, gs.jit])
+@pytest.mark.parametrize("bridge", [gs.functionalize, gs.jit])
 def test_a_state_holds_variables_once(bridge):
     """A state with another leaf, or the same variable twice, is an error that names it."""
     var = gs.Variable(1.0, name="w")
@@ -411,7 +412,7 @@ def test_a_planned_variable_has_everything_but_a_value():
     and gets one by `assign`."""
     plan = gs.Variable(jax.ShapeDtypeStruct((2, 3), jnp.float32), dtype=jnp.float16, name="w")
     assert (plan.shape, plan.dtype, plan.ndim, plan.size) == ((2, 3), jnp.float16, 2, 6)
-    for use in (plan.value, plan.numpy, lambda: plan + 1, lambda: gs.SGD(0.1).apply([1.0], [plan])):
+    for use in (plan.value, plan.numpy, lambda: plan + 1, lambda: SGD(0.1).apply([1.0], [plan])):
         with pytest.raises(ValueError, match="'w'"):
             use()
     with pytest.raises(ValueError, match=r"shape \(2, 3\)"):
@@ -425,7 +426,7 @@ def test_an_optimizer_can_be_built_and_compiled_for_a_plan():
 
     def program(value):
         w = gs.Variable(value, name="w")
-        opt = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True, master_weights=True))
+        opt = gs.LossScaleOptimizer(Adam(0.1, use_ema=True, master_weights=True))
         opt.build([w])
         step = gs.jit(opt.apply, ([w], opt.variables), donate=True)
         names = [v.name for v in opt.variables]
@@ -445,7 +446,7 @@ def test_a_variable_stays_on_its_device():
     """`assign` and `load_state` of arrays from another device do not move anything."""
     here, there = (jax.device_put(jnp.ones(4), d) for d in jax.devices()[:2])
     w, other = gs.Variable(there), gs.Variable(here)
-    one, two = gs.SGD(0.5, momentum=0.5), gs.SGD(0.5, momentum=0.5)
+    one, two = SGD(0.5, momentum=0.5), SGD(0.5, momentum=0.5)
     one.apply([there], [w])
     two.apply([here], [other])
     w.assign(other)
@@ -458,16 +459,16 @@ def test_a_compiled_function_does_not_freeze_a_variable_that_is_lent():
     """A `jax.jit` inside of an uncompiled function on variables is told, whatever these hold."""
     w = gs.Variable(1.0, name="w")
     predict = jax.jit(lambda x: w * x)
-    pure = gs.functional(predict, [w])
+    pure = gs.functionalize(predict, [w])
     with pytest.raises(ValueError, match="'w', whose value would be frozen"):
         pure([2.0], 10.0)
     assert float(jax.jit(pure)([2.0], 10.0)[0]) == 20.0
-    assert float(jax.jit(lambda x: gs.functional(lambda: w * x, [w])([3.0])[0])(10.0)) == 30.0
+    assert float(jax.jit(lambda x: gs.functionalize(lambda: w * x, [w])([3.0])[0])(10.0)) == 30.0
 
 
 def scaled_sgd():
     w = gs.Variable([1.0, 2.0], name="w")
-    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+    return w, gs.LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +501,7 @@ def test_augmented_assignment_is_refused():
 
 def test_variables_compare_with_numbers():
     """`opt.iterations == 1` asks for the value; two variables are equal if they are one."""
-    w, opt = gs.Variable([1.0, 2.0]), gs.SGD(0.5)
+    w, opt = gs.Variable([1.0, 2.0]), SGD(0.5)
     opt.apply([jnp.ones(2)], [w])  # to 0.5 and 1.5
     assert opt.iterations == 1
     assert (w == np.array([0.5, 1.5])).tolist() == [True, True]
@@ -522,7 +523,7 @@ def test_memory_of_numpy_stays_the_callers(keep):
         w.assign(buffer)
         kept = w.value()
     else:
-        kept = gs.SGD()._checked([buffer], [w])[0]
+        kept = SGD()._checked([buffer], [w])[0]
     buffer[:] = 0.0
     assert kept[0] == 3
 

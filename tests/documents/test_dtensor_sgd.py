@@ -18,6 +18,7 @@ from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor, tf2
+from gainstage.optimizers import SGD, schedules
 
 from rows import row
 
@@ -131,7 +132,7 @@ def test_arguments_come_in_the_documented_order():
     [
         (0.5, [2.5, 2.0]),
         (1, [2.0, 1.0]),
-        (gs.schedules.ExponentialDecay(0.5, 1, 0.5), [2.5, 2.25]),
+        (schedules.ExponentialDecay(0.5, 1, 0.5), [2.5, 2.25]),
         (lambda: 0.25, [2.75, 2.5]),
     ],
     ids=["float", "int", "schedule", "callable"],
@@ -404,7 +405,7 @@ def test_learning_rate_can_be_read_and_set():
     opt.learning_rate = 2.0
     assert float(opt.learning_rate) == 2.0
     assert run(opt, [1.0]) == [1.0]
-    scheduled = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
+    scheduled = dtensor.SGD(schedules.ExponentialDecay(0.5, 1, 0.5))
     run(scheduled, [1.0, 1.0])
     assert float(scheduled.learning_rate) == 0.25
 
@@ -412,11 +413,11 @@ def test_learning_rate_can_be_read_and_set():
 @row(3, "TypeError: setting a number where a schedule is")
 def test_a_schedule_is_not_replaced_by_a_number():
     """A number cannot replace a schedule, but a schedule can replace a number."""
-    opt = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
+    opt = dtensor.SGD(schedules.ExponentialDecay(0.5, 1, 0.5))
     with pytest.raises(TypeError, match="Expected a schedule or callable"):
         opt.learning_rate = 0.5
     opt = dtensor.SGD(0.5)
-    opt.learning_rate = gs.schedules.ExponentialDecay(0.25, 1, 0.5)
+    opt.learning_rate = schedules.ExponentialDecay(0.25, 1, 0.5)
     assert float(opt.learning_rate) == 0.25
 
 
@@ -507,7 +508,7 @@ def test_the_mesh_has_the_global_variables_from_the_start():
     opt = dtensor.SGD(mesh=mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
     assert opt.iterations.sharding == opt.learning_rate.sharding == everywhere
-    scaled = gs.LossScaleOptimizer(gs.SGD(), mesh=mesh)
+    scaled = gs.LossScaleOptimizer(SGD(), mesh=mesh)
     assert scaled.dynamic_scale.sharding == scaled.step_counter.sharding == everywhere
 
 
@@ -516,13 +517,13 @@ def test_the_rate_of_a_schedule_is_that_of_the_last_step():
     """With a schedule, `learning_rate` is the rate of the last step, before any that of the first;
     so it is with a callable of the step."""
     w = gs.Variable(1.0)
-    for rate in (gs.schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step):
+    for rate in (schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step):
         opt, seen = dtensor.SGD(rate), []
         for _ in range(4):
             seen.append(float(opt.learning_rate))
             opt.apply_gradients([(0.0, w)])
         assert seen == [1.0, 1.0, 0.5, 0.25]
-    count, opt = gs.Variable(2), dtensor.SGD(gs.schedules.ExponentialDecay(1.0, 1, 0.5))
+    count, opt = gs.Variable(2), dtensor.SGD(schedules.ExponentialDecay(1.0, 1, 0.5))
     opt.iterations = count
     step = gs.jit(lambda: opt.apply_gradients([(0.0, w)]), state=([w], opt.variables))
     opt.build([w])
@@ -544,7 +545,7 @@ def test_a_rate_of_a_subclass_multiplies_that_of_the_step(around, compiled):
         def update_step(self, gradient, variable):
             variable.assign_sub(self.learning_rate * gradient)
 
-    rates = (1.0, gs.schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step)
+    rates = (1.0, schedules.ExponentialDecay(1.0, 1, 0.5), lambda step: 0.5**step)
     for rate, total in zip(rates, (1.0, 0.75, 0.75), strict=True):
         for cls in (Half, Own):
             w, opt = gs.Variable(0.0), around(cls(rate, jit_compile=compiled))
@@ -855,7 +856,7 @@ def test_from_config_is_the_reverse_of_get_config():
 
 def test_from_config_reads_a_schedule():
     """A schedule survives `get_config`, JSON and `from_config`."""
-    opt = dtensor.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5))
+    opt = dtensor.SGD(schedules.ExponentialDecay(0.5, 1, 0.5))
     again = dtensor.SGD.from_config(json.loads(json.dumps(opt.get_config())))
     assert run(again, [1.0, 1.0]) == run(opt, [1.0, 1.0]) == [2.5, 2.25]
 
@@ -1015,7 +1016,7 @@ class Sign(dtensor.SGD):
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(
-    "rate", [0.5, lambda: 0.5, gs.schedules.ExponentialDecay(0.5, 1, 1.0)], ids=type
+    "rate", [0.5, lambda: 0.5, schedules.ExponentialDecay(0.5, 1, 1.0)], ids=type
 )
 def test_a_customized_optimizer(rate, compiled):
     """A subclass can override `build` and an `update_step` of two arguments."""
@@ -1043,7 +1044,7 @@ def test_a_customized_optimizer_has_a_configuration():
 def test_a_customized_optimizer_needs_update_step():
     """A step of a subclass without `update_step` is a NotImplementedError."""
 
-    class Empty(gs.Optimizer):
+    class Empty(gs.optimizers.Optimizer):
         pass
 
     failing(NotImplementedError, "must define", Empty(0.5).apply, [1.0], [gs.Variable(1.0)])
@@ -1154,7 +1155,7 @@ def test_example_of_processed_gradients():
 def test_example_of_a_schedule():
     """A schedule changes the learning rate, for a loss of shape (1,)."""
     var = gs.Variable(np.array([1.0]))
-    rate = gs.schedules.ExponentialDecay(initial_learning_rate=0.01, decay_steps=20, decay_rate=0.1)
+    rate = schedules.ExponentialDecay(initial_learning_rate=0.01, decay_steps=20, decay_rate=0.1)
     opt = dtensor.SGD(learning_rate=rate)
     for _ in range(2):
         opt.minimize(lambda: 3 * var, var_list=[var])
@@ -1196,7 +1197,7 @@ def test_the_other_classes(name):
     clip = dtensor.GradientsClipOption(clipvalue=0.5)
     opt = getattr(dtensor, name)(0.25, gradients_clip_option=clip, mesh=mesh_of_all())
     assert not opt.jit_compile
-    assert one_step(opt) == one_step(getattr(gs, name)(0.25, clipvalue=0.5)).expected
+    assert one_step(opt) == one_step(getattr(gs.optimizers, name)(0.25, clipvalue=0.5)).expected
 
 
 def test_the_other_classes_have_their_own_arguments():

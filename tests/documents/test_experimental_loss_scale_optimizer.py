@@ -14,6 +14,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
+from gainstage.optimizers import Adadelta, Adam, RMSprop, schedules
 
 from rows import row
 
@@ -28,11 +29,13 @@ each_class = pytest.mark.parametrize("cls", BOTH.values(), ids=BOTH)
 
 def wrapped(inner=None, **arguments):
     """A wrapper around gradient descent with a rate of 0.5."""
-    return tf2.LossScaleOptimizer(gs.SGD(0.5) if inner is None else inner, **arguments)
+    return tf2.LossScaleOptimizer(gs.optimizers.SGD(0.5) if inner is None else inner, **arguments)
 
 
 def older(loss_scale, inner=None):
-    return experimental.LossScaleOptimizer(gs.SGD(0.5) if inner is None else inner, loss_scale)
+    return experimental.LossScaleOptimizer(
+        gs.optimizers.SGD(0.5) if inner is None else inner, loss_scale
+    )
 
 
 def apply(opt, gradient, variable):
@@ -81,7 +84,7 @@ def test_the_two_classes_differ_only_in_the_constructor():
 def test_the_newer_class_takes_no_loss_scale_object():
     """The class without *experimental* does not accept a `LossScale`."""
     with pytest.raises(TypeError, match="dynamic"):
-        tf2.LossScaleOptimizer(gs.SGD(), experimental.DynamicLossScale())
+        tf2.LossScaleOptimizer(gs.optimizers.SGD(), experimental.DynamicLossScale())
 
 
 @pytest.mark.parametrize(
@@ -98,8 +101,8 @@ def test_the_newer_class_takes_no_loss_scale_object():
 )
 def test_the_three_pairs_of_the_page_are_identical(loss_scale, arguments):
     """The optimizers that the page calls identical have equal configurations."""
-    opt1 = experimental.LossScaleOptimizer(gs.SGD(), loss_scale=loss_scale)
-    opt2 = tf2.LossScaleOptimizer(gs.SGD(), **arguments)
+    opt1 = experimental.LossScaleOptimizer(gs.optimizers.SGD(), loss_scale=loss_scale)
+    opt2 = tf2.LossScaleOptimizer(gs.optimizers.SGD(), **arguments)
     assert opt1.get_config() == opt2.get_config()
 
 
@@ -116,7 +119,7 @@ def test_the_older_class_is_a_subclass_of_the_newer():
 @row(4, "optimizer")
 def test_the_optimizer_is_the_one_to_wrap():
     """`optimizer` takes the steps, and is the `inner_optimizer`."""
-    inner = gs.SGD(0.5)
+    inner = gs.optimizers.SGD(0.5)
     opt = experimental.LossScaleOptimizer(optimizer=inner, loss_scale=8)
     assert opt.inner_optimizer is inner
     assert two_weights_after_a_step(opt) == [1.5, 2.0]
@@ -186,7 +189,7 @@ def test_a_rule_with_settings_that_would_be_lost_is_refused(lost):
 )
 def test_clipping_is_an_argument_of_the_inner_optimizer(name, value, weights):
     """The true gradients are clipped: each element, each gradient, or all together."""
-    opt = wrapped(gs.SGD(0.5, **{name: value}))
+    opt = wrapped(gs.optimizers.SGD(0.5, **{name: value}))
     assert getattr(opt, name) == value
     assert two_weights_after_a_step(opt) == weights
 
@@ -194,7 +197,7 @@ def test_clipping_is_an_argument_of_the_inner_optimizer(name, value, weights):
 @row(4, "clipnorm, clipvalue, global_clipnorm")
 def test_an_option_can_be_set_later():
     """An option set on the wrapper is set on the inner optimizer, and acts from then on."""
-    w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, weight_decay=0.5))
+    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, weight_decay=0.5))
     opt.weight_decay, opt.use_ema = None, True
     opt.minimize(lambda: w * 4.0, [w])
     opt.clipvalue = 1.0
@@ -207,7 +210,7 @@ def test_an_option_can_be_set_later():
 
 def test_the_name_is_used_for_the_slots_of_the_inner_optimizer():
     """The name of the inner optimizer is the prefix of the names of its slots."""
-    opt = wrapped(gs.SGD(0.5, momentum=0.5, name="mine"))
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5, name="mine"))
     opt.build([gs.Variable(1.0, name="w")])
     assert opt.variables[-1].name == "mine/w_momentum"
 
@@ -233,7 +236,7 @@ class Mine(experimental.LossScale):
 @pytest.mark.parametrize("wrong", [None, "fast", [8.0], True, 0, -2.0, NAN, INF, Mine()])
 def test_another_loss_scale_is_refused(wrong):
     """Any other `loss_scale` is a ValueError that names it, and leaves the optimizer free."""
-    inner = gs.SGD(0.5)
+    inner = gs.optimizers.SGD(0.5)
     with pytest.raises(ValueError, match=r"Expected.*loss_scale"):
         experimental.LossScaleOptimizer(inner, wrong)
     experimental.LossScaleOptimizer(inner, 8)
@@ -246,7 +249,7 @@ def test_another_loss_scale_is_refused(wrong):
     [
         lambda: None,
         lambda: "sgd",
-        lambda: gs.SGD,
+        lambda: gs.optimizers.SGD,
         lambda: v1.GradientDescentOptimizer(0.1),
         wrapped,
         lambda: older(8),
@@ -266,7 +269,7 @@ def test_an_optimizer_that_cannot_be_wrapped_is_refused(wrong):
 @row(4, "ValueError: one optimizer in two wrappers")
 def test_an_optimizer_belongs_to_one_wrapper(cls):
     """An optimizer that is already wrapped is a ValueError that names the wrapper."""
-    inner = gs.SGD()
+    inner = gs.optimizers.SGD()
     first = cls(inner)
     with pytest.raises(ValueError, match=f"already wrapped by {first.name!r}"):
         cls(inner)
@@ -277,7 +280,7 @@ def test_an_optimizer_belongs_to_one_wrapper(cls):
 def test_an_override_that_would_not_be_called_is_refused(cls):
     """Difference: an inner class that overrides `apply_gradients` is a TypeError."""
 
-    class Halving(gs.SGD):
+    class Halving(gs.optimizers.SGD):
         def apply_gradients(self, grads_and_vars):
             return super().apply_gradients([(g / 2, v) for g, v in grads_and_vars])
 
@@ -335,7 +338,7 @@ def test_the_initial_scale_is_where_the_scale_starts():
 @row(4, "inner_optimizer")
 def test_the_inner_optimizer_is_the_one_that_is_wrapped():
     """`inner_optimizer` is the optimizer itself, which other code may go on to use."""
-    inner = gs.SGD(0.5)
+    inner = gs.optimizers.SGD(0.5)
     assert tf2.LossScaleOptimizer(inner_optimizer=inner).inner_optimizer is inner
 
 
@@ -343,7 +346,7 @@ def test_the_inner_optimizer_is_the_one_that_is_wrapped():
 @each_class
 def test_the_current_scale_is_a_float32_scalar(cls):
     """`loss_scale` is the current scale, a scalar in float32, which cannot be set."""
-    opt = cls(gs.SGD(0.5))
+    opt = cls(gs.optimizers.SGD(0.5))
     assert (opt.loss_scale.dtype, opt.loss_scale.shape) == (jnp.float32, ())
     assert after_each(opt, [1.0, INF], scale) == [2.0**15, 2.0**14]
     with pytest.raises(AttributeError):
@@ -354,7 +357,7 @@ def test_the_current_scale_is_a_float32_scalar(cls):
 @row(4, "learning_rate", "lr")
 def test_the_rate_is_that_of_the_inner_optimizer(cls):
     """`learning_rate`, by its old name `lr`, is the inner optimizer's, and can be set."""
-    w, opt = gs.Variable(3.0), cls(gs.SGD(0.5))
+    w, opt = gs.Variable(3.0), cls(gs.optimizers.SGD(0.5))
     for name, rate in (("learning_rate", 0.25), ("lr", 0.125)):
         setattr(opt, name, rate)
         assert [float(x) for x in (opt.learning_rate, opt.lr)] == [rate] * 2
@@ -429,7 +432,7 @@ def test_float16_gradients_are_unscaled_in_float32():
 def test_the_configuration_has_four_entries(make, settings):
     """`get_config` of both classes returns the arguments of the newer class."""
     config = make().get_config()
-    assert config.pop("inner_optimizer")["config"] == gs.SGD(0.5).get_config()
+    assert config.pop("inner_optimizer")["config"] == gs.optimizers.SGD(0.5).get_config()
     names = ("dynamic", "initial_scale", "dynamic_growth_steps")
     assert config == dict(zip(names, settings, strict=True))
 
@@ -503,7 +506,7 @@ def test_a_configuration_with_entries_of_tensorflow_is_read():
 @row(4, "minimize")
 def test_minimize_scales_and_unscales_by_itself(cls):
     """The first example: `minimize` is all that is needed. Difference: it returns the loss."""
-    opt = cls(gs.SGD(0.25))
+    opt = cls(gs.optimizers.SGD(0.25))
     var = gs.Variable(1.0)
     assert float(opt.minimize(lambda: var**2, var_list=var)) == 1.0
     assert float(var) == 0.5
@@ -514,7 +517,7 @@ def test_minimize_scales_and_unscales_by_itself(cls):
 @row(4, "apply_gradients")
 def test_a_loop_of_your_own_scales_and_unscales():
     """The second example, without a tape: scale the loss, unscale its gradient, apply it."""
-    opt, var = wrapped(gs.SGD(0.25)), gs.Variable(0.5)
+    opt, var = wrapped(gs.optimizers.SGD(0.25)), gs.Variable(0.5)
     scaled_grad = jax.grad(lambda x: opt.get_scaled_loss(x**2))(var.value())
     assert float(scaled_grad) == 1.0 * 2.0**15
     (grad,) = opt.get_unscaled_gradients([scaled_grad])
@@ -529,7 +532,10 @@ def test_small_gradients_do_not_underflow():
     def loss():
         return (w.value().astype("float16") * np.float16(2.0**-24)).astype("float32") / 64
 
-    for opt, after in ((gs.SGD(1.0), 0.0), (wrapped(gs.SGD(1.0)), -(2.0**-30))):
+    for opt, after in (
+        (gs.optimizers.SGD(1.0), 0.0),
+        (wrapped(gs.optimizers.SGD(1.0)), -(2.0**-30)),
+    ):
         opt.minimize(loss, [w])
         assert float(w) == after
 
@@ -559,7 +565,7 @@ def test_a_forgotten_call_gives_one_warning(called, missing):
 
 def test_the_scale_is_dynamic_by_default():
     """By default `dynamic` is True, `initial_scale` `2**15` and `dynamic_growth_steps` 2000."""
-    opt = tf2.LossScaleOptimizer(gs.SGD())
+    opt = tf2.LossScaleOptimizer(gs.optimizers.SGD())
     assert (opt.dynamic, opt.initial_scale, opt.dynamic_growth_steps) == (True, 2.0**15, 2000)
     assert (float(opt.loss_scale), int(opt.dynamic_counter)) == (2.0**15, 0)
 
@@ -590,7 +596,7 @@ def test_a_skipped_step_halves_the_scale_and_moves_nothing():
 @pytest.mark.parametrize("wrong", [1, "dynamic", None, 8.0])
 def test_dynamic_must_be_a_bool(wrong):
     """Anything but a bool for `dynamic` is a TypeError, which leaves the optimizer free."""
-    inner = gs.SGD()
+    inner = gs.optimizers.SGD()
     with pytest.raises(TypeError, match="Expected a bool for dynamic"):
         tf2.LossScaleOptimizer(inner, wrong)
     tf2.LossScaleOptimizer(inner)
@@ -611,11 +617,11 @@ def test_growth_steps_of_0_double_the_scale_in_each_finite_step():
 @each_class
 def test_a_number_does_not_replace_a_schedule(cls):
     """A number cannot be set where a schedule is, as from 2.11 on; another schedule can be."""
-    opt = cls(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    opt = cls(gs.optimizers.SGD(schedules.ExponentialDecay(0.5, 1, 0.5)))
     for name in ("learning_rate", "lr"):
         with pytest.raises(TypeError, match="Expected a schedule or callable"):
             setattr(opt, name, 0.25)
-    opt.learning_rate = gs.schedules.ExponentialDecay(2.0, 1, 0.5)
+    opt.learning_rate = schedules.ExponentialDecay(2.0, 1, 0.5)
     assert float(opt.learning_rate) == 2.0
 
 
@@ -623,9 +629,9 @@ def test_a_number_does_not_replace_a_schedule(cls):
 def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
     """Without `dynamic`, `initial_scale` is required, and `dynamic_growth_steps` an error."""
     with pytest.raises(ValueError, match="initial_scale"):
-        tf2.LossScaleOptimizer(gs.SGD(), False)
+        tf2.LossScaleOptimizer(gs.optimizers.SGD(), False)
     with pytest.raises(ValueError, match="dynamic_growth_steps"):
-        tf2.LossScaleOptimizer(gs.SGD(), False, 8.0, 2)
+        tf2.LossScaleOptimizer(gs.optimizers.SGD(), False, 8.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -636,12 +642,12 @@ def test_a_fixed_scale_needs_its_value_and_no_growth_steps():
 def test_scales_and_steps_out_of_range_are_refused(wrong):
     """Difference: a scale that has no reciprocal, or a count that is never reached, is refused."""
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        tf2.LossScaleOptimizer(gs.SGD(), **wrong)
+        tf2.LossScaleOptimizer(gs.optimizers.SGD(), **wrong)
 
 
 def test_only_the_first_steps_and_then_few_are_skipped():
     """The scale falls at once to where float16 holds the gradients; then 1 of n + 1 is skipped."""
-    w, opt, n = gs.Variable(0.0), wrapped(gs.SGD(0.0), dynamic_growth_steps=4), 4
+    w, opt, n = gs.Variable(0.0), wrapped(gs.optimizers.SGD(0.0), dynamic_growth_steps=4), 4
 
     def loss():  # float16 overflows where the scale is above 2**10
         return (w.value().astype("float16") * np.float16(2.0**5)).astype("float32")
@@ -660,7 +666,7 @@ def test_only_the_first_steps_and_then_few_are_skipped():
 @row(4, "beta_1, momentum and so on")
 def test_hyperparameters_are_those_of_the_inner_optimizer():
     """The example of the page: `beta_1` is read and set through the wrapper."""
-    opt = wrapped(gs.Adam(beta_1=0.8, epsilon=1e-5))
+    opt = wrapped(Adam(beta_1=0.8, epsilon=1e-5))
     assert opt.beta_1 == 0.8
     opt.beta_1 = 0.7
     assert opt.beta_1 == opt.inner_optimizer.beta_1 == 0.7
@@ -669,7 +675,7 @@ def test_hyperparameters_are_those_of_the_inner_optimizer():
 @row("differences", "epsilon of the wrapper")
 def test_epsilon_is_delegated_too():
     """Difference: `epsilon` is read and set through the wrapper, too, and takes effect."""
-    w, opt = gs.Variable(3.0), wrapped(gs.Adam(0.5, beta_1=0.0, beta_2=0.0, epsilon=1.0))
+    w, opt = gs.Variable(3.0), wrapped(Adam(0.5, beta_1=0.0, beta_2=0.0, epsilon=1.0))
     assert opt.epsilon == 1.0
     opt.minimize(lambda: w * 1.0, [w])
     opt.epsilon = 3.0
@@ -681,8 +687,8 @@ def test_epsilon_is_delegated_too():
 def test_hyperparameters_are_checked_where_they_are_set():
     """New: a value that the constructor refuses is refused with the same message."""
     with pytest.raises(ValueError, match="momentum") as refused:
-        gs.SGD(0.5, momentum=5.0)
-    opt = wrapped(gs.SGD(0.5, momentum=0.5))
+        gs.optimizers.SGD(0.5, momentum=5.0)
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5))
     with pytest.raises(ValueError, match="momentum") as caught:
         opt.momentum = 5.0
     assert (str(caught.value), opt.momentum) == (str(refused.value), 0.5)
@@ -690,7 +696,7 @@ def test_hyperparameters_are_checked_where_they_are_set():
 
 def test_an_attribute_that_the_inner_optimizer_lacks_is_no_attribute():
     """What neither of the two has is an AttributeError; what both have is listed by `dir`."""
-    opt = wrapped(gs.Adam())
+    opt = wrapped(Adam())
     for name in ("nesterov", "unknown"):
         with pytest.raises(AttributeError, match=name):
             getattr(opt, name)
@@ -702,7 +708,7 @@ def test_an_attribute_that_the_inner_optimizer_lacks_is_no_attribute():
 def test_a_variable_as_the_rate_stays_live():
     """A variable as the rate of the inner optimizer is read in every step."""
     rate, w = gs.Variable(0.5), gs.Variable(3.0)
-    opt = wrapped(gs.SGD(rate))
+    opt = wrapped(gs.optimizers.SGD(rate))
     assert opt.learning_rate is rate
     for value, after in ((0.5, 2.5), (0.25, 2.25)):
         rate.assign(value)
@@ -714,14 +720,14 @@ def test_a_variable_as_the_rate_stays_live():
 def test_one_clip_option_is_used():
     """Difference: `clipnorm` with `clipvalue` is an error."""
     with pytest.raises(ValueError, match="at most one of clipnorm"):
-        gs.SGD(clipnorm=1.0, clipvalue=1.0)
+        gs.optimizers.SGD(clipnorm=1.0, clipvalue=1.0)
 
 
 @row("differences", "learning_rate with a schedule")
 def test_the_rate_with_a_schedule_is_a_number():
     """With a schedule, `learning_rate` is the rate of the last step, as from 2.11 on. Difference:
     the last step may be a skipped one; and `inner_optimizer` has the rate of the next step."""
-    opt = wrapped(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    opt = wrapped(gs.optimizers.SGD(schedules.ExponentialDecay(0.5, 1, 0.5)))
     assert float(opt.learning_rate) == float(opt.lr) == 0.5
     rates = after_each(
         opt,
@@ -756,7 +762,7 @@ def test_the_wrapper_has_the_counter():
 @row(4, "exclude_from_weight_decay")
 def test_exclusion_from_decay_reaches_the_inner_optimizer():
     """The excluded variable does not decay; in TensorFlow it does."""
-    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.optimizers.SGD(0.5, weight_decay=0.5))
     opt.exclude_from_weight_decay([w])
     opt.minimize(lambda: w * 0.0, [w])
     assert float(w) == 1.0
@@ -765,12 +771,12 @@ def test_exclusion_from_decay_reaches_the_inner_optimizer():
 @row("differences", "momentum, set on SGD without one")
 def test_a_momentum_that_is_set_before_the_first_step_is_used():
     """Difference: TensorFlow ignores it. After `build` it would need state, and is an error."""
-    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.SGD(1.0))
+    w, opt = gs.Variable(1.0), tf2.LossScaleOptimizer(gs.optimizers.SGD(1.0))
     opt.momentum = 0.5
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
     assert float(w) == 1.0 - 1.0 - 1.5
-    opt = tf2.LossScaleOptimizer(gs.SGD(1.0))
+    opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(1.0))
     opt.minimize(lambda: w * 1.0, [w])
     with pytest.raises(ValueError, match="momentum to be set before"):
         opt.momentum = 0.5
@@ -778,7 +784,7 @@ def test_a_momentum_that_is_set_before_the_first_step_is_used():
 
 def test_with_accumulation_iterations_count_no_skipped_step():
     """Difference: with accumulation a skipped microbatch is left out, and does not count."""
-    w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, gradient_accumulation_steps=2))
+    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, gradient_accumulation_steps=2))
     for gradient in (1.0, INF, 3.0):
         apply(opt, gradient, w)
     assert (float(w), int(opt.iterations)) == (3.0 - 0.5 * (1.0 + 3.0) / 2, 1)
@@ -788,7 +794,7 @@ def test_with_accumulation_iterations_count_no_skipped_step():
 def test_decay_is_a_schedule():
     """Difference: there is no attribute `decay`; a schedule has the rate of each step."""
     assert not hasattr(wrapped(), "decay")
-    w, opt = gs.Variable(3.0), wrapped(gs.SGD(gs.schedules.InverseTimeDecay(1.0, 1, 1.0)))
+    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(schedules.InverseTimeDecay(1.0, 1, 1.0)))
     for _ in range(2):
         apply(opt, 1.0, w)
     assert float(w) == 3.0 - 1.0 - 0.5
@@ -866,7 +872,7 @@ def test_a_gradient_of_none_is_left_out():
 def test_minimize_updates_the_scale_and_skips():
     """`minimize` moves the weight by the true gradient whatever the scale is, or skips."""
     w = gs.Variable(5.0)
-    opt = wrapped(gs.SGD(2.0), initial_scale=2, dynamic_growth_steps=1)
+    opt = wrapped(gs.optimizers.SGD(2.0), initial_scale=2, dynamic_growth_steps=1)
     for factor, weight, after in ((1.0, 3.0, 4.0), (1.0, 1.0, 8.0), (INF, 1.0, 4.0)):
         opt.minimize(lambda factor=factor: w * factor, [w])
         assert (float(w), float(opt.loss_scale)) == (weight, after)
@@ -876,7 +882,7 @@ def test_minimize_updates_the_scale_and_skips():
 def test_minimize_sums_a_loss_that_is_no_scalar():
     """A loss that is not a scalar is summed, and `minimize` returns the sum."""
     v = gs.Variable([1.0, 2.0])
-    assert float(wrapped(gs.SGD(0.25)).minimize(lambda: v**2, [v])) == 5.0
+    assert float(wrapped(gs.optimizers.SGD(0.25)).minimize(lambda: v**2, [v])) == 5.0
     assert v.numpy().tolist() == [0.5, 1.0]
 
 
@@ -889,7 +895,7 @@ def test_minimize_takes_a_callable_var_list():
             made.append(gs.Variable(2.0))
         return made[0] ** 2
 
-    wrapped(gs.SGD(0.25)).minimize(loss, lambda: made)
+    wrapped(gs.optimizers.SGD(0.25)).minimize(loss, lambda: made)
     assert float(made[0]) == 1.0
 
 
@@ -937,7 +943,7 @@ def test_var_list_must_hold_variables():
 @row(4, "get_slot_names")
 def test_slots_are_those_of_the_inner_optimizer():
     """Slots are found by name after the first step. Difference: by the names of this library."""
-    w, opt = gs.Variable(1.0), wrapped(gs.Adam(0.5, beta_1=0.75, beta_2=0.5))
+    w, opt = gs.Variable(1.0), wrapped(Adam(0.5, beta_1=0.75, beta_2=0.5))
     assert opt.get_slot_names() == []
     opt.minimize(lambda: w * 2.0, [w])
     assert opt.get_slot_names() == ["momentum", "velocity"]
@@ -945,7 +951,7 @@ def test_slots_are_those_of_the_inner_optimizer():
     assert float(opt.get_slot(w, "velocity")) == 0.5 * 4.0
     with pytest.raises(ValueError, match="no slot 'm'"):
         opt.get_slot(w, "m")
-    opt = wrapped(gs.RMSprop(0.5, momentum=0.5, centered=True))
+    opt = wrapped(RMSprop(0.5, momentum=0.5, centered=True))
     opt.minimize(lambda: w * 2.0, [w])
     assert opt.get_slot_names() == ["velocity", "momentum", "average_gradient"]
 
@@ -976,7 +982,7 @@ def test_state_is_added_by_name():
 @row(4, "weights", "get_weights")
 def test_weights_are_the_variables():
     """`weights` is the count of steps and the slots; `get_weights` returns their values."""
-    opt, w = wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
+    opt, w = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
     for gradient in (INF, 2.0):
         apply(opt, gradient, w)
     assert opt.weights == [opt.iterations, opt.get_slot(w, "momentum")]
@@ -986,10 +992,10 @@ def test_weights_are_the_variables():
 @pytest.mark.parametrize(
     ("inner", "order"),
     [
-        (lambda: gs.Adam(0.1), ["momentum", "velocity"]),
-        (lambda: gs.Adam(0.1, amsgrad=True), ["momentum", "velocity", "velocity_hat"]),
-        (lambda: gs.RMSprop(0.1, momentum=0.5), ["velocity", "momentum"]),
-        (lambda: gs.Adadelta(0.1), ["accumulated_grad", "accumulated_delta_var"]),
+        (lambda: Adam(0.1), ["momentum", "velocity"]),
+        (lambda: Adam(0.1, amsgrad=True), ["momentum", "velocity", "velocity_hat"]),
+        (lambda: RMSprop(0.1, momentum=0.5), ["velocity", "momentum"]),
+        (lambda: Adadelta(0.1), ["accumulated_grad", "accumulated_delta_var"]),
     ],
 )
 def test_weights_are_in_the_order_of_tensorflow(inner, order):
@@ -1010,7 +1016,7 @@ def test_a_gradient_that_cannot_be_computed_is_an_error(cls):
     """`get_gradients` and `get_updates` raise for a variable that the loss ignores, and no step is
     taken; `compute_gradients` returns None."""
     v, u = gs.Variable(1.0, name="v"), gs.Variable(2.0, name="u")
-    opt = cls(gs.SGD(0.25))
+    opt = cls(gs.optimizers.SGD(0.25))
     for call in (opt.get_gradients, opt.get_updates):
         with pytest.raises(ValueError, match=r"no gradient for \['u'\]"):
             call(lambda: v**2, [v, u])
@@ -1043,11 +1049,11 @@ class NotedOlder(experimental.LossScaleOptimizer):
 @pytest.mark.parametrize(
     "opt",
     [
-        lambda: Noted(gs.SGD(), note="mine"),
-        lambda: Noted(gs.SGD(), dynamic=False, initial_scale=8, note="mine"),
-        lambda: NotedOlder(gs.SGD(), "dynamic", note="mine"),
-        lambda: NotedOlder(gs.SGD(), 0.5, note="mine"),
-        lambda: NotedOlder(gs.SGD(), experimental.DynamicLossScale(8, 3), note="mine"),
+        lambda: Noted(gs.optimizers.SGD(), note="mine"),
+        lambda: Noted(gs.optimizers.SGD(), dynamic=False, initial_scale=8, note="mine"),
+        lambda: NotedOlder(gs.optimizers.SGD(), "dynamic", note="mine"),
+        lambda: NotedOlder(gs.optimizers.SGD(), 0.5, note="mine"),
+        lambda: NotedOlder(gs.optimizers.SGD(), experimental.DynamicLossScale(8, 3), note="mine"),
     ],
 )
 def test_from_config_creates_a_subclass_by_its_constructor(opt):
@@ -1060,9 +1066,9 @@ def test_from_config_creates_a_subclass_by_its_constructor(opt):
 
 def test_set_weights_takes_the_count_and_the_slots():
     """`set_weights` takes what `get_weights` returned, and keeps scale and learning rate."""
-    opt, w = wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
+    opt, w = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8), gs.Variable(3.0)
     apply(opt, 2.0, w)
-    other = tf2.LossScaleOptimizer(gs.SGD(0.25, momentum=0.5), initial_scale=16)
+    other = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.25, momentum=0.5), initial_scale=16)
     other.build([w])
     other.set_weights(opt.get_weights())
     assert (int(other.iterations), float(other.get_slot(w, "momentum"))) == (1, -1.0)
@@ -1130,7 +1136,7 @@ def test_wrong_arguments_are_named(call, match):
 @row(4, "variables")
 def test_variables_are_all_state():
     """`variables` lists the state of the inner optimizer. Difference: and count and scale."""
-    opt = wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8)
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8)
     after_each(opt, [2.0])
     assert [float(v) for v in opt.variables] == [1.0, 8.0, 1.0, 0.5, -0.5 * 2.0]
 
@@ -1140,7 +1146,7 @@ def test_the_weights_of_one_optimizer_can_be_set_in_another():
     """The values of `variables`, set in another optimizer, let it go on from there."""
     runs = []
     for _ in range(2):
-        w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, momentum=0.5), initial_scale=8)
+        w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.5), initial_scale=8)
         opt.build([w])
         runs.append((w, opt))
     (w, opt), (other_w, other) = runs
@@ -1160,7 +1166,7 @@ def test_the_weights_of_one_optimizer_can_be_set_in_another():
 def test_the_constraint_of_a_variable_without_a_gradient_waits(cls):
     """A variable that a step does not train is not projected, as there."""
     a, b = gs.Variable(3.0, constraint=lambda x: jnp.clip(x, 0.0, 1.0)), gs.Variable(1.0)
-    opt = cls(gs.SGD(0.5))
+    opt = cls(gs.optimizers.SGD(0.5))
     opt.minimize(lambda: b * 1.0, [a, b])
     opt.minimize(lambda: b * 1.0, [b])
     assert (float(a), float(b)) == (3.0, 0.0)
@@ -1172,7 +1178,7 @@ def test_what_the_inner_class_overrides_for_itself_is_not_called(cls):
     """Difference up to 2.10: `set_weights` and `add_weight` of the wrapper do their work without
     the `set_weights` and `add_variable` of the inner optimizer's class, as from 2.11 on."""
 
-    class Own(gs.SGD):
+    class Own(gs.optimizers.SGD):
         def set_weights(self, weights):
             raise AssertionError
 

@@ -20,6 +20,7 @@ from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
+from gainstage.optimizers import Adam, AdamW, MultiOptimizer, RMSprop
 
 from rows import row
 
@@ -27,7 +28,7 @@ WEIGHTS = GRADIENTS = np.array([3.0, 4.0])
 
 
 def wrapped(inner=None, scale=8.0, growth=2, **options):
-    return gs.LossScaleOptimizer(inner or gs.SGD(0.5), scale, growth, **options)
+    return gs.LossScaleOptimizer(inner or gs.optimizers.SGD(0.5), scale, growth, **options)
 
 
 def run(opt, gradients, start=3.0):
@@ -57,7 +58,7 @@ def one_step(opt):
 
 def both(**options):
     """Two wrappers: one with these options, and one whose inner optimizer has them."""
-    return wrapped(**options), wrapped(gs.SGD(0.5, **options))
+    return wrapped(**options), wrapped(gs.optimizers.SGD(0.5, **options))
 
 
 counts = collections.Counter()
@@ -82,7 +83,7 @@ def failing(error, match, call, *args, **kwargs):
         call(*args, **kwargs)
 
 
-class Counting(gs.SGD):
+class Counting(gs.optimizers.SGD):
     """Counts how often its update is called: once for each trace, or for each step."""
 
     def update_step(self, gradient, variable, learning_rate):
@@ -110,13 +111,13 @@ def test_scaling_keeps_small_intermediate_gradients():
         opt.minimize(loss, [w])
         return float(w)
 
-    assert trained(gs.SGD(2.0**26)) == 0.0
-    assert trained(gs.LossScaleOptimizer(gs.SGD(2.0**26))) == -1.0
+    assert trained(gs.optimizers.SGD(2.0**26)) == 0.0
+    assert trained(gs.LossScaleOptimizer(gs.optimizers.SGD(2.0**26))) == -1.0
 
 
 def test_it_is_an_optimizer():
     """The class inherits from `Optimizer`."""
-    assert isinstance(wrapped(), gs.Optimizer)
+    assert isinstance(wrapped(), gs.optimizers.Optimizer)
 
 
 def test_the_loss_is_multiplied_by_the_scale():
@@ -131,7 +132,7 @@ def test_gradients_are_divided_by_the_scale():
 
 def test_a_nonfinite_gradient_halves_the_scale_and_skips_the_step():
     """A step with an inf or NaN gradient halves the scale and changes nothing else."""
-    opt = wrapped(gs.SGD(0.5, momentum=0.5), scale=8.0)
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5), scale=8.0)
     w, others = gs.Variable([3.0, 4.0]), gs.Variable(5.0)
     opt.apply([[8.0, 8.0], 8.0], [w, others])
     before = numbers([w, others, *opt.inner_optimizer.variables])
@@ -154,19 +155,19 @@ def test_finite_steps_since_the_last_change_double_the_scale():
 @row(1, "inner_optimizer")
 def test_inner_optimizer_takes_the_steps():
     """The wrapped optimizer takes the steps and cannot be replaced."""
-    inner = gs.SGD(0.25)
+    inner = gs.optimizers.SGD(0.25)
     opt = wrapped(inner)
     assert opt.inner_optimizer is inner
     assert run(opt, [8.0], start=1.0) == [0.75]
     assert int(inner.iterations) == 1
     with pytest.raises(AttributeError):
-        opt.inner_optimizer = gs.SGD()
+        opt.inner_optimizer = gs.optimizers.SGD()
 
 
 @row(1, "initial_scale")
 def test_initial_scale_is_the_first_scale():
     """The initial scale is a real number from 2**-126 to 2**126; the default is 2**15."""
-    assert float(gs.LossScaleOptimizer(gs.SGD()).loss_scale) == 2.0**15
+    assert float(gs.LossScaleOptimizer(gs.optimizers.SGD()).loss_scale) == 2.0**15
     for scale in (0.1, np.int64(16), 2.0**-126, 2.0**126):
         opt = wrapped(scale=scale)
         assert np.float32(opt.initial_scale) == opt.loss_scale == np.float32(scale)
@@ -192,7 +193,7 @@ def test_dynamic_growth_steps_is_the_period():
     """The scale doubles every `dynamic_growth_steps` finite steps; the default is 2000."""
     assert scales(wrapped(growth=2), [1.0] * 4) == [8.0, 16.0, 16.0, 32.0]
     assert scales(wrapped(growth=1), [1.0] * 2) == [16.0, 32.0]
-    assert gs.LossScaleOptimizer(gs.SGD()).dynamic_growth_steps == 2000
+    assert gs.LossScaleOptimizer(gs.optimizers.SGD()).dynamic_growth_steps == 2000
 
 
 def test_growth_steps_can_be_set():
@@ -218,14 +219,14 @@ def test_growth_steps_can_be_set():
     with pytest.raises(ValueError, match=r">= 1 .*for dynamic_growth_steps; got 0"):
         opt.dynamic_growth_steps = 0
     with pytest.raises(AttributeError, match=r"no `rule`.*got 2.*Pass rule="):
-        gs.LossScaleOptimizer(gs.SGD(), 8.0, dynamic=False).dynamic_growth_steps = 2
+        gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, dynamic=False).dynamic_growth_steps = 2
     assert (opt.initial_scale, opt.dynamic_growth_steps, opt.rule) == (16.0, 3, again.rule)
 
 
 @row(1, "name")
 def test_name_is_the_prefix_of_state():
     """`name` is the prefix of state variables; unlike in Keras, it need not be unique."""
-    opt = wrapped(gs.SGD(0.5, 0.5, name="inner"), name="mine")
+    opt = wrapped(gs.optimizers.SGD(0.5, 0.5, name="inner"), name="mine")
     opt.build([gs.Variable(1.0, name="w")])
     names = [v.name for v in opt.variables]
     assert names[0] == "mine/step_counter"
@@ -235,7 +236,7 @@ def test_name_is_the_prefix_of_state():
 
 def test_name_is_the_fourth_argument():
     """All arguments of the signature, also `name`, can be passed by position."""
-    opt = gs.LossScaleOptimizer(gs.SGD(), 8.0, 3, "mine")
+    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, 3, "mine")
     assert (opt.initial_scale, opt.dynamic_growth_steps, opt.name) == (8.0, 3, "mine")
 
 
@@ -243,7 +244,7 @@ def test_name_is_the_fourth_argument():
 @row(1, "dynamic")
 def test_dynamic_false_is_a_fixed_scale():
     """`dynamic=False`, which Keras refuses, means a fixed scale that skips overflows."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=8.0, dynamic=False)
+    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=8.0, dynamic=False)
     assert run(opt, [8.0, np.inf, 8.0]) == [2.5, 2.5, 2.0]
     assert (float(opt.loss_scale), opt.rule) == (8.0, gs.FixedLossScale(8.0))
     assert (opt.dynamic, opt.dynamic_growth_steps, wrapped().dynamic) == (False, None, True)
@@ -269,7 +270,7 @@ def test_clipnorm_limits_each_norm():
 def test_clipvalue_limits_each_element():
     """`clipvalue` limits each element of the unscaled gradients."""
     w = gs.Variable([0.0, 0.0, 0.0])
-    wrapped(gs.SGD(1.0), clipvalue=2.0).apply([[8.0 * 5, 8.0 * -5, 8.0 * 1]], [w])
+    wrapped(gs.optimizers.SGD(1.0), clipvalue=2.0).apply([[8.0 * 5, 8.0 * -5, 8.0 * 1]], [w])
     assert numbers([w]) == [[-2.0, 2.0, -1.0]]
 
 
@@ -284,8 +285,11 @@ def test_global_clipnorm_limits_the_norm_of_all():
 def test_use_ema_averages_the_weights_after_each_step():
     """`use_ema` averages the weights after each step and periodically overwrites them."""
     average = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    assert run(wrapped(gs.SGD(1.0), **average), [8.0, 8.0]) == [2.0, 0.5 * 2.0 + 0.5 * 1.0]
-    assert run(wrapped(gs.SGD(1.0), ema_overwrite_frequency=2), [8.0, 8.0]) == [2.0, 1.0]
+    assert run(wrapped(gs.optimizers.SGD(1.0), **average), [8.0, 8.0]) == [
+        2.0,
+        0.5 * 2.0 + 0.5 * 1.0,
+    ]
+    assert run(wrapped(gs.optimizers.SGD(1.0), ema_overwrite_frequency=2), [8.0, 8.0]) == [2.0, 1.0]
 
 
 @row(1, "ema_momentum")
@@ -304,13 +308,15 @@ def test_ema_momentum_is_the_weight_of_the_old_average():
 def test_ema_overwrite_frequency_counts_updates():
     """Every `ema_overwrite_frequency` updates, skips excluded, averages overwrite the weights."""
     options = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    weights = run(wrapped(gs.SGD(1.0), growth=9, **options), [8.0, np.nan, 4.0, 4.0, 4.0])
+    weights = run(
+        wrapped(gs.optimizers.SGD(1.0), growth=9, **options), [8.0, np.nan, 4.0, 4.0, 4.0]
+    )
     assert weights == [2.0, 2.0, 1.5, 0.5, 0.5 * (0.5 * 1.5 + 0.5 * 0.5) + 0.5 * -0.5]
 
 
 def test_without_a_frequency_finalizing_overwrites():
     """By default only `finalize_variable_values` overwrites the weights with averages."""
-    opt, w = wrapped(gs.SGD(1.0), use_ema=True, ema_momentum=0.5), gs.Variable(3.0)
+    opt, w = wrapped(gs.optimizers.SGD(1.0), use_ema=True, ema_momentum=0.5), gs.Variable(3.0)
     assert opt.ema_overwrite_frequency is None
     for _ in range(2):
         opt.minimize(lambda: w * 1.0, [w])
@@ -323,7 +329,7 @@ def test_without_a_frequency_finalizing_overwrites():
 @row("differences", "loss_scale_factor of the inner optimizer")
 def test_loss_scale_factor_multiplies_the_loss_and_divides_the_gradients():
     """`loss_scale_factor` multiplies the loss and divides gradients, beside the dynamic scale."""
-    plain = gs.SGD(0.5, loss_scale_factor=4.0)
+    plain = gs.optimizers.SGD(0.5, loss_scale_factor=4.0)
     assert float(plain.scale_loss(3.0)) == 12.0
     assert run(plain, [4.0]) == [2.5]
     for opt in both(loss_scale_factor=4.0):
@@ -344,7 +350,7 @@ def test_gradient_accumulation_updates_with_the_average():
 def test_accumulation_and_the_frequency_of_averages():
     """The overwrite frequency counts updates; every microbatch of such an update overwrites."""
     averages = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, **averages)
+    inner = gs.optimizers.SGD(1.0, gradient_accumulation_steps=2, **averages)
     w, average, expected = 3.0, 0.0, []
     for step in range(8):
         w -= step % 2  # the average gradient is 1
@@ -357,8 +363,8 @@ def test_accumulation_and_the_frequency_of_averages():
 
 def test_accumulation_and_schedules():
     """With accumulation, learning-rate schedules count microbatches."""
-    rate = gs.schedules.ExponentialDecay(1.0, 1, 0.5)
-    opt = wrapped(gs.SGD(rate, gradient_accumulation_steps=2), growth=99)
+    rate = gs.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    opt = wrapped(gs.optimizers.SGD(rate, gradient_accumulation_steps=2), growth=99)
     assert run(opt, [8.0] * 4) == [3.0, 3.0 - 0.5**1, 2.5, 2.5 - 0.5**3]
 
 
@@ -366,10 +372,12 @@ def test_accumulation_and_schedules():
 def test_rule_replaces_the_scale_arguments():
     """New: `rule` replaces the scale arguments, with bounds, backoff and hysteresis."""
     rule = gs.DynamicLossScale(8.0, min_scale=4.0, backoff_factor=0.25, hysteresis=2)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
+    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), rule=rule)
     assert (opt.rule, wrapped().rule) == (rule, gs.DynamicLossScale(8.0, 2, min_scale=2.0**-24))
     assert scales(opt, [np.inf, np.inf]) == [8.0, 4.0]
-    failing(ValueError, "cannot be combined", gs.LossScaleOptimizer, gs.SGD(), 8.0, rule=rule)
+    failing(
+        ValueError, "cannot be combined", gs.LossScaleOptimizer, gs.optimizers.SGD(), 8.0, rule=rule
+    )
 
 
 @row(1, "new: telemetry")
@@ -379,7 +387,7 @@ def test_telemetry_records_the_steps():
     plain.build([gs.Variable(1.0)])
     run(opt, [np.nan])
     assert len(opt.variables) == len(plain.variables) + 9
-    assert "variable: 1 of 1" in str(gs.report(opt))
+    assert "variable: 1 of 1" in str(gs.diagnostics.report(opt))
     assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
 
 
@@ -388,21 +396,21 @@ def test_underflow_every_counts_what_float16_loses():
     """New: `underflow_every` makes the report count gradients that underflow in float16."""
     opt = wrapped(telemetry=True, underflow_every=10)
     run(opt, [2.0**-26])
-    assert gs.report(opt).underflow.flushed == [1.0]
+    assert gs.diagnostics.report(opt).underflow.flushed == [1.0]
 
 
 @row(1, "new: on_bad_microbatch")
 def test_on_bad_microbatch_may_drop_the_window():
     """New: a non-finite microbatch can drop its accumulation window."""
     accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
-    weights = run(wrapped(gs.SGD(0.5), **accumulate), [8.0, np.nan, 4.0, 4.0])
+    weights = run(wrapped(gs.optimizers.SGD(0.5), **accumulate), [8.0, np.nan, 4.0, 4.0])
     assert weights == [3.0, 3.0, 3.0, 3.0 - 0.5 * 1.0]
 
 
 @row(1, "new: jit_compile")
 def test_jit_compile_changes_only_how_a_step_runs():
     """New: `jit_compile`, by default the inner optimizer's, does not change the result."""
-    assert not wrapped(gs.SGD(0.5, jit_compile=False)).jit_compile
+    assert not wrapped(gs.optimizers.SGD(0.5, jit_compile=False)).jit_compile
     for compiled, calls in ((True, 1), (False, 3)):
         opt = wrapped(Counting(0.5), jit_compile=compiled, growth=9)
         assert run(opt, [8.0, np.inf, 4.0]) == [2.5, 2.5, 2.0]
@@ -450,7 +458,7 @@ def test_learning_rate_is_the_inner_optimizers():
 def test_a_subclass_may_have_its_own_learning_rate():
     """The step uses the `learning_rate` property that a subclass overrides."""
 
-    class Halved(gs.SGD):
+    class Halved(gs.optimizers.SGD):
         @property
         def learning_rate(self):
             return super().learning_rate * 0.5
@@ -461,7 +469,7 @@ def test_a_subclass_may_have_its_own_learning_rate():
 @row(1, "variables")
 def test_variables_are_the_wrappers_and_the_inner_optimizers():
     """`variables` is all state; Keras adds an unused iteration and learning rate."""
-    opt = wrapped(gs.SGD(0.5, momentum=0.9), name="lso")
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.9), name="lso")
     state = ["lso/step_counter", "lso/dynamic_scale", "SGD/iteration", "SGD/learning_rate"]
     assert [v.name for v in opt.variables] == state
     opt.build([gs.Variable(1.0, name="w")])
@@ -489,14 +497,14 @@ def test_step_counter_counts_finite_steps():
         counts.append(int(opt.dynamic_counter))
     assert counts == [0, 1, 2, 0, 1]
     assert opt.dynamic_counter is opt.step_counter
-    assert gs.LossScaleOptimizer(gs.SGD(), 8.0, dynamic=False).step_counter is None
+    assert gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, dynamic=False).step_counter is None
 
 
 @row(1, "new: trainable_variables")
 def test_trainable_variables_are_those_of_build():
     """New: the variables that it trains are a list, in the order of `build`."""
     a, b = gs.Variable(1.0), gs.Variable(2.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5))
+    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5))
     assert opt.trainable_variables == []
     opt.build([b, a])
     assert opt.trainable_variables == [b, a]
@@ -611,7 +619,7 @@ def test_slots_are_float32_or_wider():
     """A slot has its reference's dtype; unlike in Keras, float32 for half precision."""
     half = gs.Variable(jnp.ones(2, jnp.float16))
     assert wrapped().add_variable_from_reference(half).dtype == jnp.float32
-    opt = wrapped(gs.Adam(0.5), use_ema=True, gradient_accumulation_steps=2)
+    opt = wrapped(Adam(0.5), use_ema=True, gradient_accumulation_steps=2)
     opt.build([half])
     assert [v.dtype for v in opt.variables if v.shape == (2,)] == [jnp.float32] * 4
     assert half.dtype == jnp.float16
@@ -706,7 +714,7 @@ def test_apply_gradients_takes_pairs():
     w, opt = gs.Variable(3.0), wrapped()
     counts = [int(opt.apply_gradients(zip([8.0], [w], strict=True))) for _ in range(2)]
     assert (counts, float(w)) == ([1, 2], 2.0)
-    accumulating = gs.SGD(0.5, gradient_accumulation_steps=2)
+    accumulating = gs.optimizers.SGD(0.5, gradient_accumulation_steps=2)
     assert [int(accumulating.apply_gradients([(8.0, w)])) for _ in range(4)] == [0, 1, 1, 2]
 
 
@@ -733,7 +741,7 @@ def test_assignments(method, expected):
 @row("differences", "a second build")
 def test_build_creates_the_state():
     """`build` creates the state; unlike in Keras, a second call does nothing."""
-    w, opt = gs.Variable([1.0, 2.0]), wrapped(gs.SGD(0.5, momentum=0.9))
+    w, opt = gs.Variable([1.0, 2.0]), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))
     assert len(opt.variables) == 4
     opt.build([w])
     before = list(opt.variables)
@@ -764,7 +772,7 @@ def test_check_finite():
 @pytest.mark.parametrize("names", [None, ["bias"], ["ia"], ["^b", "other"]])
 def test_exclude_from_weight_decay(names):
     """Variables in `var_list`, or with a word of `var_names` in their name, do not decay."""
-    opt = wrapped(gs.SGD(0.5, weight_decay=0.5))
+    opt = wrapped(gs.optimizers.SGD(0.5, weight_decay=0.5))
     bias, kernel = gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="kernel")
     opt.exclude_from_weight_decay(None if names else [bias], names)
     opt.apply([0.0, 0.0], [bias, kernel])
@@ -794,7 +802,7 @@ def test_exclusion_comes_before_build():
 @row(1, "finalize_variable_values")
 def test_finalize_variable_values_sets_the_averages():
     """`finalize_variable_values` sets variables to their averages; without EMA it does nothing."""
-    opt = wrapped(gs.SGD(1.0, use_ema=True, ema_momentum=0.5))
+    opt = wrapped(gs.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5))
     w, v = gs.Variable(3.0), gs.Variable(1.0)
     for _ in range(2):
         opt.minimize(lambda: w * 1.0 + v * 2.0, [w, v])
@@ -806,7 +814,7 @@ def test_finalize_variable_values_sets_the_averages():
 
 def test_finalize_variable_values_of_some_variables_or_before_a_step():
     """Some variables may be set to their averages; where there is none yet, nothing changes."""
-    w, v, opt = gs.Variable(3.0), gs.Variable(1.0), wrapped(gs.SGD(1.0, use_ema=True))
+    w, v, opt = gs.Variable(3.0), gs.Variable(1.0), wrapped(gs.optimizers.SGD(1.0, use_ema=True))
     opt.build([w, v])
     opt.finalize_variable_values([w])
     assert float(w) == 3.0
@@ -860,10 +868,10 @@ def test_from_config_reads_what_older_keras_wrote():
 def test_from_config_takes_custom_objects():
     """`custom_objects` maps names to user-defined optimizers and schedules."""
 
-    class Mine(gs.SGD):
+    class Mine(gs.optimizers.SGD):
         pass
 
-    class Falling(gs.schedules.LearningRateSchedule):
+    class Falling(gs.optimizers.schedules.LearningRateSchedule):
         def __call__(self, step):
             return 0.5 / (step + 1)
 
@@ -895,28 +903,28 @@ def test_from_config_takes_a_rate_that_is_a_function_of_custom_objects():
 def test_from_config_takes_the_class_of_the_module_that_is_written():
     """What Keras wrote of its own class is no class of the user with the same name."""
 
-    class SGD(gs.Optimizer):
+    class SGD(gs.optimizers.Optimizer):
         pass
 
-    class CosineDecay(gs.schedules.LearningRateSchedule):
+    class CosineDecay(gs.optimizers.schedules.LearningRateSchedule):
         pass
 
-    assert SGD in gs.Optimizer.__subclasses__()
+    assert SGD in gs.optimizers.Optimizer.__subclasses__()
     opt = gs.LossScaleOptimizer.from_config(WRITTEN_BY_KERAS)
-    assert type(opt.inner_optimizer) is gs.SGD
+    assert type(opt.inner_optimizer) is gs.optimizers.SGD
     rate = {
         "module": "keras.optimizers.schedules",
         "class_name": "CosineDecay",
         "config": {"initial_learning_rate": 0.5, "decay_steps": 10},
     }
-    written = gs.SGD.from_config({"learning_rate": rate}).get_config()["learning_rate"]
-    assert written["module"] == "gainstage.schedules" != CosineDecay.__module__
+    written = gs.optimizers.SGD.from_config({"learning_rate": rate}).get_config()["learning_rate"]
+    assert written["module"] == "gainstage.optimizers.schedules" != CosineDecay.__module__
 
 
 @row(1, "get_config")
 def test_get_config_is_a_serializable_dictionary():
     """`get_config` survives JSON and has each option once, where it was passed."""
-    opt = wrapped(gs.SGD(0.1, weight_decay=0.5), clipnorm=2.0)
+    opt = wrapped(gs.optimizers.SGD(0.1, weight_decay=0.5), clipnorm=2.0)
     config = opt.get_config()
     expected = {"name": opt.name, "initial_scale": 8, "dynamic_growth_steps": 2, "clipnorm": 2}
     assert {key: config[key] for key in expected} == expected
@@ -944,7 +952,7 @@ def test_a_subclass_adds_hyperparameters_to_get_config():
         def get_config(self):
             return {**super().get_config(), "patience": self.patience}
 
-    again = Mine.from_config(Mine(gs.SGD(), 4.0, patience=3).get_config())
+    again = Mine.from_config(Mine(gs.optimizers.SGD(), 4.0, patience=3).get_config())
     assert (type(again), again.patience, again.initial_scale) == (Mine, 3, 4.0)
 
 
@@ -957,7 +965,7 @@ def test_a_subclass_adds_hyperparameters_to_get_config():
 def test_state_moves_to_another_optimizer(way):
     """Training continues from saved or set weights; Keras's `set_weights` forgets inner state."""
     (w, opt), (other_w, other) = runs = [
-        (gs.Variable(3.0), wrapped(gs.SGD(0.5, momentum=0.9))) for _ in range(2)
+        (gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))) for _ in range(2)
     ]
     for variable, each in runs:
         each.build([variable])
@@ -976,7 +984,7 @@ def test_state_moves_to_another_optimizer(way):
 @row("differences", "loading another number of variables")
 def test_load_own_variables_loads_all_or_nothing():
     """A store of another length is a ValueError and loads nothing; Keras only warns."""
-    opt, store = wrapped(gs.SGD(0.5, momentum=0.9)), {}
+    opt, store = wrapped(gs.optimizers.SGD(0.5, momentum=0.9)), {}
     opt.build([gs.Variable(1.0)])
     opt.save_own_variables(store)
     before = numbers(opt.variables)
@@ -997,7 +1005,7 @@ def test_set_weights_needs_build():
 @row(1, "ValueError: set_weights of another shape")
 def test_set_weights_checks_shapes():
     """A wrong shape or too short a list is a ValueError and sets nothing."""
-    opt = wrapped(gs.SGD(0.5, momentum=0.9))
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.9))
     opt.build([gs.Variable([1.0, 2.0])])
     before = numbers(opt.variables)
     failing(ValueError, r"shape \(2,\)", opt.set_weights, [1, 2.0, 3, 4.0, [1.0, 2.0, 3.0]])
@@ -1009,7 +1017,9 @@ WHOLE = [np.array(7.0), np.float16(7.0), 7.0, jnp.float32(7.0), jnp.bfloat16(7.0
 
 
 @pytest.mark.parametrize("count", WHOLE, ids=lambda x: f"{type(x).__name__}-{np.asarray(x).dtype}")
-@pytest.mark.parametrize("make", [gs.SGD, dtensor.SGD, lambda: tf2.LossScaleOptimizer(gs.SGD())])
+@pytest.mark.parametrize(
+    "make", [gs.optimizers.SGD, dtensor.SGD, lambda: tf2.LossScaleOptimizer(gs.optimizers.SGD())]
+)
 def test_a_whole_number_of_any_dtype_is_a_count(make, count):
     """`set_weights` takes a count that is saved as a floating number; nothing is set by a fraction
     or by what the integers do not hold."""
@@ -1032,7 +1042,7 @@ def test_a_whole_number_of_any_dtype_is_a_count(make, count):
 @row("differences", "a loss in float16")
 def test_scale_loss_scales_in_float32():
     """`scale_loss` works before and after `build`, in float32 or wider."""
-    opt, w = gs.LossScaleOptimizer(gs.SGD()), gs.Variable(1.0)
+    opt, w = gs.LossScaleOptimizer(gs.optimizers.SGD()), gs.Variable(1.0)
     for _ in range(2):
         scaled = opt.scale_loss(jnp.float16(4.0))
         assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.0**17)
@@ -1045,7 +1055,7 @@ def test_scale_loss_scales_in_float32():
 @pytest.mark.parametrize("loss", [70000, True, np.int32(70000)])
 def test_scale_loss_of_an_integer(loss):
     """`scale_loss` scales integers and bools in float32."""
-    scaled = gs.LossScaleOptimizer(gs.SGD()).scale_loss(loss)
+    scaled = gs.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(loss)
     assert (scaled.dtype, float(scaled)) == (jnp.float32, int(loss) * 2.0**15)
 
 
@@ -1106,7 +1116,7 @@ def test_stateless_apply_counts_its_lists():
 @row(1, "update_step")
 def test_update_step_is_the_inner_optimizers():
     """`update_step` applies the inner optimizer's update with an unscaled gradient."""
-    w, opt = gs.Variable(3.0), wrapped(gs.SGD(0.5, momentum=0.5))
+    w, opt = gs.Variable(3.0), wrapped(gs.optimizers.SGD(0.5, momentum=0.5))
     opt.build([w])
     for expected in (2.5, 1.75):
         opt.update_step(jnp.float32(2.0), w, jnp.float32(0.25))
@@ -1117,7 +1127,7 @@ def test_update_step_is_the_inner_optimizers():
 def test_update_step_has_to_be_defined():
     """A step without `update_step` is a NotImplementedError and changes nothing."""
 
-    class Empty(gs.Optimizer):
+    class Empty(gs.optimizers.Optimizer):
         pass
 
     w = gs.Variable(1.0)
@@ -1136,7 +1146,7 @@ def test_minimize_returns_the_true_loss():
     value = wrapped().minimize(lambda: w * w, [w])
     assert (float(value), value.dtype, float(w)) == (9.0, jnp.float32, 0.0)
     w = gs.Variable(3.0)
-    assert float(tf2.LossScaleOptimizer(gs.SGD()).minimize(lambda: w * w, [w])) == 9.0
+    assert float(tf2.LossScaleOptimizer(gs.optimizers.SGD()).minimize(lambda: w * w, [w])) == 9.0
     opt = v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.5), 8)
     assert opt.minimize(lambda: w * w, var_list=[w]) is None
     assert dtensor.SGD().minimize(lambda: w * w, [w]) is None
@@ -1151,7 +1161,7 @@ def test_minimize_trains_variables_that_the_loss_makes():
             made.append(gs.Variable(2.0))
         return made[0] ** 2
 
-    wrapped(gs.SGD(0.25)).minimize(loss, lambda: made)
+    wrapped(gs.optimizers.SGD(0.25)).minimize(loss, lambda: made)
     assert float(made[0]) == 2.0 - 0.25 * 4.0
 
 
@@ -1167,15 +1177,18 @@ def test_compute_gradients_returns_scaled_pairs():
 
 
 @row(1, "ValueError: decay")
-@pytest.mark.parametrize("make", [gs.SGD, gs.Adam, gs.AdamW, gs.LossScaleOptimizer])
+@pytest.mark.parametrize("make", [gs.optimizers.SGD, Adam, AdamW, gs.LossScaleOptimizer])
 def test_decay_is_ignored_with_a_warning(make):
     """`decay` has no effect: a number is a warning that says what to write, None is silent. Other
     arguments still count as given."""
-    first = gs.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5
+    first = gs.optimizers.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5
     with pytest.warns(UserWarning, match="`decay` has no effect.*InverseTimeDecay") as caught:
         opt = make(first, clipnorm=1.0, decay=0.5)
     assert (len(caught), caught[0].filename) == (1, __file__)
-    assert make(gs.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5, decay=None).clipnorm is None
+    assert (
+        make(gs.optimizers.SGD(0.5) if make is gs.LossScaleOptimizer else 0.5, decay=None).clipnorm
+        is None
+    )
     assert (opt.clipnorm, opt.get_config()["clipnorm"]) == (1.0, 1.0)
 
 
@@ -1190,13 +1203,19 @@ def test_an_unknown_keyword(error):
 @row(1, "ValueError: dynamic=False")
 def test_a_fixed_scale_has_to_be_given():
     """`dynamic=False` needs `initial_scale` and refuses `dynamic_growth_steps`."""
-    failing(ValueError, "initial_scale", gs.LossScaleOptimizer, gs.SGD(), dynamic=False)
+    failing(ValueError, "initial_scale", gs.LossScaleOptimizer, gs.optimizers.SGD(), dynamic=False)
     arguments = {"initial_scale": 8.0, "dynamic_growth_steps": 2, "dynamic": False}
-    failing(ValueError, "no dynamic_growth_steps", gs.LossScaleOptimizer, gs.SGD(), **arguments)
+    failing(
+        ValueError,
+        "no dynamic_growth_steps",
+        gs.LossScaleOptimizer,
+        gs.optimizers.SGD(),
+        **arguments,
+    )
 
 
 @row(1, "AttributeError: no optimizer is wrapped")
-@pytest.mark.parametrize("wrong", ["sgd", None, gs.SGD])
+@pytest.mark.parametrize("wrong", ["sgd", None, gs.optimizers.SGD])
 def test_only_an_optimizer_is_wrapped(wrong):
     """Wrapping something other than an optimizer is a TypeError; in Keras, AttributeError."""
     failing(TypeError, "Expected an optimizer", gs.LossScaleOptimizer, wrong)
@@ -1211,7 +1230,7 @@ def test_a_wrapper_is_not_wrapped():
 @row(1, "no error: one optimizer in two wrappers")
 def test_an_optimizer_has_one_wrapper():
     """Wrapping an optimizer twice, which Keras accepts, is a ValueError that names both."""
-    inner = gs.SGD(name="shared")
+    inner = gs.optimizers.SGD(name="shared")
     first = wrapped(inner, name="first")
     failing(ValueError, f"'shared' is already wrapped by '{first.name}'", wrapped, inner)
 
@@ -1231,15 +1250,19 @@ def test_an_option_is_given_once(outer, inner):
     """An option on both the wrapper and the inner optimizer is a ValueError."""
     (here,), (there,) = outer, inner
     twice = f"{here} here and {there} on 'SGD'"
-    failing(ValueError, twice, wrapped, gs.SGD(**inner), **outer)
+    failing(ValueError, twice, wrapped, gs.optimizers.SGD(**inner), **outer)
 
 
 @row(1, "ValueError: two clip options")
 def test_there_is_one_clip_option():
     """Two clip options are a ValueError."""
     failing(ValueError, "at most one of clipnorm", wrapped, clipnorm=1.0, clipvalue=1.0)
-    failing(ValueError, "at most one of clipnorm", gs.SGD, clipnorm=1.0, global_clipnorm=1.0)
-    failing(ValueError, "at most one of", setattr, gs.SGD(clipnorm=1.0), "clipvalue", 1.0)
+    failing(
+        ValueError, "at most one of clipnorm", gs.optimizers.SGD, clipnorm=1.0, global_clipnorm=1.0
+    )
+    failing(
+        ValueError, "at most one of", setattr, gs.optimizers.SGD(clipnorm=1.0), "clipvalue", 1.0
+    )
 
 
 @row(1, "ValueError: gradient_accumulation_steps of 1")
@@ -1268,7 +1291,7 @@ def test_ema_overwrite_frequency_is_positive(wrong):
 @row(1, "no error: scale arguments out of range")
 def test_scale_arguments_are_checked():
     """Wrong scale arguments, which Keras accepts, raise and leave the inner optimizer free."""
-    inner = gs.SGD(0.5)
+    inner = gs.optimizers.SGD(0.5)
     for wrong in (0.0, -8.0, np.inf, np.nan):
         failing(ValueError, "initial_scale", wrapped, inner, wrong)
     for wrong in (0, -1, 1.5):
@@ -1294,7 +1317,7 @@ def test_some_gradient_is_needed():
 def test_variables_without_a_gradient_stay():
     """A variable with gradient None keeps its value and slots, with a warning."""
     a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
-    opt = wrapped(gs.SGD(0.5, momentum=0.5, weight_decay=0.1))
+    opt = wrapped(gs.optimizers.SGD(0.5, momentum=0.5, weight_decay=0.1))
     opt.apply([8.0, 8.0], [a, b])
     before = [float(b), float(opt.inner_optimizer.momentums[1])]
     with pytest.warns(UserWarning, match=r"No gradient for \['b'\]"):
@@ -1302,7 +1325,9 @@ def test_variables_without_a_gradient_stay():
     assert [float(b), float(opt.inner_optimizer.momentums[1])] == before
 
 
-@pytest.mark.parametrize("make", [wrapped, lambda: gs.SGD(0.5)], ids=["wrapped", "plain"])
+@pytest.mark.parametrize(
+    "make", [wrapped, lambda: gs.optimizers.SGD(0.5)], ids=["wrapped", "plain"]
+)
 def test_a_pure_step_warns_of_missing_gradients_too(make):
     """`stateless_apply` warns as `apply` does, at the caller's line."""
     a, b = gs.Variable(3.0, name="a"), gs.Variable(4.0, name="b")
@@ -1341,10 +1366,10 @@ def test_there_is_a_gradient_for_each_variable():
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: gs.SGD("a"), "learning_rate; got 'a'"),
-        (lambda: gs.SGD(None), "learning_rate; got None"),
+        (lambda: gs.optimizers.SGD("a"), "learning_rate; got 'a'"),
+        (lambda: gs.optimizers.SGD(None), "learning_rate; got None"),
         (lambda: setattr(wrapped(), "learning_rate", "a"), "learning_rate; got 'a'"),
-        (lambda: gs.SGD.from_config({"foo": 1}), "unexpected keyword argument 'foo'"),
+        (lambda: gs.optimizers.SGD.from_config({"foo": 1}), "unexpected keyword argument 'foo'"),
         (lambda: wrapped().add_variable(2), "for shape; got 2"),
         (lambda: wrapped().add_variable((None,)), "for shape; got"),
     ],
@@ -1357,7 +1382,7 @@ def test_what_keras_refuses_with_a_value_error_is_one_here(call, match):
 
 def test_names_of_slots_need_as_many_initializers():
     """As in Keras, another number of initializers is a ValueError, which names both."""
-    opt, w = gs.SGD(), gs.Variable(1.0)
+    opt, w = gs.optimizers.SGD(), gs.Variable(1.0)
     failing(
         ValueError,
         r"initializer for each of \['a', 'b'\]; got 1",
@@ -1372,11 +1397,11 @@ def test_names_of_slots_need_as_many_initializers():
 @row(1, "TypeError: setting a number where a schedule is")
 def test_a_schedule_is_not_replaced_by_a_number():
     """A number cannot replace a schedule, but a schedule can replace a number."""
-    opt = wrapped(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    opt = wrapped(gs.optimizers.SGD(gs.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)))
     with pytest.raises(TypeError, match="Expected a schedule or callable"):
         opt.learning_rate = 0.5
-    opt = wrapped(gs.SGD(0.5))
-    opt.learning_rate = gs.schedules.ExponentialDecay(0.25, 1, 0.5)
+    opt = wrapped(gs.optimizers.SGD(0.5))
+    opt.learning_rate = gs.optimizers.schedules.ExponentialDecay(0.25, 1, 0.5)
     assert float(opt.learning_rate) == 0.25
 
 
@@ -1399,8 +1424,11 @@ def v1_scaled(scale):
 @pytest.mark.parametrize(
     ("make", "low"),
     [
-        (lambda scale: gs.LossScaleOptimizer(gs.SGD(0.0), scale, 1), 2.0**-24),
-        (lambda s: tf2_scaled(gs.SGD(0.0), initial_scale=s, dynamic_growth_steps=1), 1.0),
+        (lambda scale: gs.LossScaleOptimizer(gs.optimizers.SGD(0.0), scale, 1), 2.0**-24),
+        (
+            lambda s: tf2_scaled(gs.optimizers.SGD(0.0), initial_scale=s, dynamic_growth_steps=1),
+            1.0,
+        ),
         (lambda scale: v1_scaled(v1.DynamicLossScale(scale, 1)), 1.0),
     ],
     ids=["keras3", "tf2", "v1"],
@@ -1421,10 +1449,12 @@ def test_the_scale_stays_finite_and_positive(make, low):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: gs.LossScaleOptimizer(gs.SGD(0.5), 8.0, dynamic=False),
-        lambda: gs.SGD(0.5, loss_scale_factor=8.0),
-        lambda: tf2_scaled(gs.SGD(0.5), dynamic=False, initial_scale=8),
-        lambda: experimental.LossScaleOptimizer(gs.SGD(0.5), experimental.FixedLossScale(8)),
+        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), 8.0, dynamic=False),
+        lambda: gs.optimizers.SGD(0.5, loss_scale_factor=8.0),
+        lambda: tf2_scaled(gs.optimizers.SGD(0.5), dynamic=False, initial_scale=8),
+        lambda: experimental.LossScaleOptimizer(
+            gs.optimizers.SGD(0.5), experimental.FixedLossScale(8)
+        ),
         lambda: v1_scaled(8),
     ],
     ids=["keras3", "factor", "tf2", "experimental", "v1"],
@@ -1448,7 +1478,7 @@ def test_an_overflow_in_unscaling_is_skipped():
 @row("differences", "the learning rate in a configuration")
 def test_a_configuration_has_the_rate_as_it_was_written():
     """A configuration has the learning rate as written; Keras writes its float32 value."""
-    assert gs.SGD(0.1).get_config()["learning_rate"] == 0.1
+    assert gs.optimizers.SGD(0.1).get_config()["learning_rate"] == 0.1
 
 
 @row("differences", "a schedule after a skipped step")
@@ -1464,7 +1494,7 @@ def test_a_configuration_has_the_rate_as_it_was_written():
 @pytest.mark.filterwarnings("ignore:.*unscaled")
 def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
     """A skipped step does not advance a schedule, except in the TensorFlow 2 classes."""
-    opt = wrap(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    opt = wrap(gs.optimizers.SGD(gs.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)))
     opt.apply_gradients([(np.nan, gs.Variable(1.0))])
     assert float(opt.inner_optimizer.learning_rate) == rate
 
@@ -1473,9 +1503,9 @@ def test_a_schedule_waits_while_steps_are_skipped(wrap, rate):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda **average: wrapped(gs.SGD(1.0, **average)),
+        lambda **average: wrapped(gs.optimizers.SGD(1.0, **average)),
         lambda **average: dtensor.SGD(1.0, **average),
-        lambda **average: tf2.LossScaleOptimizer(gs.SGD(1.0, **average)),
+        lambda **average: tf2.LossScaleOptimizer(gs.optimizers.SGD(1.0, **average)),
     ],
     ids=["keras3", "dtensor", "tf2"],
 )
@@ -1500,13 +1530,16 @@ def test_averages_of_a_skipped_first_step_are_the_weights():
 def test_a_configuration_has_a_callable_rate_as_it_is():
     """Difference: a callable is in the configuration itself, and is not called for it."""
     rate = lambda: 1 / 0  # noqa: E731
-    for opt in (gs.SGD(rate), tf2.LossScaleOptimizer(gs.SGD(rate)).inner_optimizer):
+    for opt in (
+        gs.optimizers.SGD(rate),
+        tf2.LossScaleOptimizer(gs.optimizers.SGD(rate)).inner_optimizer,
+    ):
         assert opt.get_config()["learning_rate"] is rate
 
 
 OF_EVERY_KIND = {
-    "Keras 3": lambda: wrapped(gs.SGD(0.5)),
-    "tf2": lambda: tf2.LossScaleOptimizer(gs.SGD(0.5)),
+    "Keras 3": lambda: wrapped(gs.optimizers.SGD(0.5)),
+    "tf2": lambda: tf2.LossScaleOptimizer(gs.optimizers.SGD(0.5)),
     "v1": lambda: v1.GradientDescentOptimizer(0.5),
     "dtensor": lambda: dtensor.SGD(0.5),
 }
@@ -1558,7 +1591,7 @@ def test_a_count_beyond_the_period_leads_to_growth():
 def test_overwriting_keeps_infinite_weights():
     """Overwriting with averages keeps a weight of inf; in Keras it becomes NaN."""
     w = gs.Variable([np.inf, 1.0])
-    opt = gs.SGD(0.5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+    opt = gs.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
     for _ in range(2):
         opt.apply([[0.0, 0.0]], [w])
         assert numbers([w]) == [[np.inf, 1.0]]
@@ -1569,7 +1602,7 @@ def test_overwriting_keeps_infinite_weights():
 def test_accumulation_keeps_the_sum_of_a_variable_without_gradient():
     """A variable without a gradient keeps its accumulated sum for the next update."""
     a, b = gs.Variable(3.0), gs.Variable(3.0)
-    opt = gs.SGD(0.5, gradient_accumulation_steps=2)
+    opt = gs.optimizers.SGD(0.5, gradient_accumulation_steps=2)
     for grads in ([1.0, 1.0], [1.0, None], [1.0, 1.0], [1.0, 2.0]):
         opt.apply(grads, [a, b])
     assert (float(a), float(b)) == (2.0, 3.0 - 0.5 * (1.0 + 1.0 + 2.0) / 2)
@@ -1578,28 +1611,34 @@ def test_accumulation_keeps_the_sum_of_a_variable_without_gradient():
 @row("differences", "integers for floats")
 def test_integers_are_numbers():
     """Learning rate and momentum can be integers, which Keras refuses."""
-    assert run(gs.SGD(1, momentum=0), [1.0, 1.0]) == [2.0, 1.0]
-    assert run(gs.SGD(np.float32(1), momentum=np.int32(1)), [1.0, 1.0]) == [2.0, 0.0]
+    assert run(gs.optimizers.SGD(1, momentum=0), [1.0, 1.0]) == [2.0, 1.0]
+    assert run(gs.optimizers.SGD(np.float32(1), momentum=np.int32(1)), [1.0, 1.0]) == [2.0, 0.0]
 
 
 @row("differences", "default names")
 def test_default_names_are_those_of_the_class():
     """Difference: the default name of an optimizer, to which nothing is appended."""
-    assert [each().name for each in (gs.SGD, gs.SGD, gs.RMSprop)] == ["SGD", "SGD", "rmsprop"]
+    assert [each().name for each in (gs.optimizers.SGD, gs.optimizers.SGD, RMSprop)] == [
+        "SGD",
+        "SGD",
+        "rmsprop",
+    ]
 
 
 @row("differences", "gradients of integers or bools")
 @pytest.mark.parametrize("gradient", [jnp.int32(2), jnp.bool_(True)])
 def test_gradients_are_floating(gradient):
     """Difference: an integer or a bool is no gradient, which Keras accepts."""
-    failing(TypeError, "floating dtype", gs.SGD(0.5).apply, [gradient], [gs.Variable(1.0)])
+    failing(
+        TypeError, "floating dtype", gs.optimizers.SGD(0.5).apply, [gradient], [gs.Variable(1.0)]
+    )
 
 
 @row("differences", "sparse gradients (BCOO)")
 def test_sparse_gradients_are_named():
     """Difference: a sparse gradient is an error that says how to make it dense, also in Keras."""
     sparse = BCOO.fromdense(jnp.array([8.0, 0.0]))
-    for opt in (gs.SGD(0.5), wrapped()):
+    for opt in (gs.optimizers.SGD(0.5), wrapped()):
         failing(TypeError, r"todense\(\)", opt.apply, [sparse], [gs.Variable([1.0, 1.0])])
     keras = pytest.importorskip("keras")
     from gainstage.interop.keras import LossScaleOptimizer
@@ -1638,7 +1677,7 @@ def test_variables_are_floating_and_some():
 )
 def test_what_decides_on_state_is_set_before_build(name, before, after):
     """Difference: Keras accepts a change of these, also where averages or a window are lost."""
-    opt = gs.SGD(0.5, **{name: before})
+    opt = gs.optimizers.SGD(0.5, **{name: before})
     opt.build([gs.Variable(1.0)])
     failing(ValueError, f"{name} to be set before", setattr, opt, name, after)
     assert getattr(opt, name) == before
@@ -1648,12 +1687,12 @@ def test_what_decides_on_state_is_set_before_build(name, before, after):
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (gs.SGD, {"weight_decay": -1.0}),
-        (gs.SGD, {"clipnorm": -1.0}),
-        (gs.SGD, {"loss_scale_factor": -1.0}),
-        (gs.Adam, {"beta_1": 1.5}),
-        (gs.Adam, {"epsilon": -1.0}),
-        (gs.RMSprop, {"rho": 2.0}),
+        (gs.optimizers.SGD, {"weight_decay": -1.0}),
+        (gs.optimizers.SGD, {"clipnorm": -1.0}),
+        (gs.optimizers.SGD, {"loss_scale_factor": -1.0}),
+        (Adam, {"beta_1": 1.5}),
+        (Adam, {"epsilon": -1.0}),
+        (RMSprop, {"rho": 2.0}),
     ],
 )
 def test_numbers_are_within_their_range(make, options):
@@ -1665,7 +1704,7 @@ def test_numbers_are_within_their_range(make, options):
 def test_a_number_that_a_compiled_step_changes_once_is_told():
     """Difference: a compiled step has it as a constant, and says so once; else it is obeyed."""
 
-    class Growing(gs.SGD):
+    class Growing(gs.optimizers.SGD):
         count = 0
 
         def update_step(self, gradient, variable, learning_rate):
@@ -1681,7 +1720,7 @@ def test_a_number_that_a_compiled_step_changes_once_is_told():
 @row("differences", "a clip option of 0")
 def test_a_clip_option_is_above_0():
     """Difference: a clip option of 0 is an error, where Keras does not clip."""
-    failing(ValueError, "> 0 for clipnorm; got 0", gs.SGD, clipnorm=0.0)
+    failing(ValueError, "> 0 for clipnorm; got 0", gs.optimizers.SGD, clipnorm=0.0)
 
 
 @row("differences", "overwrite_with_gradient of a variable")
@@ -1729,7 +1768,7 @@ def test_schedule_free_parameters_are_in_the_inner_state():
     assert averaged(state, params).tolist() != params.tolist()
 
 
-class Rounded(gs.SGD):
+class Rounded(gs.optimizers.SGD):
     """A user's optimizer that ends with whole numbers."""
 
     def finalize_variable_values(self, var_list):
@@ -1755,7 +1794,7 @@ def test_the_inner_optimizer_ends_the_training():
 def test_an_inner_class_that_takes_its_own_step_is_refused():
     """A step of the wrapper does not call it. Difference: it is an error, with what to write."""
 
-    class Half(gs.SGD):
+    class Half(gs.optimizers.SGD):
         def apply(self, grads, trainable_variables=None, **_):
             super().apply([g * 0.5 for g in grads], trainable_variables)
 
@@ -1764,11 +1803,11 @@ def test_an_inner_class_that_takes_its_own_step_is_refused():
 
 AVERAGED = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
 ONE_OF_TWO = {
-    "alone": lambda a, b, **options: gs.SGD(0.5, **options),
-    "Adam": lambda a, b, **options: gs.Adam(0.5, **options),
+    "alone": lambda a, b, **options: gs.optimizers.SGD(0.5, **options),
+    "Adam": lambda a, b, **options: Adam(0.5, **options),
     "wrapped": lambda a, b, **options: wrapped(**options),
     "several": lambda a, b, **options: wrapped(
-        gs.MultiOptimizer([(gs.SGD(0.5), [a]), (gs.Adam(0.5), [b])]), **options
+        MultiOptimizer([(gs.optimizers.SGD(0.5), [a]), (Adam(0.5), [b])]), **options
     ),
 }
 

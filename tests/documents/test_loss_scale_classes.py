@@ -11,6 +11,7 @@ import pytest
 import gainstage as gs
 from gainstage.compat import experimental, v1
 from gainstage.compat.experimental import DynamicLossScale, FixedLossScale, LossScale
+from gainstage.optimizers import SGD
 
 from rows import row
 
@@ -149,7 +150,7 @@ def test_where_a_scale_is_expected_a_number_or_dynamic_may_stand():
     """A number makes a fixed scale, and "dynamic" a `DynamicLossScale()`."""
     for make in (
         lambda scale: v1.MixedPrecisionLossScaleOptimizer(v1.AdamOptimizer(), scale),
-        lambda scale: experimental.LossScaleOptimizer(gs.SGD(), scale),
+        lambda scale: experimental.LossScaleOptimizer(SGD(), scale),
     ):
         assert float(make(8).loss_scale) == float(FixedLossScale(8)()) == 8.0
         assert float(make("dynamic").loss_scale) == float(DynamicLossScale()()) == 2.0**15
@@ -243,7 +244,7 @@ def test_the_value_is_a_number(value):
 
 def test_a_fixed_scale_works_with_an_optimizer_of_this_library():
     """`gs.LossScaleOptimizer` takes a live fixed scale as its rule."""
-    opt, w = gs.LossScaleOptimizer(gs.SGD(0.5), rule=FixedLossScale(7)), gs.Variable(3.0)
+    opt, w = gs.LossScaleOptimizer(SGD(0.5), rule=FixedLossScale(7)), gs.Variable(3.0)
     assert float(opt.minimize(lambda: w * 2.0, [w])) == 6.0
     assert (float(w), float(opt.loss_scale)) == (2.0, 7.0)
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import gainstage as gs
 from gainstage.compat import v1
+from gainstage.optimizers import SGD
 
 from rows import row
 
@@ -242,7 +243,7 @@ def test_the_name_of_an_optimizer_is_not_none():
 
 
 @row(2, "ValueError: opt is no v1 optimizer")
-@pytest.mark.parametrize("wrong", [None, "sgd", gs.SGD(), v1.GradientDescentOptimizer])
+@pytest.mark.parametrize("wrong", [None, "sgd", SGD(), v1.GradientDescentOptimizer])
 def test_only_a_v1_optimizer_can_be_wrapped(wrong):
     """`opt` that is not an optimizer of version 1 is a ValueError."""
     with pytest.raises(ValueError, match="Expected a v1 optimizer"):
@@ -347,7 +348,7 @@ def test_gradients_that_differ_between_devices_are_refused():
 
     def run(reduce):
         def local(gradient):
-            step = gs.functional(lambda: opt.apply_gradients([(reduce(gradient[0]), w)]), state)
+            step = gs.functionalize(lambda: opt.apply_gradients([(reduce(gradient[0]), w)]), state)
             return step(values)[1][0][0]
 
         specs = {"in_specs": PartitionSpec("x"), "out_specs": PartitionSpec()}
@@ -712,7 +713,7 @@ def test_hooks_of_a_subclass_are_refused(hook):
 def test_a_rule_of_your_own_is_an_optimizer_with_update_step():
     """What the error says works: `Optimizer` takes an optimizer of this library."""
 
-    class Sign(gs.Optimizer):
+    class Sign(gs.optimizers.Optimizer):
         def update_step(self, gradient, variable, learning_rate):
             self.assign_sub(variable, learning_rate * jnp.sign(gradient))
 

@@ -12,7 +12,9 @@ import numpy as np
 import optax
 
 import gainstage as gs
-from gainstage.diagnostics import Capsule, JsonLines, tune_precision
+from gainstage.diagnostics import Capsule, JsonLines
+from gainstage.optimizers import SGD
+from gainstage.precision import tune
 
 SLOPE = np.array([1.0, -1.0], np.float32)
 TWO_STEPS = [0.375, 2.625]  # of [1, 2] - 0.25 * SLOPE with a momentum of 0.5
@@ -21,7 +23,7 @@ TWO_STEPS = [0.375, 2.625]  # of [1, 2] - 0.25 * SLOPE with a momentum of 0.5
 def optimizer():
     """A variable and its optimizer, before the first step."""
     w = gs.Variable([1.0, 2.0], name="w")
-    opt = gs.LossScaleOptimizer(gs.SGD(0.25, 0.5), 2.0**10, dynamic_growth_steps=2)
+    opt = gs.LossScaleOptimizer(SGD(0.25, 0.5), 2.0**10, dynamic_growth_steps=2)
     opt.build([w])
     return w, opt
 
@@ -82,7 +84,7 @@ def main(folder):
     opt.save_own_variables(store)
     np.savez(folder / "optimizer.npz", w=w.numpy(), **store)
     recorded(folder)
-    tune_precision(planned, jnp.ones((8, 8)), jnp.ones((4, 8))).save(folder / "plan.json")
+    tune(planned, jnp.ones((8, 8)), jnp.ones((4, 8))).save(folder / "plan.json")
     fitted = model()
     fitted.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), 2, 1, verbose=0)
     fitted.save(folder / "model.keras")

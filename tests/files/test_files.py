@@ -10,7 +10,8 @@ import pytest
 from files import make
 
 import gainstage as gs
-from gainstage.diagnostics import PrecisionPlan, read_capsule, read_run
+from gainstage.diagnostics import read_capsule, read_run
+from gainstage.precision import Plan
 
 VERSIONS = sorted(path for path in Path(__file__).parent.glob("[0-9]*") if path.is_dir())
 pytestmark = pytest.mark.parametrize("folder", VERSIONS, ids=lambda path: path.name)
@@ -84,7 +85,7 @@ def test_a_capsule_is_read_and_looked_into(folder):
 
 def test_a_plan_is_followed(folder):
     """The product that the plan has in float16 is computed in float16."""
-    plan = PrecisionPlan.load(folder / "plan.json")
+    plan = Plan.load(folder / "plan.json")
     loss = gs.autocast(make.planned, plan)
     program = str(jax.make_jaxpr(loss)(jnp.ones((8, 8)), jnp.ones((4, 8))))
     assert "f16[4,8] = dot_general" in program

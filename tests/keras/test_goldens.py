@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "goldens" / "keras3_loss_scale_optimizer.json").read_text()
@@ -33,7 +34,7 @@ def make(trace):
     """The optimizer and variables that a trace describes."""
     config = trace["config"]
     inner = dict(config["inner_optimizer"])
-    cls = {"SGD": gs.SGD, "Adam": gs.Adam}[inner.pop("class_name")]
+    cls = {"SGD": SGD, "Adam": Adam}[inner.pop("class_name")]
     variables = [
         gs.Variable(np.asarray(v["initial"], np.float32), name=v["name"])
         for v in trace["trainable"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 keras = pytest.importorskip("keras")
 
@@ -52,12 +53,12 @@ def test_each_optimizer_of_keras_keeps_its_rule(name):
         assert float(wrapped.inner_optimizer.lists["more"][0].value) == 5
 
 
-class Doubled(gs.SGD):
+class Doubled(SGD):
     def apply(self, grads, trainable_variables=None, **more):
         super().apply([2 * g for g in grads], trainable_variables, **more)
 
 
-class HalfRate(gs.SGD):
+class HalfRate(SGD):
     @property
     def learning_rate(self):
         return super().learning_rate * 0.5
@@ -82,7 +83,7 @@ def test_what_a_class_of_ours_overrides_is_called_in_fit(kind, expected, wrap):
 @pytest.mark.parametrize("verb", ["minimize", "compute_gradients", "apply_gradients"])
 def test_an_override_that_keras_does_not_call_is_refused(verb, wrap):
     """Keras calls only `apply` of these; a class that overrides another says so."""
-    changed = type("Changed", (gs.SGD,), {verb: lambda self, *args: None})
+    changed = type("Changed", (SGD,), {verb: lambda self, *args: None})
     with pytest.raises(TypeError, match=f"Changed overrides {verb}, which Keras does not call"):
         wrap(changed(0.1))
 
@@ -91,7 +92,7 @@ def test_the_number_of_updates_is_a_variable_with_accumulation_too():
     """`iterations` is a Keras variable that counts updates."""
     counts = {}
     for steps in (None, 2):
-        optimizer = KerasOptimizer(gs.SGD(0.1, gradient_accumulation_steps=steps))
+        optimizer = KerasOptimizer(SGD(0.1, gradient_accumulation_steps=steps))
         trained(optimizer, 5)
         assert isinstance(optimizer.iterations, keras.Variable)
         assert "value=" + str(int(optimizer.iterations.value)) in repr(optimizer.iterations)
@@ -105,8 +106,8 @@ def test_the_number_of_updates_is_a_variable_with_accumulation_too():
     "inner",
     [
         lambda: keras.optimizers.SGD(1e-30, gradient_accumulation_steps=2),
-        lambda: gs.SGD(1e-30, gradient_accumulation_steps=2),
-        lambda: gs.SGD(1e-30, gradient_accumulation_steps=2, clipnorm=1.0),
+        lambda: SGD(1e-30, gradient_accumulation_steps=2),
+        lambda: SGD(1e-30, gradient_accumulation_steps=2, clipnorm=1.0),
     ],
     ids=["keras", "ours", "clipped"],
 )
@@ -131,7 +132,7 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(inner):
     [
         lambda: LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0),
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0),
-        lambda: gs.LossScaleOptimizer(gs.SGD(1.0), 8.0),
+        lambda: gs.LossScaleOptimizer(SGD(1.0), 8.0),
     ],
     ids=["ours", "Keras's", "without Keras"],
 )
@@ -142,7 +143,7 @@ def test_a_scale_within_a_scale_is_refused(wrapped):
 
 
 @pytest.mark.parametrize(
-    "inner", [lambda: keras.optimizers.SGD(0.5, momentum=0.5), lambda: gs.SGD(0.5, momentum=0.5)]
+    "inner", [lambda: keras.optimizers.SGD(0.5, momentum=0.5), lambda: SGD(0.5, momentum=0.5)]
 )
 def test_one_variable_is_updated_by_hand(inner):
     """`update_step` is the inner optimizer's, with an unscaled gradient and a rate."""
@@ -152,7 +153,7 @@ def test_one_variable_is_updated_by_hand(inner):
     for expected in (0.5, -0.25):  # the second step has half of the first one's momentum
         opt.update_step(np.full(2, 2.0, np.float32), weight, np.float32(0.25))
         np.testing.assert_allclose(weight.value, expected)
-    unbuilt = KerasOptimizer(gs.SGD(0.5))
+    unbuilt = KerasOptimizer(SGD(0.5))
     with pytest.raises(ValueError, match=r"to be built; call `build\(variables\)`"):
         unbuilt.update_step(np.float32(1.0), weight, np.float32(0.25))
 
@@ -172,8 +173,8 @@ class Multiplied(keras.optimizers.Optimizer):
         (lambda: keras.optimizers.SGD(0.1, momentum=0.9), "momentum", (0.9, 0.0, 0.5)),
         (lambda: keras.optimizers.Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
         (lambda: Multiplied(0.1), "factor", (1.0, 10.0, 100.0)),
-        (lambda: gs.SGD(0.1, momentum=0.9), "momentum", (0.9, 0.5, 0.0)),
-        (lambda: gs.Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
+        (lambda: SGD(0.1, momentum=0.9), "momentum", (0.9, 0.5, 0.0)),
+        (lambda: Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
     ],
     ids=["SGD", "Adam", "own", "SGD of gainstage", "Adam of gainstage"],
 )
@@ -182,7 +183,7 @@ def test_a_number_that_is_set_between_steps_is_obeyed(make, name, values):
     found = []
     for optimizer in (make(), LossScaleOptimizer(make(), initial_scale=1.0)):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        ours = isinstance(optimizer, gs.Optimizer)
+        ours = isinstance(optimizer, gs.optimizers.Optimizer)
         weight = gs.Variable([1.0, 2.0]) if ours else keras.Variable([1.0, 2.0])
         optimizer.build([weight])
         for value in values:
@@ -204,7 +205,7 @@ def test_a_callable_rate_is_called_in_each_step():
     assert weight.value.tolist() == [0.125]
 
 
-@pytest.mark.parametrize("make", [keras.optimizers.SGD, gs.SGD])
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, SGD])
 def test_only_a_gradient_of_none_is_told(make):
     """As in Keras, a step on some of the variables is no mistake, and None in a list may be one."""
     a, b = keras.Variable(1.0, name="a"), keras.Variable(2.0, name="b")
@@ -228,7 +229,7 @@ class Line(keras.optimizers.schedules.LearningRateSchedule):
         return keras.ops.multiply(self.rate, keras.ops.cast(step, "float32") + 1.0)
 
 
-@pytest.mark.parametrize("make", [keras.optimizers.SGD, gs.SGD])
+@pytest.mark.parametrize("make", [keras.optimizers.SGD, SGD])
 def test_a_schedule_that_is_changed_between_steps_is_obeyed(make):
     """An eager step uses the attributes of a schedule that are set now, as in Keras."""
     schedule, weight = Line(), keras.Variable([0.0])

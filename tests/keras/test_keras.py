@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adadelta, Adagrad, AdamW, Lion, RMSprop, from_optax, schedules
 
 keras = pytest.importorskip("keras")
 
@@ -68,7 +69,7 @@ def test_fifty_steps_are_those_of_keras(name, rule, options):
     weights = [rng.normal(size=s).astype(np.float32) for s in SHAPES]
     grads = [rng.normal(size=(STEPS, *s)).astype(np.float32) for s in SHAPES]
 
-    ours = getattr(gs, name)(**arguments)
+    ours = getattr(gs.optimizers, name)(**arguments)
     ours.build([gs.Variable(w, name=f"v{i}") for i, w in enumerate(weights)])
     theirs = getattr(keras.optimizers, name)(**arguments)
     theirs.build([keras.Variable(w) for w in weights])
@@ -96,14 +97,14 @@ SCHEDULES = [
 @pytest.mark.parametrize(("name", "arguments", "options"), SCHEDULES)
 def test_schedules_are_those_of_keras(name, arguments, options):
     """Every schedule has Keras's rate at every step, under jit, and reads Keras's configuration."""
-    ours = getattr(gs.schedules, name)(*arguments, **options)
+    ours = getattr(schedules, name)(*arguments, **options)
     theirs = getattr(keras.optimizers.schedules, name)(*arguments, **options)
     compiled, original = jax.jit(ours), jax.jit(lambda step: theirs(step))
     for step in range(25):
         close(compiled(step), original(step))
     assert ours.get_config() == {**theirs.get_config()}
-    opt = gs.SGD(ours)
-    twin = gs.SGD.from_config(opt.get_config())
+    opt = SGD(ours)
+    twin = SGD.from_config(opt.get_config())
     assert twin.get_config() == opt.get_config()
     close(twin.learning_rate, ours(0))
 
@@ -114,7 +115,7 @@ def test_configurations_of_keras_are_readable(name):
     """A configuration that Keras wrote makes the same optimizer here, and ours round-trips."""
     options = {"ema_momentum": 0.5, "use_ema": True, "clipnorm": 2.0}
     theirs = getattr(keras.optimizers, name)(0.5, **options).get_config()
-    ours = getattr(gs, name).from_config(theirs)
+    ours = getattr(gs.optimizers, name).from_config(theirs)
     for key, value in theirs.items():
         assert ours.get_config()[key] == value or key == "name"
     wrapped = gs.LossScaleOptimizer(ours).get_config()
@@ -135,7 +136,7 @@ def test_state_that_a_class_adds_before_build_stands_where_keras_has_it():
 
     theirs, variable = counting(keras.optimizers.SGD), keras.Variable(5.0)
     theirs.apply_gradients([(jnp.float32(1.0), variable)])
-    ours, store = counting(gs.SGD), {}
+    ours, store = counting(SGD), {}
     ours.build([gs.Variable(0.0)])
     theirs.save_own_variables(store)
     ours.load_own_variables(store)
@@ -146,13 +147,13 @@ def test_state_that_a_class_adds_before_build_stands_where_keras_has_it():
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (gs.AdamW(0.1, 0.2, epsilon=1e-16), optax.adamw(0.1, weight_decay=0.2, eps=1e-16)),
-        (gs.RMSprop(0.1), optax.rmsprop(0.1, 0.9, eps=1e-7)),
-        (gs.RMSprop(0.1, 0.9, 0.5), optax.rmsprop(0.1, 0.9, eps=1e-7, momentum=0.5)),
-        (gs.Adagrad(0.1), optax.adagrad(0.1, 0.1, eps=1e-7)),
-        (gs.Adadelta(1.0), optax.adadelta(1.0, rho=0.95, eps=1e-7)),
-        (gs.Lion(0.1), optax.lion(0.1, 0.9, 0.99, weight_decay=0.0)),
-        (gs.Optax(optax.adamw(0.1)), optax.adamw(0.1)),
+        (AdamW(0.1, 0.2, epsilon=1e-16), optax.adamw(0.1, weight_decay=0.2, eps=1e-16)),
+        (RMSprop(0.1), optax.rmsprop(0.1, 0.9, eps=1e-7)),
+        (RMSprop(0.1, 0.9, 0.5), optax.rmsprop(0.1, 0.9, eps=1e-7, momentum=0.5)),
+        (Adagrad(0.1), optax.adagrad(0.1, 0.1, eps=1e-7)),
+        (Adadelta(1.0), optax.adadelta(1.0, rho=0.95, eps=1e-7)),
+        (Lion(0.1), optax.lion(0.1, 0.9, 0.99, weight_decay=0.0)),
+        (from_optax(optax.adamw(0.1)), optax.adamw(0.1)),
     ],
     ids=lambda o: getattr(o, "name", "optax"),
 )
@@ -175,7 +176,7 @@ def test_optax_with_every_option():
     """Scaling, skipping, clipping, averaging and accumulation apply to an optax transformation."""
     options = {"clipnorm": 0.5, "use_ema": True, "gradient_accumulation_steps": 2}
     runs = []
-    for inner in (gs.Optax(optax.sgd(0.1, momentum=0.9), **options), gs.SGD(0.1, 0.9, **options)):
+    for inner in (from_optax(optax.sgd(0.1, momentum=0.9), **options), SGD(0.1, 0.9, **options)):
         var = gs.Variable([1.0, 2.0])
         opt = gs.LossScaleOptimizer(inner, initial_scale=8.0)
         for g in (1.0, np.nan, 2.0, 3.0, 4.0):
@@ -186,13 +187,13 @@ def test_optax_with_every_option():
     np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-6)
     assert runs[0][1:] == runs[1][1:] == (4.0, 2)
     with pytest.raises(TypeError, match="GradientTransformation for tx"):
-        gs.Optax(0.1)
+        from_optax(0.1)
 
 
 def test_optax_leaves_variables_without_gradient_alone():
     """A variable without a gradient is not moved by the transformation's decay."""
     w, b = gs.Variable(1.0, name="w"), gs.Variable(1.0, name="b")
-    opt = gs.Optax(optax.adamw(0.1, weight_decay=0.5))
+    opt = from_optax(optax.adamw(0.1, weight_decay=0.5))
     opt.build([w, b])
     opt.apply([1.0], [w])
     assert float(b) == 1.0

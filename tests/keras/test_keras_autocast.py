@@ -14,7 +14,7 @@ import gainstage as gs
 
 keras = pytest.importorskip("keras")
 
-from gainstage.interop.keras import LossScaleOptimizer, autocast, keep_if_applied, tune_precision
+from gainstage.interop.keras import LossScaleOptimizer, autocast, protect_statistics, tune
 
 # Keras itself, where it saves a model or sets a rate with numpy 2.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -237,7 +237,7 @@ def test_a_model_that_is_compiled_and_trained_goes_on():
 def test_a_saved_model_goes_on(kind, with_plan, tmp_path):
     """A model that is saved and loaded, pickled or copied trains on to the same bits."""
     x, y = data()
-    plan = tune_precision(built(kind), x, y, progress=False) if with_plan else "float16"
+    plan = tune(built(kind), x, y, progress=False) if with_plan else "float16"
     model = built(kind, plan)
     model.fit(x, y, 16, 1, verbose=0, shuffle=False)
     model.save(tmp_path / "model.keras")
@@ -345,7 +345,7 @@ def test_layers_that_the_policy_breaks():
 
 
 def test_a_plan_is_measured_on_the_loss_of_compile():
-    """`tune_precision` keeps in float32 what rounding would spoil; `fit` then uses its plan."""
+    """`precision.tune` keeps in float32 what rounding would spoil; `fit` then uses its plan."""
     x, y = data()
     x = 300 + x  # features with an offset
     losses, plans = [], []
@@ -355,7 +355,7 @@ def test_a_plan_is_measured_on_the_loss_of_compile():
         model = keras.Sequential([keras.Input((4,)), *layers])
         model.compile(adam(), "mse")
         if with_plan:
-            plan = tune_precision(model, x[:64], y[:64], progress=False)
+            plan = tune(model, x[:64], y[:64], progress=False)
             assert model.optimizer is not None
             assert plan.measured <= 0.005
             autocast(model, plan)
@@ -371,17 +371,17 @@ def test_a_plan_is_measured_on_the_loss_of_compile():
 def test_a_plan_of_another_model_is_refused():
     """A plan fits the model that it was measured on."""
     x, y = data()
-    plan = tune_precision(built("functional"), x, y, progress=False)
+    plan = tune(built("functional"), x, y, progress=False)
     model = built("sequential", plan)
     with pytest.raises(ValueError, match="Expected the function that the plan was measured on"):
         model.fit(x, y, verbose=0)
 
 
 def test_a_skipped_step_keeps_the_state():
-    """With `keep_if_applied`, before or after, a bad batch changes no moving mean."""
+    """With `protect_statistics`, before or after, a bad batch changes no moving mean."""
     x, y = data(16)
     x[0, 0] = np.nan
-    for order in ((autocast, keep_if_applied), (keep_if_applied, autocast)):
+    for order in ((autocast, protect_statistics), (protect_statistics, autocast)):
         model = built("functional")
         for each in order:
             model = each(model)
@@ -424,7 +424,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="Expected a Keras model; got 3"):
         autocast(3)
     with pytest.raises(TypeError, match="Expected a Keras model; got 3"):
-        tune_precision(3, None)
+        tune(3, None)
     model = sequential()
     with pytest.raises(ValueError, match="got 'float8'"):
         autocast(model, "float8")
@@ -435,7 +435,7 @@ def test_what_is_refused():
     ):
         autocast(mixed)
     with pytest.raises(ValueError, match="built and compiled"):
-        tune_precision(model, *data())
+        tune(model, *data())
 
 
 def test_a_mesh():

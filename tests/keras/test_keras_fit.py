@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, schedules
 
 keras = pytest.importorskip("keras")
 
@@ -15,7 +16,7 @@ from gainstage.interop.keras import (
     KerasOptimizer,
     LogLossScale,
     LossScaleOptimizer,
-    keep_if_applied,
+    protect_statistics,
 )
 
 # Keras itself, where it saves a model or sets a rate with numpy 2.
@@ -60,8 +61,8 @@ INNER = {
     "accumulating": lambda: keras.optimizers.Adam(0.02, gradient_accumulation_steps=2),
 }
 OURS = {
-    "sgd": lambda: gs.SGD(0.05, momentum=0.9),
-    "adam": lambda: gs.Adam(0.02, clipnorm=1.0),
+    "sgd": lambda: SGD(0.05, momentum=0.9),
+    "adam": lambda: gs.optimizers.Adam(0.02, clipnorm=1.0),
 }
 
 
@@ -86,7 +87,7 @@ def test_fit_does_as_keras_where_keras_works(kind, poisoned):
 
 @pytest.mark.parametrize("kind", OURS)
 def test_optimizers_of_ours_in_fit(kind):
-    """`gs.Adam` in `compile` trains as Keras's Adam does, with loss scaling and without."""
+    """Our Adam in `compile` trains as Keras's Adam does, with loss scaling and without."""
     scaled, _ = fitted(LossScaleOptimizer(OURS[kind](), 2.0**10, 5), (3,))
     theirs, _ = fitted(ORIGINAL(INNER[kind](), 2.0**10, 5), (3,))
     plain, _ = fitted(KerasOptimizer(OURS[kind]()), policy="float32")
@@ -134,14 +135,14 @@ def test_the_log_warns_of_an_epoch_by_the_scale_at_its_start():
 
 def test_averages_replace_the_weights_once_there_are_some():
     """At the end of `fit`; if every step was skipped the weights stay what they were."""
-    averaged, _ = fitted(LossScaleOptimizer(gs.SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1)
+    averaged, _ = fitted(LossScaleOptimizer(SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1)
     theirs, _ = fitted(
         ORIGINAL(keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1
     )
     for one, other in zip(weights_of(averaged), weights_of(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     before = weights_of(model_of())
-    skipped, _ = fitted(LossScaleOptimizer(gs.SGD(0.05, use_ema=True)), range(8), 1)
+    skipped, _ = fitted(LossScaleOptimizer(SGD(0.05, use_ema=True)), range(8), 1)
     for one, other in zip(weights_of(skipped), before, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -149,13 +150,13 @@ def test_averages_replace_the_weights_once_there_are_some():
 def test_variables_are_excluded_from_decay_by_variable_or_name():
     """`exclude_from_weight_decay` reaches the optimizer of ours."""
     variables = [keras.Variable(np.ones(2, np.float32), name=name) for name in ("a", "b", "c")]
-    opt = KerasOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    opt = KerasOptimizer(SGD(0.5, weight_decay=0.5))
     opt.exclude_from_weight_decay([variables[0]], ["b"])
     opt.apply([jnp.zeros(2)] * 3, variables)
     assert [float(v.value[0]) for v in variables] == [1, 1, 0.75]
 
 
-each_inner = pytest.mark.parametrize("inner", [keras.optimizers.SGD, gs.SGD], ids=["keras", "ours"])
+each_inner = pytest.mark.parametrize("inner", [keras.optimizers.SGD, SGD], ids=["keras", "ours"])
 
 
 @each_inner
@@ -183,7 +184,7 @@ def test_one_of_two_variables_of_a_name_is_excluded_from_decay(inner):
 
 def test_exclusion_from_decay_says_what_is_wrong():
     """It takes Keras variables, and only before `build`."""
-    w, opt = keras.Variable(1.0), KerasOptimizer(gs.SGD(0.5, weight_decay=0.5))
+    w, opt = keras.Variable(1.0), KerasOptimizer(SGD(0.5, weight_decay=0.5))
     with pytest.raises(TypeError, match="Keras variables in var_list; got 1"):
         opt.exclude_from_weight_decay([1])
     opt.build([w])
@@ -215,7 +216,7 @@ def test_an_option_that_is_set_on_the_wrapper_is_refused(inner):
 def test_variables_that_a_user_adds_are_kept(before):
     """`add_variable` and `add_variable_from_reference` work, before and after `build`, and a step
     leaves what they add alone."""
-    w, opt = keras.Variable(1.0, name="w"), KerasOptimizer(gs.SGD(0.5))
+    w, opt = keras.Variable(1.0, name="w"), KerasOptimizer(SGD(0.5))
     if not before:
         opt.build([w])
     mine = opt.add_variable((), keras.initializers.Constant(7.0), name="mine")
@@ -242,7 +243,7 @@ def test_averages_of_no_step_leave_the_weights(inner):
 
 def test_a_schedule_tells_its_rate():
     """`learning_rate` is a number that callbacks can read, and cannot be set."""
-    opt = KerasOptimizer(gs.SGD(gs.schedules.ExponentialDecay(0.5, 1, 0.5)))
+    opt = KerasOptimizer(SGD(schedules.ExponentialDecay(0.5, 1, 0.5)))
     assert float(opt.learning_rate) == 0.5
     variable = keras.Variable(np.ones(2, np.float32))
     opt.apply([jnp.zeros(2)], [variable])
@@ -256,7 +257,7 @@ def test_a_loop_of_ones_own():
     """The eager `apply`, which crashes in Keras, takes steps, skips, and builds by itself."""
     w = keras.Variable(np.ones(3, np.float32), name="w")
     frozen = keras.Variable(np.ones(3, np.float32), name="frozen")
-    opt = LossScaleOptimizer(gs.SGD(0.5), 8.0)
+    opt = LossScaleOptimizer(SGD(0.5), 8.0)
     opt.build([w, frozen])
     opt.apply([jnp.full(3, 8.0)], [w])
     np.testing.assert_array_equal(w.value, [0.5] * 3)
@@ -276,7 +277,7 @@ def test_a_loop_of_ones_own():
 def test_a_norm_that_is_not_finite_is_a_skipped_step():
     """Finite gradients whose norm overflows reach no weight, and the scale falls, as in ours."""
     w = keras.Variable([1.0, 1.0])
-    opt = LossScaleOptimizer(gs.SGD(0.1, global_clipnorm=1.0), 1.0)
+    opt = LossScaleOptimizer(SGD(0.1, global_clipnorm=1.0), 1.0)
     opt.apply([jnp.float32([3e38, 3e38])], [w])
     np.testing.assert_array_equal(w.numpy(), 1.0)
     assert float(opt.dynamic_scale.value) == 0.5
@@ -310,7 +311,9 @@ def test_what_a_wrapper_cannot_take_is_named():
     assert float(LossScaleOptimizer.from_config(config).loss_scale) == 8.0
 
 
-@pytest.mark.parametrize("inner", [lambda: keras.optimizers.Adam(0.02), lambda: gs.Adam(0.02)])
+@pytest.mark.parametrize(
+    "inner", [lambda: keras.optimizers.Adam(0.02), lambda: gs.optimizers.Adam(0.02)]
+)
 def test_a_saved_model_goes_on(inner, tmp_path):
     """A `.keras` file holds scale, counts and slots; training goes on bit for bit."""
     rule = gs.DynamicLossScale(2.0**10, 3, hysteresis=2)
@@ -329,7 +332,7 @@ def test_a_saved_model_goes_on(inner, tmp_path):
 
 def test_the_learning_rate_can_be_set_and_scheduled():
     """By assignment, which Keras's callbacks do, and by a callback."""
-    model, _ = fitted(LossScaleOptimizer(gs.SGD(0.05)), epochs=1)
+    model, _ = fitted(LossScaleOptimizer(SGD(0.05)), epochs=1)
     model.optimizer.learning_rate = 0.0
     before = weights_of(model)
     x, y = data()
@@ -346,7 +349,7 @@ def test_a_model_on_a_mesh(over):
     """Under `ModelParallel` slots lie with their variable, or divided; weights are those of one
     device."""
     float32 = "float32"  # sums over devices in float16 would round
-    alone, _ = fitted(LossScaleOptimizer(gs.Adam(0.02), 2.0**10), (2,), 2, float32)
+    alone, _ = fitted(LossScaleOptimizer(gs.optimizers.Adam(0.02), 2.0**10), (2,), 2, float32)
     mesh = keras.distribution.DeviceMesh((4, 2), ["batch", "model"])
     layouts = keras.distribution.LayoutMap(mesh)
     layouts[".*dense.*kernel"] = (None, None)
@@ -355,7 +358,10 @@ def test_a_model_on_a_mesh(over):
     keras.distribution.set_distribution(distribution)
     try:
         spread, _ = fitted(
-            LossScaleOptimizer(gs.Adam(0.02, shard_state_over=over), 2.0**10), (2,), 2, float32
+            LossScaleOptimizer(gs.optimizers.Adam(0.02, shard_state_over=over), 2.0**10),
+            (2,),
+            2,
+            float32,
         )
         for one, other in zip(weights_of(alone), weights_of(spread), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
@@ -370,7 +376,7 @@ def test_a_model_on_a_mesh(over):
     "inner",
     [
         pytest.param(lambda: keras.optimizers.Adam(0.02), marks=pytest.mark.thorough),
-        lambda: gs.Adam(0.02),
+        lambda: gs.optimizers.Adam(0.02),
     ],
 )
 def test_a_model_whose_batches_are_divided(inner):
@@ -391,19 +397,19 @@ def test_a_model_whose_batches_are_divided(inner):
 
 def test_wrong_optimizers():
     """What is no optimizer of gainstage is refused."""
-    for wrong in (keras.optimizers.SGD(), gs.LossScaleOptimizer(gs.SGD())):
+    for wrong in (keras.optimizers.SGD(), gs.LossScaleOptimizer(SGD())):
         with pytest.raises(TypeError, match="Expected an optimizer of gainstage"):
             KerasOptimizer(wrong)
     with pytest.raises(ValueError, match="without loss_scale_factor"):
-        LossScaleOptimizer(gs.SGD(loss_scale_factor=8.0))
+        LossScaleOptimizer(SGD(loss_scale_factor=8.0))
     with pytest.raises(ValueError, match="to be built"):
-        KerasOptimizer(gs.SGD()).apply([jnp.ones(3)])
+        KerasOptimizer(SGD()).apply([jnp.ones(3)])
 
 
 def test_a_mean_whose_norm_is_not_finite_is_not_taken():
     """With accumulation and clipping the update of such a window is dropped."""
     w = keras.Variable([1.0] * 8)
-    inner = gs.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
+    inner = SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
     opt = LossScaleOptimizer(inner, 1.0)
     for _ in range(2):
         opt.apply([jnp.full(8, 1.5e38)], [w])
@@ -414,16 +420,16 @@ def test_rates_that_a_compiled_step_could_not_follow():
     """A callable of no argument is refused, a schedule in the place of a number once there is a
     variable for it; one schedule may follow another."""
     with pytest.raises(ValueError, match="callable of the step, for learning_rate"):
-        KerasOptimizer(gs.SGD(lambda: 0.5))
+        KerasOptimizer(SGD(lambda: 0.5))
     w = keras.Variable(np.zeros(2, "float32"))
-    opt = KerasOptimizer(gs.SGD(0.5))
+    opt = KerasOptimizer(SGD(0.5))
     opt.apply([jnp.ones(2)], [w])
     with pytest.raises(TypeError, match="Expected a number for learning_rate"):
         opt.learning_rate = lambda step: 0.0
     opt.learning_rate = 0.25
     opt.apply([jnp.ones(2)], [w])
     assert np.asarray(w.value).tolist() == [-0.75, -0.75]
-    opt = LossScaleOptimizer(gs.SGD(lambda step: 0.5), 1.0)
+    opt = LossScaleOptimizer(SGD(lambda step: 0.5), 1.0)
     opt.apply([jnp.ones(2)], [w])
     opt.inner_optimizer.learning_rate = lambda step: 0.0
     opt.apply([jnp.ones(2)], [w])
@@ -434,7 +440,7 @@ def test_what_quantized_layers_measure_is_no_gradient():
     """A rule that measures gradients leaves out what is kept in the place of one."""
     w, amax = keras.Variable([1.0]), keras.Variable([1.0])
     amax.overwrite_with_gradient = True
-    opt = LossScaleOptimizer(gs.SGD(0.0), rule=gs.AdaptiveLossScale(1024.0))
+    opt = LossScaleOptimizer(SGD(0.0), rule=gs.AdaptiveLossScale(1024.0))
     opt.apply([jnp.float32([1.0]), jnp.float32([448.0])], [w, amax])
     assert float(opt.dynamic_scale.value) == 2.0**24
     assert np.asarray(amax.value).tolist() == [448.0]
@@ -444,7 +450,7 @@ def test_what_quantized_layers_measure_is_no_gradient():
 def test_a_wrapper_replaces_the_loss_scale_factor_of_its_inner_optimizer(wrapper):
     """Around a `KerasOptimizer`, as around an optimizer of Keras, only the wrapper unscales."""
     w = keras.Variable([1.0])
-    opt = wrapper(KerasOptimizer(gs.SGD(0.1, loss_scale_factor=100.0)), 8.0)
+    opt = wrapper(KerasOptimizer(SGD(0.1, loss_scale_factor=100.0)), 8.0)
     opt.build([w])
     new, _ = opt.stateless_apply([v.value for v in opt.variables], [jnp.float32([16.0])], [w.value])
     assert float(new[0][0]) == pytest.approx(0.8)
@@ -453,10 +459,10 @@ def test_a_wrapper_replaces_the_loss_scale_factor_of_its_inner_optimizer(wrapper
 def test_options_of_a_keras_optimizer_are_those_of_the_optimizer_in_it():
     """Every option reads as it was given, and an assignment takes effect at the next step."""
     given = {"clipnorm": 1.0, "use_ema": True, "ema_momentum": 0.5, "weight_decay": 0.0}
-    opt = KerasOptimizer(gs.SGD(1.0, **given))
+    opt = KerasOptimizer(SGD(1.0, **given))
     assert {name: getattr(opt, name) for name in given} == given
     w = keras.Variable([0.0])
-    opt = KerasOptimizer(gs.SGD(1.0))
+    opt = KerasOptimizer(SGD(1.0))
     opt.apply([jnp.float32([10.0])], [w])
     opt.clipnorm = 0.5
     opt.apply([jnp.float32([10.0])], [w])
@@ -470,7 +476,7 @@ def test_options_of_a_keras_optimizer_are_those_of_the_optimizer_in_it():
         opt.clipvalue = -1.0
 
 
-@pytest.mark.parametrize("inner", [lambda: gs.SGD(1.0), lambda: keras.optimizers.SGD(1.0)])
+@pytest.mark.parametrize("inner", [lambda: SGD(1.0), lambda: keras.optimizers.SGD(1.0)])
 def test_options_of_the_inner_optimizer_take_effect_at_the_next_step(inner):
     """An option that is set after an eager step is in force, whoever wrote the inner optimizer."""
     w = keras.Variable([0.0])
@@ -486,7 +492,7 @@ def test_the_callback_that_evaluates_with_averages_works():
     swap = keras.callbacks.SwapEMAWeights()
     x, y = data(batches=2)
     losses = []
-    for opt in (KerasOptimizer(gs.SGD(0.1, use_ema=True)), keras.optimizers.SGD(0.1, use_ema=True)):
+    for opt in (KerasOptimizer(SGD(0.1, use_ema=True)), keras.optimizers.SGD(0.1, use_ema=True)):
         model = model_of("float32")
         model.compile(opt, "mse")
         how = {"verbose": 0, "shuffle": False, "validation_data": (x, y), "callbacks": [swap]}
@@ -497,7 +503,7 @@ def test_the_callback_that_evaluates_with_averages_works():
 def test_counts_and_rate_are_variables_from_the_start():
     """`variables` holds the count and the rate before `build`; `iterations` counts updates, and
     a schedule that takes the place of the rate takes its variable away."""
-    opt = KerasOptimizer(gs.SGD(0.5, gradient_accumulation_steps=2))
+    opt = KerasOptimizer(SGD(0.5, gradient_accumulation_steps=2))
     assert [v.name for v in opt.variables] == ["SGD_iteration", "SGD_learning_rate"]
     opt.variables[1].assign(1.0)
     w = keras.Variable([0.0])
@@ -506,7 +512,7 @@ def test_counts_and_rate_are_variables_from_the_start():
     assert int(opt.iterations) == 2
     assert int(counted.value) == 4
     assert float(w.value[0]) == -2.0
-    opt = KerasOptimizer(gs.SGD(0.5))
+    opt = KerasOptimizer(SGD(0.5))
     opt.learning_rate = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
     assert len(opt.variables) == 1
     for _ in range(2):
@@ -518,7 +524,7 @@ def test_counts_and_rate_are_variables_from_the_start():
 @pytest.mark.parametrize(
     "optimizer",
     [
-        lambda: KerasOptimizer(gs.SGD(0.05, use_ema=True)),
+        lambda: KerasOptimizer(SGD(0.05, use_ema=True)),
         lambda: LossScaleOptimizer(keras.optimizers.SGD(0.05, use_ema=True)),
     ],
     ids=["ours", "keras"],
@@ -544,7 +550,7 @@ def test_measured_values_replace_their_variable_at_the_end_of_a_window(wrapped, 
     Keras: the largest of a window at its end, beside trained variables and without any."""
     options = {"gradient_accumulation_steps": steps}
     runs = []
-    for opt in (wrapped(gs.SGD(1.0, **options)), keras.optimizers.SGD(1.0, **options)):
+    for opt in (wrapped(SGD(1.0, **options)), keras.optimizers.SGD(1.0, **options)):
         w, amax = keras.Variable([4.0]), keras.Variable([1.0])
         amax.overwrite_with_gradient = True
         trace = []
@@ -553,7 +559,7 @@ def test_measured_values_replace_their_variable_at_the_end_of_a_window(wrapped, 
             trace.append((float(w.value[0]), float(amax.value[0])))
         runs.append(trace)
     assert runs[0] == runs[1]
-    alone = wrapped(gs.SGD(1.0, use_ema=True, ema_overwrite_frequency=1))
+    alone = wrapped(SGD(1.0, use_ema=True, ema_overwrite_frequency=1))
     alone.apply([jnp.float32([6.0])], [amax])
     alone.finalize_variable_values([amax])
     assert float(amax.value[0]) == 6.0
@@ -563,14 +569,14 @@ def test_a_skipped_step_keeps_measured_values():
     """With `loss_scale_factor` a step that is not finite leaves what was measured before."""
     w, amax = keras.Variable([4.0]), keras.Variable([1.0])
     amax.overwrite_with_gradient = True
-    opt = KerasOptimizer(gs.SGD(1.0, loss_scale_factor=8.0))
+    opt = KerasOptimizer(SGD(1.0, loss_scale_factor=8.0))
     opt.apply([jnp.float32([np.inf]), jnp.float32([7.0])], [w, amax])
     assert [float(w.value[0]), float(amax.value[0])] == [4.0, 1.0]
 
 
 @pytest.mark.parametrize(
     "optimizer",
-    [lambda: KerasOptimizer(gs.SGD(0.05)), lambda: LossScaleOptimizer(keras.optimizers.SGD(0.05))],
+    [lambda: KerasOptimizer(SGD(0.05)), lambda: LossScaleOptimizer(keras.optimizers.SGD(0.05))],
     ids=["ours", "keras"],
 )
 def test_freezing_a_layer_without_compiling_again_says_what_to_do(optimizer):
@@ -589,7 +595,7 @@ def test_a_missing_gradient_is_a_warning(wrap):
     """Variables without a gradient are named and left alone, in `fit` and in a loop; variables
     that a call does not mention are not."""
     a, b = (keras.Variable([1.0], name=name) for name in "ab")
-    opt = wrap(KerasOptimizer(gs.SGD(0.5)))
+    opt = wrap(KerasOptimizer(SGD(0.5)))
     opt.build([a, b])
     opt.apply([jnp.float32([1.0])], [a])
     with pytest.warns(UserWarning, match=r"Gradients do not exist for variables \['b'\]"):
@@ -627,7 +633,7 @@ class Unregistered(Halving):
     [
         keras.optimizers.schedules.CosineDecayRestarts(0.5, 2),
         keras.optimizers.schedules.CosineDecay(0.5, 8),
-        gs.schedules.CosineDecay(0.5, 8),
+        schedules.CosineDecay(0.5, 8),
         Halving(),
         falling,
         Unregistered(),
@@ -638,7 +644,7 @@ def test_a_saved_model_keeps_its_schedule(schedule, tmp_path):
     """A `.keras` file with any schedule that Keras can load is loaded: one with a twin in
     gainstage, one that is registered with Keras, and one that a scope names."""
     model = model_of("float32")
-    model.compile(KerasOptimizer(gs.SGD(schedule)), "mse")
+    model.compile(KerasOptimizer(SGD(schedule)), "mse")
     x, y = data(batches=3)
     model.fit(x, y, 16, 1, verbose=0, shuffle=False)
     model.save(tmp_path / "model.keras")
@@ -653,7 +659,7 @@ def test_a_saved_model_keeps_its_schedule(schedule, tmp_path):
 
 def test_the_scale_can_be_asked_for():
     """`loss_scale` is the scale in force, before `build`, after steps, and in a callback."""
-    opt = LossScaleOptimizer(gs.SGD(0.5), 8.0)
+    opt = LossScaleOptimizer(SGD(0.5), 8.0)
     assert opt.loss_scale.dtype == jnp.float32
     assert float(opt.loss_scale) == 8.0
     opt.apply([jnp.float32([np.inf])], [keras.Variable([1.0])])
@@ -739,7 +745,7 @@ def test_growth_steps_that_a_compiled_fit_does_not_see_are_told_once():
 def test_the_loss_that_is_shown_is_the_true_one():
     """Neither `minimize` nor the history of Keras's `fit` shows the loss times the scale."""
     w = gs.Variable(3.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.0), initial_scale=2.0**10)
+    opt = gs.LossScaleOptimizer(SGD(0.0), initial_scale=2.0**10)
     assert float(opt.minimize(lambda: w**2, [w])) == 9.0
 
     keras = pytest.importorskip("keras", reason="keras is not installed")
@@ -760,7 +766,7 @@ def test_what_fp8_layers_measure_is_kept(kind):
     from gainstage.interop.keras import LossScaleOptimizer
 
     options = {"weight_decay": 0.5, "clipnorm": 1.0, "gradient_accumulation_steps": 2}
-    lib = gs if kind == "ours" else keras.optimizers
+    lib = gs.optimizers if kind == "ours" else keras.optimizers
     weight, largest = keras.Variable(1.0), keras.Variable(0.0)
     largest.overwrite_with_gradient = True
     opt = LossScaleOptimizer(lib.SGD(0.5, momentum=0.9, **options), initial_scale=8.0)
@@ -773,7 +779,7 @@ def test_what_fp8_layers_measure_is_kept(kind):
 
 def test_a_window_that_keras_cannot_count_is_refused():
     """Keras's wrapper skips a bad microbatch outside of its window: "drop_window" is refused."""
-    inner = gs.SGD(0.1, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
+    inner = SGD(0.1, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
     for optimizer in (inner, KerasOptimizer(inner)):
         with pytest.raises(ValueError, match="got 'drop_window'"):
             LossScaleOptimizer(optimizer)
@@ -781,7 +787,7 @@ def test_a_window_that_keras_cannot_count_is_refused():
 
 @pytest.mark.parametrize("kind", ["sgd", "ours", "accumulating", "original", "without"])
 def test_a_skipped_step_keeps_the_state_of_layers(kind):
-    """With `keep_if_applied` a skipped step leaves the moving mean and variance of
+    """With `protect_statistics` a skipped step leaves the moving mean and variance of
     BatchNormalization and the seed of Dropout bit for bit; without it they are no longer finite."""
     inner = OURS["sgd"] if kind == "ours" else INNER.get(kind, INNER["sgd"])
     wrap = ORIGINAL if kind == "original" else LossScaleOptimizer
@@ -789,7 +795,7 @@ def test_a_skipped_step_keeps_the_state_of_layers(kind):
     layers = [norm, keras.layers.Dropout(0.1), keras.layers.Dense(1)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     if kind != "without":
-        assert keep_if_applied(model) is model
+        assert protect_statistics(model) is model
     model.compile(wrap(inner(), 2.0**10), "mse")
     x, y = data(poisoned=(1,), batches=3)
     states = []
@@ -808,27 +814,27 @@ def test_a_skipped_step_keeps_the_state_of_layers(kind):
 
 
 def test_only_a_model_keeps_its_state():
-    """`keep_if_applied` of interop.keras takes a model, and says so."""
+    """`protect_statistics` of interop.keras takes a model, and says so."""
     with pytest.raises(TypeError, match="Expected a Keras model; got"):
-        keep_if_applied(keras.layers.Dense(1))
+        protect_statistics(keras.layers.Dense(1))
 
 
 def test_a_schedule_takes_the_value_of_a_keras_variable():
     """A schedule may start at the rate of a Keras optimizer; later values do not change it."""
-    opt, rate = KerasOptimizer(gs.SGD(0.5)), keras.Variable(0.5)
-    opt.learning_rate = schedule = gs.schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
-    assert schedule == gs.schedules.PolynomialDecay(0.5, 2, 0.0)
-    wrapper = LossScaleOptimizer(gs.SGD(gs.schedules.PolynomialDecay(rate, 2, 0.0)), 8.0)
+    opt, rate = KerasOptimizer(SGD(0.5)), keras.Variable(0.5)
+    opt.learning_rate = schedule = schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
+    assert schedule == schedules.PolynomialDecay(0.5, 2, 0.0)
+    wrapper = LossScaleOptimizer(SGD(schedules.PolynomialDecay(rate, 2, 0.0)), 8.0)
     rate.assign(100.0)
     for optimizer, scale in ((opt, 1.0), (wrapper, 8.0)):
         w = keras.Variable(0.0)
         for _ in range(2):
             optimizer.apply([jnp.float32(scale)], [w])
         assert float(w) == -0.75
-    steps = gs.schedules.PiecewiseConstantDecay([1], [keras.Variable(0.5), 0.25])
+    steps = schedules.PiecewiseConstantDecay([1], [keras.Variable(0.5), 0.25])
     assert steps.get_config()["values"] == [0.5, 0.25]
     with pytest.raises(TypeError, match=r"a finite number .* for decay_steps; got"):
-        gs.schedules.PolynomialDecay(0.5, keras.Variable([1.0, 2.0]))
+        schedules.PolynomialDecay(0.5, keras.Variable([1.0, 2.0]))
 
 
 def test_a_fit_without_a_step_says_so_once():
@@ -910,7 +916,7 @@ CHANGES = {
 def test_an_original_that_is_changed_in_vain_is_told_once(wrap, change):
     """The next `fit` says that Keras trains a copy, and how to change that; not before a change."""
     x, y = data(batches=1)
-    sgd, model = gs.SGD(0.1), model_of("float32")
+    sgd, model = SGD(0.1), model_of("float32")
     model.compile(wrap(sgd), "mse")
     model.fit(x, y, verbose=0)
     change(sgd)
@@ -926,7 +932,7 @@ def test_an_original_may_be_changed_for_another_use():
     """Changes say nothing if the original is copied again, or takes steps itself; nor do those of
     the copy."""
     x, y = data(batches=1)
-    sgd, models = gs.SGD(0.1), []
+    sgd, models = SGD(0.1), []
     for rate in (0.2, 0.3):
         sgd.learning_rate = rate
         models.append(model_of("float32"))

@@ -20,6 +20,7 @@ from gainstage._scaling import finite_check as readings
 from gainstage._scaling.gradients import Clip
 from gainstage._variables.zero_sharding import divided_over
 from gainstage.compat import dtensor
+from gainstage.optimizers import SGD, Adam, from_optax
 
 import programs
 from peers import fails, live
@@ -31,7 +32,7 @@ SPECS = [("data", "model"), (), (None, "model"), (), (), (("data", "model"), Non
 COLLECTIVE = r"= (\S+) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
 
 
-adam = functools.partial(gs.Adam, 0.1)
+adam = functools.partial(Adam, 0.1)
 
 
 def mesh_of(shape, kind=AUTO):
@@ -289,7 +290,7 @@ def test_state_lies_like_its_variable(rule, kind):
 
 # ── divided state ────────────────────────────────────────────────────────────────────────────
 
-momentum = functools.partial(gs.SGD, momentum=0.9)
+momentum = functools.partial(SGD, momentum=0.9)
 WIDE = [(2048, 8), (128,), (37, 5), ()]
 
 
@@ -297,9 +298,9 @@ WIDE = [(2048, 8), (128,), (37, 5), ()]
 @pytest.mark.parametrize(
     ("rule", "kind"),
     [
-        (gs.Adam, AUTO),
+        (Adam, AUTO),
         (momentum, EXPLICIT),
-        pytest.param(gs.Adam, EXPLICIT, marks=pytest.mark.slow),
+        pytest.param(Adam, EXPLICIT, marks=pytest.mark.slow),
         pytest.param(momentum, AUTO, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -359,7 +360,7 @@ def test_a_clipped_divided_step_makes_the_one_sum():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
     everywhere = NamedSharding(mesh, PartitionSpec())
     variables = [gs.Variable(jax.device_put(np.ones((64, 64), np.float32), everywhere))]
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, global_clipnorm=1.0, shard_state_over="data"))
+    opt = gs.LossScaleOptimizer(Adam(0.1, global_clipnorm=1.0, shard_state_over="data"))
     opt.build(variables)
     step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
     found = collectives(step.lower([variables[0].value()]).compile())
@@ -373,9 +374,9 @@ def test_an_axis_that_is_not_there_is_named(over):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AUTO,))
     var = gs.Variable(jax.device_put(np.ones(8), NamedSharding(mesh, PartitionSpec())))
     with pytest.raises(ValueError, match="shard_state_over"):
-        gs.SGD(shard_state_over=over).build([var])
+        SGD(shard_state_over=over).build([var])
     with pytest.raises(ValueError, match="shard_state_over"):
-        gs.SGD(shard_state_over=over).build([gs.Variable(1.0)])
+        SGD(shard_state_over=over).build([gs.Variable(1.0)])
 
 
 def test_variables_on_two_meshes_are_refused():
@@ -385,18 +386,18 @@ def test_variables_on_two_meshes_are_refused():
         for s, n in [((4, 2), "a"), ((2, 4), "b")]
     ]
     with pytest.raises(ValueError, match=r"'a' on .* and 'b' on"):
-        gs.SGD().build(variables)
+        SGD().build(variables)
     with pytest.raises(ValueError, match=r"on the mesh of 'SGD', .*'a' on"):
-        gs.SGD(mesh=mesh_of((8, 1))).build(variables[:1])
+        SGD(mesh=mesh_of((8, 1))).build(variables[:1])
     alone = gs.Variable(1.0, name="c")
     x, y = (
         gs.Variable(jax.device_put(1.0, d), name=n)
         for d, n in zip(jax.devices()[:2], "xy", strict=True)
     )
     with pytest.raises(ValueError, match=r"got 'x' on .*0.* and 'y' on .*1"):
-        gs.SGD(0.1).build([x, gs.Variable(1.0), y])
+        SGD(0.1).build([x, gs.Variable(1.0), y])
     with pytest.raises(ValueError, match="Expected 'c' on the mesh of 'a'; got it on one device"):
-        gs.SGD().build([variables[0], alone])
+        SGD().build([variables[0], alone])
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -405,7 +406,7 @@ def test_a_mesh_that_is_given_takes_what_lies_on_one_device(scaled):
     mesh = jax.make_mesh((8,), ("data",))
     sharded = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, PartitionSpec("data")))
     kernel, bias = gs.Variable(sharded), gs.Variable(1.0)
-    opt = gs.SGD(0.5, mesh=mesh)
+    opt = SGD(0.5, mesh=mesh)
     opt = gs.LossScaleOptimizer(opt) if scaled else opt
     for _ in range(2):
         opt.minimize(lambda: jnp.sum(kernel.value() * bias.value()), [kernel, bias])
@@ -420,7 +421,7 @@ def test_a_layout_that_does_not_divide_its_variable_is_refused():
     plan = gs.Variable(jax.ShapeDtypeStruct((8, 63), jnp.float32, sharding=layout), name="w")
     wanted = r"dimension 1 of 'w', of size 63, to be a multiple of 8, over mesh axes .*'data': 4"
     with pytest.raises(ValueError, match=wanted):
-        gs.SGD().build([plan])
+        SGD().build([plan])
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
@@ -429,7 +430,7 @@ def test_an_optax_optimizer_is_planned_where_its_variables_are(kind):
     layout = NamedSharding(mesh_of((4, 2), kind), PartitionSpec("data", "model"))
 
     def state(value):
-        opt = gs.LossScaleOptimizer(gs.Optax(optax.adam(0.1)))
+        opt = gs.LossScaleOptimizer(from_optax(optax.adam(0.1)))
         opt.build([gs.Variable(value, name="w")])
         return [(v.name, v.shape, v.dtype, v.sharding) for v in opt.variables]
 
@@ -456,7 +457,7 @@ def test_a_step_is_compiled_once(kind, inside):
     values = [jax.device_put(np.ones((8, 8), np.float32), layout) for layout in layouts]
     with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
         variables = [gs.Variable(value) for value in values]
-        opt = gs.LossScaleOptimizer(gs.Adam(0.1, shard_state_over="data"))
+        opt = gs.LossScaleOptimizer(Adam(0.1, shard_state_over="data"))
         opt.build(variables)
         step = gs.jit(opt.apply, (variables, opt.variables), donate=True)
         for rate in (0.1, np.float64(0.2), jnp.float32(0.3)):
@@ -550,7 +551,7 @@ def test_slots_are_made_in_place():
         seen.append(isinstance(jnp.zeros(()), jax.core.Tracer))
         return jnp.full(shape, 0.5, dtype)
 
-    opt = gs.SGD()
+    opt = SGD()
     var = gs.Variable(jax.device_put(np.ones(16), layout))
     opt.build([var])
     slot = opt.add_variable_from_reference(var, "slot", initializer)
@@ -569,7 +570,7 @@ def test_master_weights_keep_small_updates():
     weights = []
     for master in (False, True):
         var = gs.Variable(jnp.float16(1.0))
-        opt = gs.LossScaleOptimizer(gs.SGD(2.0**-14, master_weights=master), 2.0)
+        opt = gs.LossScaleOptimizer(SGD(2.0**-14, master_weights=master), 2.0)
         for _ in range(64):
             opt.apply([jnp.float16(2.0)], [var])
         weights.append(float(var))
@@ -582,7 +583,7 @@ def test_master_weights_are_a_float32_run_rounded():
     rng = np.random.default_rng(0)
     start = rng.normal(size=(8, 3)).astype(np.float16)
     half, full = gs.Variable(start), gs.Variable(start.astype(np.float32))
-    opt, reference = gs.Adam(0.01, master_weights=True, use_ema=True), gs.Adam(0.01)
+    opt, reference = Adam(0.01, master_weights=True, use_ema=True), Adam(0.01)
     largest = np.abs(full.numpy())
     for _ in range(20):
         gradient = rng.normal(size=(8, 3)).astype(np.float16)
@@ -595,7 +596,7 @@ def test_master_weights_are_a_float32_run_rounded():
     # with two in the other. A weight of 0.09 then differs by its last bit, 7.5e-9, and still does
     # after it has shrunk to 0.001: the error is relative to the largest value that it had.
     assert (np.abs(master.numpy() - full.numpy()) <= 1e-6 * largest).all()
-    assert gs.Adam.from_config(opt.get_config()).master_weights is True
+    assert Adam.from_config(opt.get_config()).master_weights is True
 
 
 @pytest.mark.as_users
@@ -609,7 +610,7 @@ def test_master_weights_can_be_divided(kind):
     for value in (start, jax.device_put(start, layout)):
         w = gs.Variable(value, name="w")
         over = {} if value is start else {"shard_state_over": "data"}
-        opt = gs.LossScaleOptimizer(gs.SGD(2.0**-4, master_weights=True, **over), 1.0)
+        opt = gs.LossScaleOptimizer(SGD(2.0**-4, master_weights=True, **over), 1.0)
         opt.apply([w.value()], [w])
         weights.append(w.numpy())
     (master,) = [v for v in opt.variables if "master" in v.name]
@@ -621,7 +622,7 @@ def test_master_weights_can_be_divided(kind):
 def test_a_weight_assigned_from_outside_wins_over_its_master():
     """What a user assigns, a loaded checkpoint for one, is where the next step starts."""
     var = gs.Variable(jnp.float16([1.0, 2.0]))
-    opt = gs.SGD(0.5, master_weights=True)
+    opt = SGD(0.5, master_weights=True)
     opt.apply([jnp.float16([0.001, 0.001])], [var])
     var.assign([5.0, var.numpy()[1]])
     opt.apply([jnp.float16([1.0, 0.0])], [var])
@@ -635,7 +636,7 @@ def test_a_build_that_fails_is_no_build():
     devices = np.array(jax.devices())
     ours, other = (jax.sharding.Mesh(part, ("d",)) for part in np.split(devices, 2))
     w = gs.Variable(jax.device_put(np.ones(8, np.float32), NamedSharding(ours, PartitionSpec("d"))))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1, momentum=0.9), mesh=other)
+    opt = gs.LossScaleOptimizer(SGD(0.1, momentum=0.9), mesh=other)
     for _ in range(2):
         with pytest.raises(ValueError, match="Expected variables on the mesh"):
             opt.apply([np.ones(8, np.float32)], [w])
@@ -677,7 +678,7 @@ def test_a_fixed_scale_with_divided_state():
     weights = []
     for over, place in ((None, None), ("data", NamedSharding(mesh, PartitionSpec()))):
         w = gs.Variable(jax.device_put(start, place))
-        inner = gs.SGD(0.5, momentum=0.5, shard_state_over=over)
+        inner = SGD(0.5, momentum=0.5, shard_state_over=over)
         opt = gs.LossScaleOptimizer(inner, 4.0, dynamic=False)
         for factor in (1.0, np.inf, 2.0):
             opt.apply([np.full(16, factor, np.float32)], [w])
@@ -714,7 +715,7 @@ def test_a_train_step_decides_in_one_collective():
         np.testing.assert_allclose(new, 0.9, rtol=1e-5)
 
 
-class Counting(gs.SGD):
+class Counting(SGD):
     """An optimizer that adds a variable in its `build`, as a user's may."""
 
     def build(self, var_list):
@@ -752,7 +753,7 @@ def test_a_gradient_on_another_device_moves_no_variable(committed):
     """In the first step and in later ones, a variable stays on its device."""
     here, there = jax.devices()[:2]
     w = gs.Variable(jax.device_put(jnp.ones(3), here) if committed else jnp.ones(3))
-    opt = gs.SGD(0.5)
+    opt = SGD(0.5)
     for device in (None, None, there, None, here):
         opt.apply([jnp.ones(3) if device is None else jax.device_put(jnp.ones(3), device)], [w])
         assert w.value().devices() == {here}

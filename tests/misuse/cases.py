@@ -44,7 +44,7 @@ FINE = {
     "telemetry": "gs.loss_scaled(sgd, telemetry=True, underflow_every=1)",
 }
 COUNTING = """
-class Counting(gs.Optimizer):
+class Counting(gs.optimizers.Optimizer):
     count = 0
     def update_step(self, gradient, variable, learning_rate):
         self.count += 1; self.assign_sub(variable, learning_rate * gradient * self.count)
@@ -112,10 +112,10 @@ gs.loss_scale(tx.init({'x': w, 'y': w}))
 gs.train_step(plain, sgd)(w, sgd.init(w))
 """),
     "a wrapper in a wrapper": ("refused", "LossScaleOptimizer", """
-gs.LossScaleOptimizer(gs.LossScaleOptimizer(gs.SGD()))
+gs.LossScaleOptimizer(gs.LossScaleOptimizer(gs.optimizers.SGD()))
 """),
     "a wrapper around optax's own": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.Optax(optax.sgd(0.1)))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.from_optax(optax.sgd(0.1)))
 opt.minimize(lambda: v * v, [v]); assert float(v) < 1
 """),
     "jax's gradients": ("warns", "No loss was multiplied", """
@@ -294,8 +294,8 @@ tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(p)
 tx.update(jax.jit(jax.grad(loss))(p), state, p)
 """),
     "float8 states under self_scaled": ("works", "", """
-state, many = gs.fp8.dot_scaling(), 500 * W
-loss = lambda w, s: plain(gs.fp8.dot(X, w, s))
+state, many = gs.precision.float8.dot_scaling(), 500 * W
+loss = lambda w, s: plain(gs.precision.float8.dot(X, w, s))
 one, two = (jax.jit(jax.grad(f, (0, 1)))(many, state)[1] for f in (loss, gs.self_scaled(loss)))
 assert one.w.seen.clamped == two.w.seen.clamped == 4
 """),
@@ -324,62 +324,62 @@ tx = gs.loss_scaled(sgd); each = lambda tree: jax.tree.map(lambda x: jnp.stack([
 jax.pmap(gs.train_step(plain, tx))(each(w), each(tx.init(w)), jnp.ones(2))
 """),
     "apply without scale_loss": ("warns", "no loss was multiplied", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD())
 print(opt.loss_scale)
 for _ in range(3): opt.apply([1.0], [v])
 """),
     "true gradients after minimize": ("warns", "no loss was multiplied", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: v * v, [v])
 for _ in range(3): opt.apply([jax.grad(lambda v: v * v)(v.value())], [v])
 """),
     "true gradients, and a first scale of 1": ("warns", "no loss was multiplied", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(), initial_scale=1.0)
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), initial_scale=1.0)
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 """),
     "true gradients, and a fixed scale of 1": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(), rule=gs.FixedLossScale(1.0))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(1.0))
 for _ in range(3): opt.apply([jnp.ones(())], [v])
 opt.minimize(lambda: opt.scale_loss(v * v), [v])
 """),
     "gradients times the scale": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25), initial_scale=2.0**10)
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25), initial_scale=2.0**10)
 for _ in range(2): opt.apply([jnp.ones(()) * opt.loss_scale], [v])
 assert float(v) == 0.5
 """),
     "gradients times a fixed scale that is read once": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25), rule=gs.FixedLossScale(8.0))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25), rule=gs.FixedLossScale(8.0))
 scale = opt.loss_scale
 for _ in range(3): opt.apply([jnp.ones(()) * scale], [v])
 assert float(v) == 0.25
 """),
     "compute_gradients and apply_gradients": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
 for _ in range(2): opt.apply_gradients([(2 * g, v) for g, v in opt.compute_gradients(lambda: v * 1.0, [v])])
 assert float(v) == 0
 """),
     "minimize of a scaled loss": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: opt.scale_loss(v * v), [v])
 """),
     "minimize of a scaled loss with aux": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: (opt.scale_loss(v * v), 1.0), [v], has_aux=True)
 """),
     "minimize of a scaled loss in gs.jit": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v * v), [v]), ([v], opt.variables))()
 """),
     "minimize of scaled losses that are summed": ("refused", "leave scale_loss", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v])
 """),
     "minimize of scaled losses that are summed in gs.jit": ("refused", "leave scale_loss", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 gs.jit(lambda: opt.minimize(lambda: opt.scale_loss(v.value() ** 2).sum(), [v]), ([v], opt.variables))()
 """),
     "minimize of a true loss, with a scaled one beside it": ("works", "", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 def loss():
     true = plain(v.value()); scaled = opt.scale_loss(true); return true, {"scaled": 2 * scaled}
 def divided(): scaled = opt.scale_loss(v.value() ** 2); return scaled.sum() / opt.loss_scale
@@ -387,50 +387,50 @@ opt.minimize(loss, [v], has_aux=True); opt.minimize(divided, [v])
 gs.jit(lambda: opt.minimize(loss, [v], has_aux=True), ([v], opt.variables))()
 """),
     "compute_gradients of a scaled loss": ("refused", "leave scale_loss", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.compute_gradients(lambda: opt.scale_loss(v * v), [v])
 """),
     "minimize of a scaled loss in tf2": ("refused", "get_scaled_loss, out of the loss", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(lambda: opt.get_scaled_loss(v * v), [v])
 """),
     "minimize of a scaled callable in tf2": ("refused", "get_scaled_loss, out of the loss", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.minimize(opt.get_scaled_loss(lambda: v * v), [v], grad_loss=2.0)
 """),
     "gradients that tf2 divided, divided again": ("refused", "without get_unscaled_gradients", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 opt.get_unscaled_gradients([g for g, _ in opt.compute_gradients(lambda: v * v, [v])])
 """),
     "gradients that nothing divided, after minimize in tf2": ("warns", "get_unscaled_gradients to be called", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.1)); opt.minimize(lambda: v * v, [v])
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.minimize(lambda: v * v, [v])
 for _ in range(3): opt.apply_gradients([(jax.grad(lambda v: opt.get_scaled_loss(v * v))(v.value()), v)])
 """),
     "all ways to scale in tf2": ("works", "", """
 from gainstage.compat import tf2
-v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.SGD(0.125)); grad = jax.grad(lambda v: opt.get_scaled_loss(v * v))
+v = gs.Variable(1.0); opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.125)); grad = jax.grad(lambda v: opt.get_scaled_loss(v * v))
 for _ in range(2): opt.minimize(lambda: v * 1.0, [v]); opt.minimize(lambda: v * 1.0, [v], grad_loss=1.0)
 for _ in range(2): opt.apply_gradients([(g * 1, v) for g, v in opt.compute_gradients(lambda: v * 1.0, [v])])
 for _ in range(2): opt.apply_gradients(zip(opt.get_unscaled_gradients([grad(v.value())]), [v]))
 assert float(v) == 0.25 * 0.75**2
 """),
-    "a scale of an optimizer in jax.jit": ("refused", "scaled = gainstage.functional", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+    "a scale of an optimizer in jax.jit": ("refused", "scaled = gainstage.functionalize", """
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 jax.jit(jax.grad(lambda v: opt.scale_loss(v * v)))(1.0)
 """),
     "a scale that stateless_apply does not change": ("warns", "since stateless_apply", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 step = jax.jit(lambda state, w, scale: opt.stateless_apply(state, [w[0] * scale], w))
 w, state = [v.value()], [x.value() for x in opt.variables]
 for _ in range(30): w, state = step(state, w, opt.loss_scale)
 """),
     "a scale of the state of stateless_apply": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
-scaled = gs.functional(opt.scale_loss, opt.variables)
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.functionalize(opt.scale_loss, opt.variables)
 grad = lambda state, w: jax.grad(lambda w: scaled(state, w[0])[0])(w)
 step = jax.jit(lambda state, w: opt.stateless_apply(state, grad(state, w), w))
 w, state = [v.value()], [x.value() for x in opt.variables]
@@ -438,7 +438,7 @@ for i in range(3): w, state = step(state, w); print(opt.loss_scale)
 assert w[0] == 0.25
 """),
     "a state of stateless_apply that is assigned": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 for _ in range(30):
     grads = [jnp.ones(()) * opt.loss_scale]
     (w,), state = opt.stateless_apply([x.value() for x in opt.variables], grads, [v.value()])
@@ -446,33 +446,33 @@ for _ in range(30):
 """),
     "a checkpoint of variables that stateless_apply does not change": ("warns", "Assign them first", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
-scaled = gs.functional(opt.scale_loss, opt.variables)
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.functionalize(opt.scale_loss, opt.variables)
 grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 checkpoints = Checkpoints(tempfile.mkdtemp())
 for n in range(1, 4): tv, ov = step(tv, ov); checkpoints.save(n, [v], opt)
 """),
     "variables that stateless_apply does not change, saved": ("warns", "Assign them first", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
-scaled = gs.functional(opt.scale_loss, opt.variables)
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.functionalize(opt.scale_loss, opt.variables)
 grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 tv, ov = step(tv, ov); opt.save_own_variables({})
 """),
-    "variables that functional does not change, saved": ("warns", "Assign them first", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
-run = jax.jit(gs.functional(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+    "variables that stateless does not change, saved": ("warns", "Assign them first", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+run = jax.jit(gs.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
 values = [x.value() for x in state]
 for _ in range(3): loss, values = run(values); opt.save_own_variables({})
 """),
-    "variables that functional reads, or that are assigned, saved": ("works", "", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
-jax.jit(gs.functional(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
+    "variables that stateless reads, or that are assigned, saved": ("works", "", """
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v]); state = [v, *opt.variables]
+jax.jit(gs.functionalize(lambda: opt.scale_loss(plain(v.value())), state))([x.value() for x in state])
 opt.save_own_variables({})
 step = gs.jit(lambda: opt.minimize(lambda: plain(v.value()), [v]), state)
 step.lower(); opt.save_own_variables({}); step(); opt.save_own_variables({})
-run = jax.jit(gs.functional(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
+run = jax.jit(gs.functionalize(lambda: opt.minimize(lambda: plain(v.value()), [v]), state))
 for _ in range(3):
     loss, values = run([x.value() for x in state])
     for x, new in zip(state, values): x.assign(new)
@@ -493,7 +493,7 @@ for n in range(3): model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0); [floa
 """),
     "a checkpoint without what the loss assigns": ("warns", "no value of .'mean'.*loss of its minimize assigns", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
-v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 def loss(x): mean.assign(0.9 * mean.value() + x); return plain(v.value()) + mean.value()
 step = gs.jit(lambda x: opt.minimize(lambda: loss(x), [v]), ([v, mean], opt.variables))
 checkpoints = Checkpoints(tempfile.mkdtemp())
@@ -501,14 +501,14 @@ for n in range(3): step(0.1); checkpoints.save(n, [v], opt)
 """),
     "a checkpoint with what the loss assigns": ("works", "", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
-v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+v, mean = gs.Variable(w), gs.Variable(0.0, name="mean"); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 def loss(x): mean.assign(0.9 * mean.value() + x); return plain(v.value()) + mean.value()
 for n in range(3): opt.minimize(lambda: loss(0.1), [v]); Checkpoints(tempfile.mkdtemp()).save(n, [v, mean], opt)
 """),
     "a checkpoint of what stateless_apply returns": ("works", "", """
 import tempfile; from gainstage.interop.orbax import Checkpoints
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.25)); opt.build([v])
-scaled = gs.functional(opt.scale_loss, opt.variables)
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25)); opt.build([v])
+scaled = gs.functionalize(opt.scale_loss, opt.variables)
 grad = lambda s, w: jax.grad(lambda w: scaled(s, plain(w[0]))[0])(w)
 step, tv, ov = jax.jit(lambda w, s: opt.stateless_apply(s, grad(s, w), w)), [v.value()], [x.value() for x in opt.variables]
 checkpoints = Checkpoints(tempfile.mkdtemp()); step.lower(tv, ov); checkpoints.save(0, [v], opt)
@@ -516,7 +516,7 @@ for n in range(1, 4):
     tv, ov = step(tv, ov)
     for x, new in zip([v, *opt.variables], [*tv, *ov]): x.assign(new)
     checkpoints.save(n, [v], opt); opt.save_own_variables({})
-other = gs.SGD(0.1); other.stateless_apply([x.value() for x in (other.build([v]), other)[1].variables], [w], [v.value()])
+other = gs.optimizers.SGD(0.1); other.stateless_apply([x.value() for x in (other.build([v]), other)[1].variables], [w], [v.value()])
 other.apply([w], [v]); other.save_own_variables({})
 """),
     "float16 times a scale": ("works", "", """
@@ -568,10 +568,10 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 updates, new = tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 gs.apply_updates(w, updates, state)
 """),
-    "keep_if_applied with the old state": ("warns", "state of before the update", """
+    "select_if_applied with the old state": ("warns", "state of before the update", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
 updates, new = tx.update(gs.value_and_grad(plain, state)(w, NAN)[1], state, w)
-gs.keep_if_applied(w * NAN, w, state)
+gs.select_if_applied(w * NAN, w, state)
 """),
     "a decision by the old state": ("warns", "state of before the update", """
 tx = gs.loss_scaled(sgd)
@@ -622,7 +622,7 @@ gs.loss_scaled(sgd, 2.0**10)
 gs.loss_scaled(sgd, gs.DynamicLossScale)
 """),
     "a rule and a scale": ("refused", "cannot be combined", """
-gs.LossScaleOptimizer(gs.SGD(), 8.0, rule=gs.AdaptiveLossScale())
+gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, rule=gs.AdaptiveLossScale())
 """),
     "a scale of 0": ("refused", "initial_loss_scale", """
 gs.DynamicLossScale(0.0)
@@ -661,7 +661,7 @@ W, state, _ = gs.train_step(loss, tx, retries=8)(W, state, X); jax.effects_barri
 assert len(calls) == 1, len(calls)
 """),
     "retries of an optimizer with a fixed scale": ("warns", "leave `retries` out", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(), rule=gs.FixedLossScale(8.0))
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(), rule=gs.FixedLossScale(8.0))
 for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
 """),
     "a negative number of retries": ("refused", "retries", """
@@ -669,7 +669,7 @@ gs.train_step(plain, gs.loss_scaled(sgd), retries=-1)
 """),
     "retries with drop_window": ("refused", "extend", """
 v = gs.Variable(1.0)
-opt = gs.LossScaleOptimizer(gs.SGD(gradient_accumulation_steps=2, on_bad_microbatch='drop_window'))
+opt = gs.LossScaleOptimizer(gs.optimizers.SGD(gradient_accumulation_steps=2, on_bad_microbatch='drop_window'))
 opt.minimize(lambda: v * v, [v], retries=2)
 """),
     # ── what the loss returns, and what it gets ──────────────────────────────────────────────
@@ -686,15 +686,15 @@ tx = gs.loss_scaled(sgd); gs.train_step(lambda w: None, tx)(w, tx.init(w))
 tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w), tx)(w, tx.init(w), 'name')
 """),
     "float8 states among the parameters": ("refused", "without float8 states", """
-gs.loss_scaled(sgd).init({'w': w, 'fp8': gs.fp8.dot_scaling()})
+gs.loss_scaled(sgd).init({'w': w, 'fp8': gs.precision.float8.dot_scaling()})
 """),
-    "float8 states in the batch": ("warns", "pass its gradient to gainstage.fp8.update", """
+    "float8 states in the batch": ("warns", "pass its gradient to gainstage.precision.float8.update", """
 tx = gs.loss_scaled(sgd); state = tx.init(W)
-gs.train_step(lambda w, s: plain(gs.fp8.dot(X, w, s)), tx)(W, state, gs.fp8.dot_scaling())
+gs.train_step(lambda w, s: plain(gs.precision.float8.dot(X, w, s)), tx)(W, state, gs.precision.float8.dot_scaling())
 """),
-    "float8 states that a loss closes over": ("warns", "pass its gradient to gainstage.fp8.update", """
-tx, scaling = gs.loss_scaled(sgd), gs.fp8.dot_scaling()
-gs.train_step(lambda w: plain(gs.fp8.dot(X, w, scaling)), tx)(W, tx.init(W))
+    "float8 states that a loss closes over": ("warns", "pass its gradient to gainstage.precision.float8.update", """
+tx, scaling = gs.loss_scaled(sgd), gs.precision.float8.dot_scaling()
+gs.train_step(lambda w: plain(gs.precision.float8.dot(X, w, scaling)), tx)(W, tx.init(W))
 """),
     "scale_loss in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)
@@ -732,12 +732,12 @@ tx = gs.loss_scaled(sgd); state = tx.init(w)
 jax.jit(jax.grad(lambda w, s: gs.scale_loss(gs.scale_loss(plain(w), s), s)))(w, state)
 """),
     "scale_loss of what an optimizer's has returned": ("refused", "Multiply once", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 gs.jit(lambda: jax.grad(lambda w: opt.scale_loss(opt.scale_loss(plain(w)) / 2))(v.value()), ([v], opt.variables))()
 """),
     "get_scaled_loss of what it has returned": ("refused", "Multiply once", """
 from gainstage.compat import tf2
-opt = tf2.LossScaleOptimizer(gs.SGD())
+opt = tf2.LossScaleOptimizer(gs.optimizers.SGD())
 jax.grad(lambda w: opt.get_scaled_loss(opt.get_scaled_loss(plain(w))))(w)
 """),
     "scale_loss of what Keras's has returned": ("refused", "Multiply once", """
@@ -745,7 +745,7 @@ import keras; from gainstage.interop.keras import LossScaleOptimizer
 opt = LossScaleOptimizer(keras.optimizers.SGD(0.1)); opt.scale_loss(opt.scale_loss(jnp.float32(1.0)))
 """),
     "scale_loss of several losses, and of one that is true again": ("works", "", """
-tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.LossScaleOptimizer(gs.SGD())
+tx = gs.loss_scaled(sgd); state = tx.init(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD())
 for scaled, scale in [(opt.scale_loss, lambda: opt.loss_scale),
                       (lambda x: gs.scale_loss(x, state), lambda: gs.loss_scale(state))]:
     def total(w):
@@ -824,11 +824,11 @@ v = gs.Variable(1.0); fns = [gs.jit(lambda n=n: v.assign_add(n), [v]) for n in r
 for fn in [*fns, *fns]: fn()
 """),
     "an option that changes in each step": ("works", "", """
-v = gs.Variable(1.0); opt = gs.SGD(0.1)
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1)
 for n in range(12): opt.weight_decay = 0.1 / (n + 1); opt.apply([1.0], [v])
 """),
     "a batch that gs.jit reads from outside": ("warns", "`x` has changed.*lambda x: ..., state", """
-v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.SGD(0.1)); opt.build([v])
+v = gs.Variable(w); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1)); opt.build([v])
 step = gs.jit(lambda: opt.minimize(lambda: jnp.sum((v.value() * x) ** 2), [v]), ([v], opt.variables))
 for n in range(6): x = w * n; step()
 """),
@@ -968,7 +968,7 @@ tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
 for _ in range(130): w, state, _ = step(w, state, NAN)
 """),
     "an optimizer without a step": ("warns", "in a row were skipped", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD())
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD())
 for _ in range(130): opt.minimize(lambda: v * NAN, [v])
 """),
     "a run without a step, made anew in each epoch": ("warns", "in a row were skipped", """
@@ -990,11 +990,11 @@ for _ in range(5):
     for _ in range(40): v, state, _ = step(v, state, NAN)
 """),
     "an optimizer without a step, with apply_if": ("warns", "in a row were skipped", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.scale_loss(1.0)
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
 for n in range(130): opt.apply([NAN], [v], apply_if=n >= 0)
 """),
     "bad gradients that apply_if leaves out": ("works", "", """
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD()); opt.scale_loss(1.0)
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.scale_loss(1.0)
 for n in range(130): opt.apply([NAN], [v], apply_if=[False, jnp.array(False)][n % 2])
 for n in range(130): opt.apply([NAN if n % 2 else 1.0], [v], apply_if=True)
 """),
@@ -1015,7 +1015,7 @@ state, step = tx.init(p), gs.train_step(half, tx)
 for _ in range(3): p, state, _ = step(p, state, x)
 """),
     "a batch of the host on a mesh, with gs.jit": ("warns", "PartitionSpec\\(\"data\"\\)", MESH + """
-v = gs.Variable(jax.device_put(W, whole)); opt = gs.LossScaleOptimizer(gs.SGD()); opt.build([v])
+v = gs.Variable(jax.device_put(W, whole)); opt = gs.LossScaleOptimizer(gs.optimizers.SGD()); opt.build([v])
 step = gs.jit(lambda x: opt.minimize(lambda: half(v.value(), x), [v]), ([v], opt.variables))
 for _ in range(3): step(np.ones((256, 4), np.float32))
 """),
@@ -1032,7 +1032,7 @@ for loss, batch in [
     for _ in range(3): p, state, _ = step(p, state, batch)
 p = jax.device_put(W, whole); state = tx.init(p)
 gs.train_step(lambda w, x, k: half(w, x), tx)(p, state, jax.device_put(x, rows), np.ones((2048,)))
-v = gs.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.SGD()
+v = gs.Variable(jax.device_put(np.ones((1024, 8), np.float32), whole)); opt = gs.optimizers.SGD()
 for _ in range(3): opt.apply([np.ones((1024, 8), np.float32)], [v])
 """),
     "the loss of each device's part": ("warns", "jax.lax.pmean\\(loss, 'data'\\)", MESH + """
@@ -1134,7 +1134,7 @@ run.close()
 """),
     "telemetry of a scan and of an optimizer": ("works", "", """
 from gainstage.diagnostics import Alarms
-v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+v = gs.Variable(1.0); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
 with Alarms() as alarms:
     for n in range(20): opt.minimize(lambda: v * v, [v]); alarms.write(n, gs.telemetry(opt))
     tx = gs.loss_scaled(sgd, telemetry=True); step = gs.train_step(plain, tx)
@@ -1144,86 +1144,86 @@ with Alarms() as alarms:
 """),
     # ── optimizers ───────────────────────────────────────────────────────────────────────────
     "one optimizer in two wrappers": ("refused", "already wrapped", """
-inner = gs.SGD(); one = gs.LossScaleOptimizer(inner); gs.LossScaleOptimizer(inner)
+inner = gs.optimizers.SGD(); one = gs.LossScaleOptimizer(inner); gs.LossScaleOptimizer(inner)
 """),
     "a class for an optimizer": ("refused", "optimizer", """
-gs.LossScaleOptimizer(gs.SGD)
+gs.LossScaleOptimizer(gs.optimizers.SGD)
 """),
     "an optax transformation for an optimizer": ("refused", "optimizer", """
 gs.LossScaleOptimizer(sgd)
 """),
     "an option on both": ("refused", "clipnorm", """
-gs.LossScaleOptimizer(gs.SGD(clipnorm=1.0), clipnorm=2.0)
+gs.LossScaleOptimizer(gs.optimizers.SGD(clipnorm=1.0), clipnorm=2.0)
 """),
     "two clips": ("refused", "at most one", """
-gs.SGD(clipnorm=1.0, clipvalue=1.0)
+gs.optimizers.SGD(clipnorm=1.0, clipvalue=1.0)
 """),
     "an unknown variable": ("refused", "built with", """
-v, u = gs.Variable(1.0), gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.apply([1.0], [u])
+v, u = gs.Variable(1.0), gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.apply([1.0], [u])
 """),
     "a gradient of another shape": ("refused", "shape", """
-v = gs.Variable(w); gs.SGD().apply([jnp.ones(4)], [v])
+v = gs.Variable(w); gs.optimizers.SGD().apply([jnp.ones(4)], [v])
 """),
     "a string for a rate": ("refused", "learning_rate", """
-gs.SGD('0.1')
+gs.optimizers.SGD('0.1')
 """),
     "a read in plain jax.jit": ("refused", "gainstage", """
-v = gs.Variable(1.0); opt = gs.SGD(0.1); opt.build([v])
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
 jax.jit(lambda: opt.apply([1.0], [v]))()
 """),
     "a variable that gs.jit is not told of": ("refused", "state", """
-v = gs.Variable(1.0); opt = gs.SGD(0.1); opt.build([v])
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v])
 gs.jit(lambda: opt.apply([1.0], [v]), state=[v])()
 """),
     "jnp functions of a variable": ("refused", "value\\(\\)", """
 jnp.sum(gs.Variable(w))
 """),
     "a rate that is assigned": ("works", "", """
-v = gs.Variable(1.0); opt = gs.SGD(0.1); opt.build([v]); opt.learning_rate = 0.5
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(0.1); opt.build([v]); opt.learning_rate = 0.5
 opt.apply([1.0], [v]); assert float(v) == 0.5
 """),
     "decay that is excluded too late": ("refused", "before build", """
-v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.exclude_from_weight_decay([v])
 """),
     "decay that is excluded from another decay": ("refused", r"mask=\[True, False\]", """
 v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias")
-opt = gs.LossScaleOptimizer(gs.Optax(optax.adamw(0.1))); opt.exclude_from_weight_decay(var_names=["bias"])
+opt = gs.LossScaleOptimizer(gs.optimizers.from_optax(optax.adamw(0.1))); opt.exclude_from_weight_decay(var_names=["bias"])
 opt.minimize(lambda: v * b, [v, b])
 """),
     "decay that is excluded for no variable": ("warns", "leaves out none", """
-v, b = gs.Variable(1.0), gs.Variable(1.0); opt = gs.AdamW()
+v, b = gs.Variable(1.0), gs.Variable(1.0); opt = gs.optimizers.AdamW()
 opt.exclude_from_weight_decay(var_names=["bias"])
 for _ in range(2): opt.apply([1.0, 1.0], [v, b])
 """),
     "decay that is excluded for a variable that is not trained": ("warns", "var_list=\\['other'\\] leaves", """
-v, b = gs.Variable(1.0), gs.Variable(1.0, name="other"); opt = gs.SGD(weight_decay=0.1)
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="other"); opt = gs.optimizers.SGD(weight_decay=0.1)
 opt.exclude_from_weight_decay([b]); opt.build([v])
 """),
     "decay that is excluded, by some names in vain": ("works", "", """
-v, b = gs.Variable(1.0, name="kernel"), gs.Variable(1.0, name="bias"); opt = gs.AdamW()
+v, b = gs.Variable(1.0, name="kernel"), gs.Variable(1.0, name="bias"); opt = gs.optimizers.AdamW()
 opt.exclude_from_weight_decay([gs.Variable(1.0)], ["bias", "LayerNorm"]); opt.build([v, b])
 """),
     "decay that is excluded from a bias in a model without one": ("works", "", """
-v = gs.Variable(1.0, name="kernel"); opt = gs.AdamW()
+v = gs.Variable(1.0, name="kernel"); opt = gs.optimizers.AdamW()
 opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
 """),
     "decay that is excluded where there is none": ("works", "", """
-v = gs.Variable(1.0); opt = gs.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
-opt = gs.Optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.build([v])
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.exclude_from_weight_decay(var_names=["bias"]); opt.build([v])
+opt = gs.optimizers.from_optax(sgd, weight_decay=0.1); opt.exclude_from_weight_decay([v]); opt.build([v])
 """),
     "decay that is excluded for one of several optimizers": ("works", "", """
-v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias"); one, two = gs.AdamW(), gs.AdamW()
+v, b = gs.Variable(1.0), gs.Variable(1.0, name="bias"); one, two = gs.optimizers.AdamW(), gs.optimizers.AdamW()
 for each in (one, two): each.exclude_from_weight_decay(var_names=["bias"])
-gs.MultiOptimizer([(one, [v]), (two, [b])]).build([v, b])
+gs.optimizers.MultiOptimizer([(one, [v]), (two, [b])]).build([v, b])
 """),
     "a schedule with a Python condition": ("refused", r"jax\.numpy\.where\(step", """
-v = gs.Variable(1.0); gs.SGD(lambda step: 0.5 if step < 1 else 0.25).apply([1.0], [v])
+v = gs.Variable(1.0); gs.optimizers.SGD(lambda step: 0.5 if step < 1 else 0.25).apply([1.0], [v])
 """),
     "a schedule with numpy": ("refused", "learning_rate\\(step\\) to work on an array.*jit_compile=False", """
-v = gs.Variable(1.0); gs.LossScaleOptimizer(gs.SGD(lambda step: np.cos(step))).minimize(lambda: v * v, [v])
+v = gs.Variable(1.0); gs.LossScaleOptimizer(gs.optimizers.SGD(lambda step: np.cos(step))).minimize(lambda: v * v, [v])
 """),
     "a schedule with a Python condition, uncompiled": ("works", "", """
-v = gs.Variable(1.0); opt = gs.SGD(lambda step: 0.5 if step < 1 else 0.25, jit_compile=False)
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(lambda step: 0.5 if step < 1 else 0.25, jit_compile=False)
 for _ in range(2): opt.apply([1.0], [v])
 assert float(v) == 0.25
 """),
@@ -1237,7 +1237,7 @@ for _ in range(3): opt.apply([-1.0], [v])
 assert float(v) == 6.0
 """),
     "a count in update_step that every step sets back, and what it caches": ("works", "", """
-class Places(gs.SGD):
+class Places(gs.optimizers.SGD):
     place, shape, name_of = 0, None, ""
     def update_step(self, gradient, variable, learning_rate):
         self.place += 1; self.shape = variable.shape; self.name_of = variable.name
@@ -1248,35 +1248,35 @@ for _ in range(3): opt.apply([-1.0, -1.0], [v, u])
 assert (float(v), float(u)) == (3.0, 6.0)
 """),
     "built, set by an optimizer's own build": ("works", "", """
-class Own(gs.SGD):
+class Own(gs.optimizers.SGD):
     def build(self, var_list):
         super().build(var_list); self.built = True
 v = gs.Variable(1.0); gs.LossScaleOptimizer(Own(0.5)).minimize(lambda: v * 1.0, [v]); assert float(v) == 0.5
 """),
     "built, set without a base that builds": ("refused", r"super\(\)\.build\(var_list\) to set built; got True", """
-class Own(gs.SGD):
+class Own(gs.optimizers.SGD):
     def build(self, var_list):
         self.built = True
 Own(0.5).build([gs.Variable(1.0)])
 """),
     "half-precision variables": ("warns", "master_weights=True", """
-v = gs.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+v = gs.Variable(jnp.ones(3, jnp.bfloat16)); opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))
 for _ in range(2): opt.minimize(lambda: (v * v).sum(), [v])
 """),
     "half-precision variables with master weights": ("works", "", """
 v, b = gs.Variable(jnp.ones(3, jnp.float16)), gs.Variable(1.0); loss = lambda: (v * v).sum() * b
-opt = gs.LossScaleOptimizer(gs.SGD(0.1, master_weights=True)); opt.minimize(loss, [v])
-pairs = [(gs.SGD(), [v]), (gs.SGD(), [b])]
-gs.LossScaleOptimizer(gs.MultiOptimizer(pairs, master_weights=True)).minimize(loss, [v, b])
+opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1, master_weights=True)); opt.minimize(loss, [v])
+pairs = [(gs.optimizers.SGD(), [v]), (gs.optimizers.SGD(), [b])]
+gs.LossScaleOptimizer(gs.optimizers.MultiOptimizer(pairs, master_weights=True)).minimize(loss, [v, b])
 """),
     "accumulation that is set too late": ("refused", "before the optimizer is built", """
-v = gs.Variable(1.0); opt = gs.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2
+v = gs.Variable(1.0); opt = gs.optimizers.SGD(); opt.build([v]); opt.gradient_accumulation_steps = 2
 """),
     "a missing gradient": ("warns", "No gradient for", """
-v, u = gs.Variable(1.0), gs.Variable(1.0); gs.SGD().apply([1.0, None], [v, u])
+v, u = gs.Variable(1.0), gs.Variable(1.0); gs.optimizers.SGD().apply([1.0, None], [v, u])
 """),
     "only missing gradients": ("refused", "at least one", """
-v = gs.Variable(1.0); gs.SGD().apply([None], [v])
+v = gs.Variable(1.0); gs.optimizers.SGD().apply([None], [v])
 """),
     # ── models ───────────────────────────────────────────────────────────────────────────────
     "an NNX model": ("works", "", """

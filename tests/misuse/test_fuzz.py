@@ -27,6 +27,7 @@ from gainstage._base import configurable
 from gainstage.compat import experimental, tf2
 from gainstage.diagnostics import JsonLines, read_run
 from gainstage.interop import importers
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, schedules
 
 SRC = Path(gs.__file__).parent
 QUICK = settings(
@@ -110,12 +111,12 @@ def outcome(load):
 # ── configurations ───────────────────────────────────────────────────────────────────────────
 
 SCHEDULES = [
-    gs.schedules.ExponentialDecay(0.5, 2, 0.5, staircase=True),
-    gs.schedules.InverseTimeDecay(0.5, 2, 0.5),
-    gs.schedules.PolynomialDecay(0.5, 2, power=2.0, cycle=True),
-    gs.schedules.CosineDecay(0.5, 2, warmup_target=1.0, warmup_steps=3),
-    gs.schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25]),
-    gs.schedules.CosineDecayRestarts(0.5, 2, m_mul=0.5),
+    schedules.ExponentialDecay(0.5, 2, 0.5, staircase=True),
+    schedules.InverseTimeDecay(0.5, 2, 0.5),
+    schedules.PolynomialDecay(0.5, 2, power=2.0, cycle=True),
+    schedules.CosineDecay(0.5, 2, warmup_target=1.0, warmup_steps=3),
+    schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25]),
+    schedules.CosineDecayRestarts(0.5, 2, m_mul=0.5),
 ]
 RULES = [
     gs.FixedLossScale(8.0),
@@ -123,25 +124,25 @@ RULES = [
     gs.AdaptiveLossScale(8.0, 3, margin=2.0),
 ]
 OPTIMIZERS = [
-    gs.SGD(0.1, momentum=0.5, nesterov=True, clipnorm=1.0),
-    gs.Adam(SCHEDULES[0], amsgrad=True, use_ema=True, master_weights=True),
-    gs.AdamW(SCHEDULES[4], weight_decay=0.1, gradient_accumulation_steps=2),
-    gs.RMSprop(0.1, centered=True, clipvalue=1.0),
-    gs.Adagrad(0.1, initial_accumulator_value=0.5, loss_scale_factor=4.0),
-    gs.Adadelta(0.1, rho=0.5),
-    gs.Lion(0.1, ema_overwrite_frequency=3, global_clipnorm=1.0),
-    gs.LossScaleOptimizer(gs.Adam(SCHEDULES[3]), 8.0, 3, use_ema=True, telemetry=True),
-    gs.LossScaleOptimizer(gs.SGD(0.1), 8.0, dynamic=False),
-    gs.LossScaleOptimizer(gs.Lion(0.1), rule=RULES[2], clipnorm=1.0),
-    tf2.LossScaleOptimizer(gs.SGD(0.1), True, 8.0, 3),
+    SGD(0.1, momentum=0.5, nesterov=True, clipnorm=1.0),
+    Adam(SCHEDULES[0], amsgrad=True, use_ema=True, master_weights=True),
+    AdamW(SCHEDULES[4], weight_decay=0.1, gradient_accumulation_steps=2),
+    RMSprop(0.1, centered=True, clipvalue=1.0),
+    Adagrad(0.1, initial_accumulator_value=0.5, loss_scale_factor=4.0),
+    Adadelta(0.1, rho=0.5),
+    Lion(0.1, ema_overwrite_frequency=3, global_clipnorm=1.0),
+    gs.LossScaleOptimizer(Adam(SCHEDULES[3]), 8.0, 3, use_ema=True, telemetry=True),
+    gs.LossScaleOptimizer(SGD(0.1), 8.0, dynamic=False),
+    gs.LossScaleOptimizer(Lion(0.1), rule=RULES[2], clipnorm=1.0),
+    tf2.LossScaleOptimizer(SGD(0.1), True, 8.0, 3),
 ]
 BASES = {
-    gs.schedules.LearningRateSchedule: SCHEDULES,
+    schedules.LearningRateSchedule: SCHEDULES,
     gs.LossScale: RULES,
-    gs.Optimizer: OPTIMIZERS,
+    gs.optimizers.Optimizer: OPTIMIZERS,
 }
 DESCRIBED = [(base, configurable.serialize(x)) for base, all_ in BASES.items() for x in all_]
-OTHERS = [gs.Policy("mixed_float16"), experimental.FixedLossScale(4.0),
+OTHERS = [gs.precision.Policy("mixed_float16"), experimental.FixedLossScale(4.0),
           experimental.DynamicLossScale(4, 3, 4)]  # fmt: skip
 
 
@@ -209,7 +210,7 @@ def test_configurations(data):
 def built(**options):
     names = [("a", (2, 3)), ("b", ()), ("b", (4,))]
     variables = [gs.Variable(np.ones(shape, np.float32), name=name) for name, shape in names]
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, **options), 8.0, telemetry=True)
+    opt = gs.LossScaleOptimizer(Adam(0.1, **options), 8.0, telemetry=True)
     opt.build(variables)
     opt.apply([np.full(v.shape, 3.0, np.float32) for v in variables], variables)
     return variables, opt
@@ -333,8 +334,8 @@ def test_states_of_peers(data):
         rule, state = found
         assert float(state.scale) == np.float32(broken[scale])
         assert int(state.good_steps) == broken[count]
-        opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule)
-        importers.resume(opt, state)
+        opt = gs.LossScaleOptimizer(SGD(0.5), rule=rule)
+        importers.load_into(opt, state)
         assert (float(opt.dynamic_scale), int(opt.step_counter)) == (state.scale, state.good_steps)
 
 
@@ -365,8 +366,8 @@ def test_a_scale_from_anywhere(scale, count):
     """`resume` with numbers of one's own changes both or neither."""
     opt = optimizers()[0]
     before = state_of(opt)
-    state = gs.ScaleState(scale, count)
-    if outcome(lambda: importers.resume(opt, state) or "resumed") is None:
+    state = gs.typing.ScaleState(scale, count)
+    if outcome(lambda: importers.load_into(opt, state) or "resumed") is None:
         assert state_of(opt) == before
     else:
         assert 0 < float(opt.dynamic_scale) == np.float32(scale)

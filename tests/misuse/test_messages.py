@@ -9,11 +9,12 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
+from gainstage.optimizers import MultiOptimizer, from_optax, schedules, to_optax
 
 
 def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
     """`repr` has the class, the name, the rate, the scale, the rule, and what it was built for."""
-    weight, inner = gs.Variable(1.0), gs.Adam(0.001)
+    weight, inner = gs.Variable(1.0), gs.optimizers.Adam(0.001)
     assert repr(inner) == "<Adam 'adam': learning rate 0.001, not built>"
     opt = gs.LossScaleOptimizer(inner, 2.0**20)
     opt.build([weight])
@@ -21,16 +22,16 @@ def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
         "<LossScaleOptimizer 'loss_scale_optimizer': scale 1048576, rule DynamicLossScale, around "
         "<Adam 'adam': learning rate 0.001, built for 1 variable>>"
     )
-    scheduled = gs.SGD(gs.schedules.ExponentialDecay(0.1, 10, 0.9))
+    scheduled = gs.optimizers.SGD(schedules.ExponentialDecay(0.1, 10, 0.9))
     assert "learning rate ExponentialDecay(" in repr(scheduled)
 
 
 def test_a_representation_needs_no_value():
     """`repr` works where there is nothing to read: while tracing, and for what is only planned."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5))
+    opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5))
     opt.build([gs.Variable(jax.ShapeDtypeStruct((2,), jnp.float32))])
     said = []
-    jax.jit(gs.functional(lambda: said.append(repr(opt)), opt.variables))(
+    jax.jit(gs.functionalize(lambda: said.append(repr(opt)), opt.variables))(
         [v.value() for v in opt.variables]
     )
     assert "scale unknown" in said[0]
@@ -45,7 +46,7 @@ def test_a_compiled_function_shows_its_name_and_its_state():
 
 def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
     """`apply` warns, once, if the scale that it divides by was never asked for."""
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5))
+    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.optimizers.SGD(0.5))
     with pytest.warns(UserWarning, match="no loss was multiplied by it: use `minimize`"):
         opt.apply([1.0], [weight])
     with warnings.catch_warnings(action="error"):
@@ -65,7 +66,7 @@ def test_gradients_of_a_loss_that_nobody_scaled_are_warned_of_once():
 )
 def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
     """Every way to multiply a loss by the scale counts as scaling."""
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.25))
+    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
     with warnings.catch_warnings(action="error"):
         use(opt, weight)
     assert float(weight) == 0.5
@@ -75,7 +76,7 @@ def test_gradients_of_a_scaled_loss_are_not_warned_of(use):
 def test_a_print_of_the_scale_silences_nothing(read):
     """Gradients of a loss that was not scaled are warned of, once, though the scale was read
     before the first step."""
-    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.25))
+    weight, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
     print(getattr(opt, read))
     opt.apply([2.0], [weight])
     with pytest.warns(UserWarning, match="no loss was multiplied by it"):
@@ -85,7 +86,7 @@ def test_a_print_of_the_scale_silences_nothing(read):
 
 def test_a_cell_that_is_run_again_is_told_what_to_do():
     """Wrapping an optimizer again, or training a new variable of an old name, names the remedy."""
-    weight, inner = gs.Variable(1.0, name="w"), gs.SGD(0.5)
+    weight, inner = gs.Variable(1.0, name="w"), gs.optimizers.SGD(0.5)
     opt = gs.LossScaleOptimizer(inner)
     with pytest.raises(
         ValueError, match=r"already wrapped by 'loss_scale_optimizer'.*Create a new"
@@ -100,7 +101,7 @@ def test_a_cell_that_is_run_again_is_told_what_to_do():
 def test_a_mesh_that_is_missing_is_named():
     """`shard_state_over` with variables on one device says how to put them on a mesh."""
     with pytest.raises(ValueError, match="Put the variables on a mesh first"):
-        gs.SGD(shard_state_over="data").build([gs.Variable(1.0)])
+        gs.optimizers.SGD(shard_state_over="data").build([gs.Variable(1.0)])
 
 
 NAMES = [f"blocks/{i}/attention/kernel" for i in range(200)]
@@ -112,7 +113,7 @@ def large(tx=None):
 
 
 def built(**options):
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, **options))
+    opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1, **options))
     opt.build(large()[1])
     return opt
 
@@ -167,7 +168,7 @@ LONG = {
     "structure": changed_structure,
     "other parameters": other_parameters,
     "donated": donated,
-    "functional": lambda: gs.functional(lambda: None, large()[1])(large()[0]),
+    "functional": lambda: gs.functionalize(lambda: None, large()[1])(large()[0]),
     "build twice": lambda: built().build(large()[1]),
     "unknown variable": lambda: built().apply([1.0], [gs.Variable(1.0)]),
     "too few": lambda: built().apply([1.0]),
@@ -179,18 +180,20 @@ LONG = {
     "load_own_variables": lambda: built().load_own_variables(
         {str(i): 1.0 for i in range(900, 999)}
     ),
-    "masks": lambda: gs.Optax(optax.masked(optax.sgd(0.1), dict.fromkeys(NAMES, True))).build(
+    "masks": lambda: from_optax(optax.masked(optax.sgd(0.1), dict.fromkeys(NAMES, True))).build(
         large()[1]
     ),
-    "several": lambda: gs.MultiOptimizer([(gs.SGD(0.1), large()[1])]).build(large()[1]),
-    "to_optax": lambda: gs.to_optax(gs.SGD(0.1)).update(
-        {"a": 1.0}, gs.to_optax(gs.SGD(0.1)).init(large()[0]), large()[0]
+    "several": lambda: MultiOptimizer([(gs.optimizers.SGD(0.1), large()[1])]).build(large()[1]),
+    "to_optax": lambda: to_optax(gs.optimizers.SGD(0.1)).update(
+        {"a": 1.0}, to_optax(gs.optimizers.SGD(0.1)).init(large()[0]), large()[0]
     ),
-    "keep_if_applied": lambda: gs.keep_if_applied(
+    "select_if_applied": lambda: gs.select_if_applied(
         large()[0], {"a": 1.0}, gs.loss_scaled(optax.sgd(0.1)).init(large()[0])
     ),
-    "has_aux": lambda: gs.SGD(0.1).minimize(lambda: large()[0], large()[1], has_aux=True),
-    "report": lambda: gs.report(
+    "has_aux": lambda: gs.optimizers.SGD(0.1).minimize(
+        lambda: large()[0], large()[1], has_aux=True
+    ),
+    "report": lambda: gs.diagnostics.report(
         gs.loss_scaled(optax.sgd(0.1), telemetry=True).init(large()[0]), {"a": jnp.ones(1)}
     ),
 }
@@ -221,103 +224,131 @@ class Own(experimental.LossScale):
 
 
 def update_before_build():
-    opt = gs.SGD(0.1, momentum=0.5)
+    opt = gs.optimizers.SGD(0.1, momentum=0.5)
     opt.update_step(jnp.float32(1.0), w, 0.1)
 
 
 # What somebody writes, the class of the error, and what it names: argument, value, remedy.
 HELPFUL = {
     "swapped pair": (
-        lambda: gs.SGD().apply_gradients([(w, 1.0)]),
+        lambda: gs.optimizers.SGD().apply_gradients([(w, 1.0)]),
         TypeError,
         r"in grads_and_vars; got \(Variable.*The variable comes second",
     ),
-    "no pair": (lambda: gs.SGD().apply_gradients([1.0]), TypeError, r"grads_and_vars; got \(1\.0,"),
-    "no list": (lambda: gs.SGD().apply_gradients(3), TypeError, "grads_and_vars; got"),
+    "no pair": (
+        lambda: gs.optimizers.SGD().apply_gradients([1.0]),
+        TypeError,
+        r"grads_and_vars; got \(1\.0,",
+    ),
+    "no list": (lambda: gs.optimizers.SGD().apply_gradients(3), TypeError, "grads_and_vars; got"),
     "v1 pairs": (
         lambda: v1.GradientDescentOptimizer(0.1).apply_gradients([(w, 1.0)]),
         TypeError,
         "grads_and_vars.*comes second",
     ),
     "tf2 pairs": (
-        lambda: tf2.LossScaleOptimizer(gs.SGD()).apply_gradients([(w, 1.0)]),
+        lambda: tf2.LossScaleOptimizer(gs.optimizers.SGD()).apply_gradients([(w, 1.0)]),
         TypeError,
         "grads_and_vars.*comes second",
     ),
-    "arrays in build": (lambda: gs.SGD().build([jnp.ones(2)]), TypeError, "in var_list; got Array"),
+    "arrays in build": (
+        lambda: gs.optimizers.SGD().build([jnp.ones(2)]),
+        TypeError,
+        "in var_list; got Array",
+    ),
     "names in var_list": (
-        lambda: gs.SGD().minimize(lambda: w**2, ["w"]),
+        lambda: gs.optimizers.SGD().minimize(lambda: w**2, ["w"]),
         TypeError,
         r"gainstage\.Variable objects in var_list; got 'w'",
     ),
-    "no var_list": (lambda: gs.SGD().minimize(lambda: w**2, None), TypeError, "var_list; got None"),
+    "no var_list": (
+        lambda: gs.optimizers.SGD().minimize(lambda: w**2, None),
+        TypeError,
+        "var_list; got None",
+    ),
     "twice": (
-        lambda: gs.SGD().minimize(lambda: w**2, [w, w]),
+        lambda: gs.optimizers.SGD().minimize(lambda: w**2, [w, w]),
         ValueError,
         "once in var_list; got 'w' twice",
     ),
     "callable var_list": (
-        lambda: gs.SGD().minimize(lambda: w**2, lambda: [w, w]),
+        lambda: gs.optimizers.SGD().minimize(lambda: w**2, lambda: [w, w]),
         ValueError,
         "once in var_list; got 'w' twice",
     ),
     "optimizer": (
         lambda: experimental.LossScaleOptimizer("sgd", 8),
         ValueError,
-        r"for optimizer; got 'sgd'\. Use gainstage\.get\('sgd'\)",
+        r"for optimizer; got 'sgd'\. Use gainstage\.optimizers\.get\('sgd'\)",
     ),
-    "a class": (lambda: gs.LossScaleOptimizer(gs.SGD), TypeError, r"Create one: SGD\(\.\.\.\)"),
+    "a class": (
+        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD),
+        TypeError,
+        r"Create one: SGD\(\.\.\.\)",
+    ),
     "own loss scale": (
-        lambda: experimental.LossScaleOptimizer(gs.SGD(), Own()),
+        lambda: experimental.LossScaleOptimizer(gs.optimizers.SGD(), Own()),
         ValueError,
         "FixedLossScale or DynamicLossScale for loss_scale; got a Own.*compat.v1",
     ),
     "callable loss": (
-        lambda: gs.LossScaleOptimizer(gs.SGD()).scale_loss(lambda: 1.0),
+        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss(lambda: 1.0),
         TypeError,
         "for loss; got <function.*Call it first",
     ),
-    "text as loss": (lambda: gs.LossScaleOptimizer(gs.SGD()).scale_loss("x"), TypeError, "got 'x'"),
+    "text as loss": (
+        lambda: gs.LossScaleOptimizer(gs.optimizers.SGD()).scale_loss("x"),
+        TypeError,
+        "got 'x'",
+    ),
     "no loss": (
-        lambda: gs.SGD().minimize(lambda: None, [w]),
+        lambda: gs.optimizers.SGD().minimize(lambda: None, [w]),
         TypeError,
         r"loss\(\) to be one number; got None",
     ),
     "loss and aux": (
-        lambda: gs.SGD().minimize(lambda: (w * 1, 2), [w]),
+        lambda: gs.optimizers.SGD().minimize(lambda: (w * 1, 2), [w]),
         TypeError,
         "got a tuple of 2.*has_aux=True",
     ),
     "reference": (
-        lambda: gs.SGD().add_variable_from_reference(jnp.ones(2), "m"),
+        lambda: gs.optimizers.SGD().add_variable_from_reference(jnp.ones(2), "m"),
         TypeError,
         "reference of slot 'm'; got Array",
     ),
-    "shape": (lambda: gs.SGD().add_variable(3), TypeError, r"integers >= 0 for shape; got 3"),
+    "shape": (
+        lambda: gs.optimizers.SGD().add_variable(3),
+        TypeError,
+        r"integers >= 0 for shape; got 3",
+    ),
     "initializer": (
-        lambda: gs.SGD().add_variable((2,), "one"),
+        lambda: gs.optimizers.SGD().add_variable((2,), "one"),
         ValueError,
         "Expected one of zeros, ones, .*random_normal.* for initializer; got 'one'",
     ),
     "a gradient": (
-        lambda: tf2.LossScaleOptimizer(gs.SGD()).get_unscaled_gradients(1.0),
+        lambda: tf2.LossScaleOptimizer(gs.optimizers.SGD()).get_unscaled_gradients(1.0),
         TypeError,
         r"list of gradients for grads; got 1\.0",
     ),
-    "assign": (lambda: gs.SGD().assign(jnp.ones(2), 1.0), TypeError, "variable to assign to; got"),
+    "assign": (
+        lambda: gs.optimizers.SGD().assign(jnp.ones(2), 1.0),
+        TypeError,
+        "variable to assign to; got",
+    ),
     "update_step": (
         update_before_build,
         AttributeError,
         r"'momentums'\. `build\(variables\)` creates it",
     ),
-    "get": (lambda: gs.get("adm"), ValueError, "among .*'Adam', 'AdamW'.*got 'adm'"),
+    "get": (lambda: gs.optimizers.get("adm"), ValueError, "among .*'Adam', 'AdamW'.*got 'adm'"),
     "class_name": (
-        lambda: gs.deserialize({"class_name": "Retrying", "config": {}}),
+        lambda: gs.optimizers.deserialize({"class_name": "Retrying", "config": {}}),
         ValueError,
         "got 'Retrying'",
     ),
     "argument": (
-        lambda: gs.Adam(beta1=0.9),
+        lambda: gs.optimizers.Adam(beta1=0.9),
         TypeError,
         "Adam: got an unexpected keyword argument 'beta1'. Its arguments are .*beta_1, beta_2",
     ),

@@ -132,7 +132,9 @@ def test_a_train_step_takes_a_model(kind):
     assert_same(found, explicit)
     assert_same(*states)
     assert 0 < gs.telemetry(states[0]).skipped_steps < 4
-    assert len(gs.report(states[0], found).names) == len(gs.report(states[1]).names)
+    assert len(gs.diagnostics.report(states[0], found).names) == len(
+        gs.diagnostics.report(states[1]).names
+    )
 
 
 @EACH

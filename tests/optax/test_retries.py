@@ -153,7 +153,7 @@ def test_retries_are_told_as_retries(tmp_path):
                 writer.write(i, gs.telemetry(opt_state), loss=loss)
     skipped, retried = counts(opt_state)
     assert skipped == 0 < retried
-    text = str(gs.report(opt_state, params))
+    text = str(gs.diagnostics.report(opt_state, params))
     assert text.startswith(f"0 of 40 steps were skipped; {retried} tries were repeated")
     assert diagnostics.read_run(tmp_path / "run.jsonl").get("retried_steps")[-1] == retried
     assert [alarm.kind for alarm in alarms] == ["retries"]

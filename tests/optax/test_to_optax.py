@@ -9,11 +9,12 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam, AdamW, schedules, to_optax
 
 from table import OPTIMIZERS
 
 RULES = OPTIMIZERS | {
-    "schedule": lambda **o: gs.SGD(gs.schedules.ExponentialDecay(0.1, 3, 0.5), **o),
+    "schedule": lambda **o: SGD(schedules.ExponentialDecay(0.1, 3, 0.5), **o),
 }
 OPTIONS = {
     "plain": {},
@@ -49,16 +50,16 @@ def by_optax(tx, params, grads):
 
 def test_windows_that_count_bad_microbatches_are_refused():
     """There a bad step is no step, so a window could not count it."""
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
+    inner = SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
     with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' for to_optax"):
-        gs.to_optax(gs.LossScaleOptimizer(inner))
+        to_optax(gs.LossScaleOptimizer(inner))
 
 
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
 def test_a_norm_that_is_not_finite_is_a_skipped_step(clip):
     """Finite gradients whose norm overflows reach no weight, and the scale falls: as in `apply`."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1, **{clip: 1.0}))
-    tx, params = gs.to_optax(opt), jnp.ones(2)
+    opt = gs.LossScaleOptimizer(SGD(0.1, **{clip: 1.0}))
+    tx, params = to_optax(opt), jnp.ones(2)
     state = tx.init(params)
     updates, state = tx.update(jnp.float32([3e38, 3e38]), state, params)
     np.testing.assert_array_equal(updates, 0)
@@ -67,10 +68,10 @@ def test_a_norm_that_is_not_finite_is_a_skipped_step(clip):
 
 def test_telemetry_comes_with_it():
     """What the optimizer was told to count its transformation counts."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=1)
-    tx, params = gs.to_optax(opt), jnp.ones(2)
+    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=1)
+    tx, params = to_optax(opt), jnp.ones(2)
     _, state = tx.update(params, tx.init(params), params)
-    assert gs.report(state, params).underflow is not None
+    assert gs.diagnostics.report(state, params).underflow is not None
 
 
 def cases():
@@ -84,7 +85,7 @@ def cases():
 def test_the_steps_are_the_same(rule, options, rng):
     """Every rule, with and without options, in a compiled scan: the parameters of `apply`."""
     params, grads = trees(rng)
-    tx = gs.to_optax(RULES[rule](**OPTIONS[options]))
+    tx = to_optax(RULES[rule](**OPTIONS[options]))
     got, _ = by_optax(tx, params, grads)
     variables = jax.tree.map(gs.Variable, params)
     opt = RULES[rule](**OPTIONS[options])
@@ -101,9 +102,9 @@ def test_a_wrapper_becomes_loss_scaled(rng):
     grads[3]["scale"] = jnp.float32(np.inf)
 
     def make():
-        return gs.LossScaleOptimizer(gs.Adam(0.1), 8.0, 3, clipnorm=1.0)
+        return gs.LossScaleOptimizer(Adam(0.1), 8.0, 3, clipnorm=1.0)
 
-    got, state = by_optax(gs.to_optax(make()), params, grads)
+    got, state = by_optax(to_optax(make()), params, grads)
     variables, opt = jax.tree.map(gs.Variable, params), make()
     for g in grads:
         scale = opt.loss_scale
@@ -117,7 +118,7 @@ def test_a_wrapper_becomes_loss_scaled(rng):
 
 def test_master_weights_start_from_the_parameters():
     """A float16 parameter's float32 copy is part of the state from `init` on."""
-    tx = gs.to_optax(gs.SGD(2.0**-14, master_weights=True))
+    tx = to_optax(SGD(2.0**-14, master_weights=True))
     params = {"w": jnp.float16(1.0)}
     state = tx.init(params)
     assert (state["SGD/w_master"].dtype, float(state["SGD/w_master"])) == (jnp.float32, 1.0)
@@ -130,7 +131,7 @@ def test_master_weights_start_from_the_parameters():
 def test_a_gradient_of_none_leaves_its_parameter_alone():
     """As in optax: its update is None."""
     params = {"a": jnp.float32(1.0), "b": jnp.float32(1.0)}
-    tx = gs.to_optax(gs.AdamW(0.1))
+    tx = to_optax(AdamW(0.1))
     updates, _ = tx.update({"a": jnp.float32(1.0), "b": None}, tx.init(params), params)
     assert updates["b"] is None
     assert float(updates["a"]) < 0
@@ -138,36 +139,36 @@ def test_a_gradient_of_none_leaves_its_parameter_alone():
 
 def test_wrong_optimizers():
     """What cannot be converted says why; the optimizer itself is not changed."""
-    opt = gs.SGD(0.1)
-    tx = gs.to_optax(opt)
+    opt = SGD(0.1)
+    tx = to_optax(opt)
     tx.init({"w": jnp.ones(3)})
     assert not opt.built
     with pytest.raises(ValueError, match="Expected params for the update"):
         tx.update({"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)}))
     with pytest.raises(TypeError, match="Expected an optimizer of gainstage"):
-        gs.to_optax(optax.sgd(0.1))
+        to_optax(optax.sgd(0.1))
     with pytest.raises(ValueError, match="loss_scale_factor"):
-        gs.to_optax(gs.SGD(0.1, loss_scale_factor=8.0))
+        to_optax(SGD(0.1, loss_scale_factor=8.0))
     for wrong, message in [
-        (gs.SGD(0.1, shard_state_over="data"), "shard_state_over"),
-        (gs.LossScaleOptimizer(gs.SGD(0.1, master_weights=True)), "master_weights"),
+        (SGD(0.1, shard_state_over="data"), "shard_state_over"),
+        (gs.LossScaleOptimizer(SGD(0.1, master_weights=True)), "master_weights"),
     ]:
         with pytest.raises(ValueError, match=message):
-            gs.to_optax(wrong)
-    excluding = gs.AdamW(0.1)
+            to_optax(wrong)
+    excluding = AdamW(0.1)
     excluding.exclude_from_weight_decay([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="var_names"):
-        gs.to_optax(excluding)
+        to_optax(excluding)
     opt.build([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="not to be built"):
-        gs.to_optax(opt)
+        to_optax(opt)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_sum_of_microbatches_that_overflows_is_skipped(clip):
     """Two finite gradients whose sum, or its norm, is infinite do not make an update."""
-    inner = gs.SGD(1e-30, gradient_accumulation_steps=2, global_clipnorm=clip)
-    tx = gs.to_optax(gs.LossScaleOptimizer(inner))
+    inner = SGD(1e-30, gradient_accumulation_steps=2, global_clipnorm=clip)
+    tx = to_optax(gs.LossScaleOptimizer(inner))
     params = {"w": jnp.ones(3), "b": jnp.ones(2)}
     state, applied = tx.init(params), []
     for value in (3e38, 3e38, 1.0, 1.0):

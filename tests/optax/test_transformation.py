@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage._programs import loop_warnings as watch
+from gainstage.optimizers import SGD, Adam, to_optax
 from gainstage.transforms.gradient_faults import forget_scales
 
 from peers import fails
@@ -89,7 +90,10 @@ def test_integers_among_the_parameters_have_no_gradient(compiled):
         assert (tree["table"].dtype, tree["table"].shape) == (jax.dtypes.float0, (2, 2))
     _, _, updates, state = step(params, state, jnp.nan)
     assert updates["w"].tolist() == [0, 0]
-    assert (int(gs.telemetry(state).skipped_steps), len(gs.report(state).counts)) == (1, 2)
+    assert (int(gs.telemetry(state).skipped_steps), len(gs.diagnostics.report(state).counts)) == (
+        1,
+        2,
+    )
 
 
 def test_argnums():
@@ -328,10 +332,12 @@ def test_wrong_arguments():
 
 def test_errors_name_the_remedy():
     """An optimizer in the wrong place, an unknown rule or a loss with a shape says what to do."""
-    adam, tx = gs.Adam(), optax.adam(0.1)
-    with pytest.raises(TypeError, match=r"Use gainstage.to_optax\(optimizer\)"):
+    adam, tx = Adam(), optax.adam(0.1)
+    with pytest.raises(TypeError, match=r"Use gainstage.optimizers.to_optax\(optimizer\)"):
         gs.loss_scaled(adam)
-    with pytest.raises(TypeError, match=r"Use gainstage.Optax\(tx\), or gainstage.loss_scaled"):
+    with pytest.raises(
+        TypeError, match=r"Use gainstage.optimizers.from_optax\(tx\), or gainstage.loss_scaled"
+    ):
         gs.LossScaleOptimizer(tx)
     for wrap in (
         lambda: gs.loss_scaled(tx, "dynamic"),
@@ -585,8 +591,8 @@ def test_a_norm_of_unknown_parts_is_refused(clip, wrapped):
     """Inside of `shard_map(check_vma=False)` a clip by a norm is an error that names the remedy,
     for parts of one gradient look like copies of it; with `check_vma=True` it is right."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    inner = gs.SGD(1.0, **{clip: 1.0})
-    tx = gs.to_optax(gs.LossScaleOptimizer(inner) if wrapped else inner)
+    inner = SGD(1.0, **{clip: 1.0})
+    tx = to_optax(gs.LossScaleOptimizer(inner) if wrapped else inner)
 
     def move(grads, **options):
         def step(grads):
@@ -809,7 +815,7 @@ tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0)); state = tx.init(w)
 tx.update(jax.grad(loss_fn)(w), state, w)
 """,
     "to_optax": """
-tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1))); state = tx.init(w)
+tx = gs.optimizers.to_optax(gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))); state = tx.init(w)
 tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
 """,
     "restored": """
@@ -899,7 +905,7 @@ def step(w, state):
 step(w, first)
 """),
     "of to_optax": ("No loss was multiplied", """
-tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1))); state = tx.init(w)
+tx = gs.optimizers.to_optax(gs.LossScaleOptimizer(gs.optimizers.SGD(0.1))); state = tx.init(w)
 tx.update(jax.grad(loss_fn)(w), state, w)
 """),
     "a constant of a step": ("constant of a compiled function", """

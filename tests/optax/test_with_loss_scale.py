@@ -62,7 +62,7 @@ def test_the_scale_adapts_in_a_foreign_loop():
         assert 2.0**15 <= params.loss_scale <= 2.0**30
         assert gs.telemetry(state).skipped_steps == 0
         assert state.inner[0].count == 150
-        assert gs.report(state, params).names == ("w",)
+        assert gs.diagnostics.report(state, params).names == ("w",)
     plain, _ = trained(optax.adam(0.1), {"w": jnp.zeros((16, 16))}, wrapped=loss_fn)
     assert error(plain) > 5e-2
 
@@ -216,7 +216,7 @@ def test_a_flax_nnx_optimizer():
     scale = model.loss_scale[...]
     assert scale == gs.loss_scale(optimizer.opt_state) < 2.0**30
     assert gs.telemetry(optimizer.opt_state).skipped_steps == 0
-    assert gs.report(optimizer.opt_state, model) is not None
+    assert gs.diagnostics.report(optimizer.opt_state, model) is not None
     assert abs(model.norm.mean[...]).max() > 0
 
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 from peers import fails, keras_step, live
 
@@ -16,7 +17,7 @@ def test_no_average_is_given_before_there_is_one():
     """After bad microbatches alone `finalize_variable_values` leaves the variables as they are."""
     options = {"gradient_accumulation_steps": 2, "use_ema": True}
     options["on_bad_microbatch"] = "drop_window"
-    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(gs.SGD(1.0, **options))
+    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(SGD(1.0, **options))
     opt.apply([[np.inf]], [w])
     opt.finalize_variable_values([w])
     assert float(w.value()[0]) == 3.0
@@ -28,7 +29,7 @@ def test_a_dropped_window_sets_no_weight_to_an_average(window, bad):
     """The step that drops a window leaves weights and averages bit for bit, although the weights
     are set to their averages after every update."""
     options = {"gradient_accumulation_steps": 2, "use_ema": True, "ema_overwrite_frequency": 1}
-    inner = gs.SGD(0.5, **options, on_bad_microbatch="drop_window")
+    inner = SGD(0.5, **options, on_bad_microbatch="drop_window")
     w, opt = gs.Variable([3.0, 1e-45]), gs.LossScaleOptimizer(inner, 8.0)
     opt.build([w])
     averages = [v for v in opt.variables if "average" in v.name]
@@ -64,7 +65,7 @@ def oracle(policy, grads):
         yield weight, updates, scale
 
 
-def made(policy, on="inner", inner=gs.SGD, **options):
+def made(policy, on="inner", inner=SGD, **options):
     """A variable and its optimizer, with the option given to the inner one or to the wrapper."""
     accumulate = {"gradient_accumulation_steps": STEPS, "on_bad_microbatch": policy}
     w = gs.Variable(np.zeros(3, np.float32))
@@ -96,7 +97,7 @@ def test_windows_are_those_of_the_description(policy, on, rng):
 
 def test_a_window_without_a_good_microbatch_changes_no_weight():
     """Weights, slots and updates stay, the scale is lowered once, and the next window is whole."""
-    w, opt = made("drop_window", inner=gs.Adam)
+    w, opt = made("drop_window", inner=Adam)
     before = [np.asarray(v) for v in (w, *opt.inner_optimizer.variables)]
     for _ in range(STEPS):
         opt.apply([jnp.full(3, jnp.inf)])
@@ -127,7 +128,7 @@ def test_what_a_window_has_measured_reaches_the_rule():
     """A rule that measures is told of all microbatches of the window: the largest gradient of any
     of them, and of a loss that was not finite; without a fault of the scale it stays."""
     w = gs.Variable(np.zeros(3, np.float32))
-    inner = gs.SGD(RATE, gradient_accumulation_steps=STEPS, on_bad_microbatch="drop_window")
+    inner = SGD(RATE, gradient_accumulation_steps=STEPS, on_bad_microbatch="drop_window")
     opt = gs.LossScaleOptimizer(inner, rule=gs.AdaptiveLossScale(2.0**10))
     opt.build([w])
 
@@ -148,10 +149,10 @@ def test_a_window_goes_on_from_a_checkpoint(policy, rng):
     grads[5] = np.nan
     runs = []
     for split in (None, 6):
-        w, opt = made(policy, inner=gs.Adam)
+        w, opt = made(policy, inner=Adam)
         for i, gradient in enumerate(grads):
             if i == split:
-                (value, state), (w, opt) = (w.numpy(), opt.state()), made(policy, inner=gs.Adam)
+                (value, state), (w, opt) = (w.numpy(), opt.state()), made(policy, inner=Adam)
                 w.assign(value)
                 opt.load_state(state)
             opt.apply([jnp.asarray(gradient) * opt.loss_scale])
@@ -162,7 +163,7 @@ def test_a_window_goes_on_from_a_checkpoint(policy, rng):
 
 def test_configurations_name_it_only_where_it_was_given():
     """The default is not in a configuration; another comes back from it."""
-    assert "on_bad_microbatch" not in gs.SGD(0.1).get_config()
+    assert "on_bad_microbatch" not in SGD(0.1).get_config()
     _, opt = made("drop_window", on="wrapper")
     config = opt.get_config()
     assert config["on_bad_microbatch"] == "drop_window"
@@ -173,18 +174,18 @@ def test_configurations_name_it_only_where_it_was_given():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gs.SGD(0.1, on_bad_microbatch="skip"), "Expected one of extend"),
-        (lambda: gs.SGD(0.1, on_bad_microbatch=None), "Expected"),
+        (lambda: SGD(0.1, on_bad_microbatch="skip"), "Expected one of extend"),
+        (lambda: SGD(0.1, on_bad_microbatch=None), "Expected"),
         (
-            lambda: gs.LossScaleOptimizer(gs.SGD(0.1, on_bad_microbatch="drop_window")).build(
+            lambda: gs.LossScaleOptimizer(SGD(0.1, on_bad_microbatch="drop_window")).build(
                 [gs.Variable(1.0)]
             ),
             "Expected gradient_accumulation_steps and a loss scale",
         ),
         (
-            lambda: gs.SGD(
-                0.1, gradient_accumulation_steps=2, on_bad_microbatch="drop_window"
-            ).build([gs.Variable(1.0)]),
+            lambda: SGD(0.1, gradient_accumulation_steps=2, on_bad_microbatch="drop_window").build(
+                [gs.Variable(1.0)]
+            ),
             "Expected gradient_accumulation_steps and a loss scale",
         ),
     ],
@@ -199,7 +200,7 @@ def test_misuse_is_an_error(make, message):
 def test_a_dropped_window_leaves_nothing():
     """`drop_window` drops the gradients of variables, too, that had none in the last microbatch."""
     a, b = gs.Variable(0.0), gs.Variable(0.0)
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
+    inner = SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
     opt = gs.LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0))
     opt.apply([1.0, 8.0], [a, b])
     opt.apply([np.float32("inf"), None], [a, b])
@@ -211,7 +212,7 @@ def test_a_dropped_window_leaves_nothing():
 def test_accumulated_gradients_cannot_overflow_into_the_weights():
     """Two finite gradients whose sum is infinite: the second step is skipped."""
     w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(2.0**-100, gradient_accumulation_steps=2), 1.0)
+    opt = gs.LossScaleOptimizer(SGD(2.0**-100, gradient_accumulation_steps=2), 1.0)
     opt.apply([np.float32(3e38)], [w])
     state = [v.numpy() for v in opt.inner_optimizer.variables]
     opt.apply([np.float32(3e38)])
@@ -226,7 +227,7 @@ def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
     """Accumulated elements may be finite and their norm not: the microbatch that makes it so is
     skipped like any that is not finite, and the window goes on."""
     w = gs.Variable([1.0] * 9)
-    inner = gs.SGD(1.5, momentum=0.9, gradient_accumulation_steps=2, **{clip: 1.0})
+    inner = SGD(1.5, momentum=0.9, gradient_accumulation_steps=2, **{clip: 1.0})
     opt = gs.LossScaleOptimizer(inner, initial_scale=1.0, telemetry=True)
     opt.apply([[1e38] * 9], [w])
     before = [v.numpy().tobytes() for v in inner.variables]
@@ -243,7 +244,7 @@ def test_a_mean_whose_norm_overflows_does_not_reach_the_weights(clip):
 def test_a_rejected_microbatch_leaves_its_window_alone(policy):
     """A finite microbatch that `apply_if` turns down neither spoils a window nor counts in it."""
     w = gs.Variable([0.0])
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
+    inner = SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
     opt = gs.LossScaleOptimizer(inner, rule=gs.DynamicLossScale(4.0, increment_period=100))
     for gradient, accepted in ((1.0, True), (5.0, False), (3.0, True), (2.0, True), (4.0, True)):
         opt.apply([[gradient * 4.0]], [w], apply_if=accepted)
@@ -255,7 +256,7 @@ def test_a_rejected_microbatch_leaves_its_window_alone(policy):
 def test_a_shared_decision_does_not_hide_an_overflow_from_its_own_scale(policy):
     """Where `apply_if` is false because of these very gradients, the scale falls, as without it."""
     w = gs.Variable([0.0])
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
+    inner = SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch=policy)
     opt = gs.LossScaleOptimizer(inner, 4.0)
     for _ in range(4):
         grads = [jnp.float32([np.inf])]
@@ -267,7 +268,7 @@ def test_a_shared_decision_does_not_hide_an_overflow_from_its_own_scale(policy):
 def test_a_window_learns_nothing_from_the_loss_of_a_rejected_microbatch():
     """A rejected loss of inf does not excuse the overflow of another microbatch."""
     w = gs.Variable([0.0])
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
+    inner = SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
     opt = gs.LossScaleOptimizer(inner, rule=gs.AdaptiveLossScale(2.0**10))
     opt.apply([[1.0]], [w], loss=np.inf, apply_if=False)
     opt.apply([[1.0]], loss=1.0)
@@ -279,7 +280,7 @@ def test_a_window_learns_nothing_from_the_loss_of_a_rejected_microbatch():
 def test_float16_variables_accumulate_in_float32():
     """Keras crashes on accumulation with float16 variables; ours accumulates in float32."""
     var = gs.Variable(jnp.zeros(2, jnp.float16))
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0, gradient_accumulation_steps=2), 2.0)
+    opt = gs.LossScaleOptimizer(SGD(1.0, gradient_accumulation_steps=2), 2.0)
     grads = [jnp.array([2, 4], jnp.float16), jnp.array([6, 4], jnp.float16)]
     for gradient in grads:
         opt.apply([gradient], [var])
@@ -302,7 +303,7 @@ def test_float16_variables_accumulate_in_float32():
 def test_a_skipped_microbatch_does_not_count():
     """A window of two is two finite microbatches, and is divided by two."""
     w = gs.Variable(0.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0, gradient_accumulation_steps=2), initial_scale=8.0)
+    opt = gs.LossScaleOptimizer(SGD(1.0, gradient_accumulation_steps=2), initial_scale=8.0)
     for gradient in (2.0, np.nan, 4.0, np.inf, 6.0, 8.0):
         opt.apply([gradient * opt.loss_scale], [w])
     assert (float(w), int(opt.iterations)) == (-3.0 - 7.0, 2)
@@ -313,7 +314,7 @@ def test_large_sums_are_clipped_not_skipped(large):
     """A window whose sum is finite, although its square is not, is an update of the norm that clips
     it; one whose sum overflows is skipped."""
     w = gs.Variable([1.0, 1.0])
-    inner = gs.SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=1.0)
+    inner = SGD(1.0, gradient_accumulation_steps=2, global_clipnorm=1.0)
     opt = gs.LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0), telemetry=True)
     for _ in range(2):
         opt.apply([np.array([large, 0.0], np.float32)], [w])
@@ -332,6 +333,6 @@ def test_what_a_rule_measures_is_kept_within_a_window_only():
         ({"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}, 3),
     ):
         w = gs.Variable([1.0])
-        opt = gs.LossScaleOptimizer(gs.SGD(0.1, **options), rule=gs.AdaptiveLossScale())
+        opt = gs.LossScaleOptimizer(SGD(0.1, **options), rule=gs.AdaptiveLossScale())
         opt.build([w])
         assert sum("/window_" in v.name for v in opt.variables) == kept

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 from gainstage.runs.findings import headline
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import why_skipped
@@ -17,7 +18,7 @@ def two_networks():
     made = []
     for name, scale in (("generator", 2.0**8), ("critic", 2.0**12)):
         w = gs.Variable(np.ones(3, np.float32), name=name)
-        opt = gs.LossScaleOptimizer(gs.Adam(0.1), scale, telemetry=True)
+        opt = gs.LossScaleOptimizer(Adam(0.1), scale, telemetry=True)
         opt.build([w])
         made.append((w, opt))
     return made
@@ -80,7 +81,7 @@ def test_optax_loops_share_a_decision_too():
     assert not gs.step_was_applied(new)
 
 
-@pytest.mark.parametrize("make", [lambda: gs.SGD(0.1), lambda: gs.SGD(0.1, loss_scale_factor=4.0)])
+@pytest.mark.parametrize("make", [lambda: SGD(0.1), lambda: SGD(0.1, loss_scale_factor=4.0)])
 def test_any_optimizer_can_be_told_to_skip(make):
     """`apply_if` works on optimizers without a scale, and with a fixed one."""
     w, opt = gs.Variable(1.0), make()
@@ -95,7 +96,7 @@ def test_any_optimizer_can_be_told_to_skip(make):
 def test_only_a_bool_scalar_decides(wrong):
     """Anything else for `apply_if` is an error, and nothing is built or changed; a bool of Python,
     numpy or JAX, and a variable of one, decides."""
-    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5), 1.0)
+    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.5), 1.0)
     tx = gs.loss_scaled(optax.sgd(0.5))
     with pytest.raises((TypeError, ValueError), match="Expected a bool scalar for apply_if; got"):
         opt.apply([1.0], [w], apply_if=wrong)
@@ -110,7 +111,7 @@ def test_only_a_bool_scalar_decides(wrong):
 def test_a_veto_is_no_overflow():
     """Where `apply_if` turns down finite gradients telemetry says that they were finite and the
     step was not applied; a recorded run puts it down to `apply_if`."""
-    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(gs.SGD(0.5), 8.0, telemetry=True)
+    w, opt = gs.Variable(1.0), gs.LossScaleOptimizer(SGD(0.5), 8.0, telemetry=True)
     tx = gs.loss_scaled(optax.sgd(0.5), telemetry=True)
     params = jnp.ones(())
     state = tx.init(params)
@@ -123,7 +124,7 @@ def test_a_veto_is_no_overflow():
             finite = np.isfinite(gradient)
             assert (bool(info.finite), bool(info.applied)) == (finite, finite and apply_if)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (1, 3)
-    assert gs.report(opt).counts.tolist() == [[2, 0, 2, 3]]
+    assert gs.diagnostics.report(opt).counts.tolist() == [[2, 0, 2, 3]]
     columns = {name: np.float64([getattr(i, name) for i in infos]) for name in info._fields}
     run = Run(np.arange(4), columns)
     assert why_skipped(run)["overflow"].tolist() == [False, False, True, True]
@@ -137,7 +138,7 @@ def test_two_losses_have_two_scales():
     """Of two optimizers, as a GAN has, an overflow in one neither skips nor halves the other."""
     real, fake = gs.Variable(1.0), gs.Variable(1.0)
     rule = gs.DynamicLossScale(8.0, 100)
-    ours = {v: gs.LossScaleOptimizer(gs.SGD(0.25), rule=rule) for v in (real, fake)}
+    ours = {v: gs.LossScaleOptimizer(SGD(0.25), rule=rule) for v in (real, fake)}
     for bad in (False, True, False):
         ours[fake].minimize(lambda: fake * real.value(), [fake])
         ours[real].minimize(lambda bad=bad: real * (jnp.inf if bad else 1.0), [real])

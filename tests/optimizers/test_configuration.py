@@ -13,15 +13,16 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, Lion, RMSprop, from_optax
 
 from peers import fails, live
 
-CORE = [gs.SGD, gs.Adam, gs.AdamW, gs.RMSprop, gs.Adagrad, gs.Adadelta, gs.Lion]
+CORE = [SGD, Adam, gs.optimizers.AdamW, RMSprop, Adagrad, Adadelta, Lion]
 MESH = [dtensor.SGD, dtensor.Adam, dtensor.AdamW, dtensor.RMSprop, dtensor.Adagrad]
 # A value for each option that is not its default; what else a constructor takes is below.
 OPTIONS = {
     "telemetry": True,
-    "learning_rate": gs.schedules.ExponentialDecay(0.5, 2, 0.5),
+    "learning_rate": gs.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5),
     "weight_decay": 0.125,
     "clipnorm": 2.0,
     "clipvalue": 2.0,
@@ -62,11 +63,11 @@ NOT_OPTIONAL = {
 
 
 def wrapped(**options):
-    return gs.LossScaleOptimizer(gs.SGD(0.1), **options)
+    return gs.LossScaleOptimizer(SGD(0.1), **options)
 
 
 def wrapped_fixed(**options):
-    return gs.LossScaleOptimizer(gs.SGD(0.1), 2.0, dynamic=False, **options)
+    return gs.LossScaleOptimizer(SGD(0.1), 2.0, dynamic=False, **options)
 
 
 def cases():
@@ -93,15 +94,15 @@ def test_every_option_survives_a_round_trip(cls, name):
     "make",
     [
         wrapped_fixed,
-        lambda: experimental.LossScaleOptimizer(gs.Adam(0.5), "dynamic"),
-        lambda: experimental.LossScaleOptimizer(gs.Adam(0.5), 8),
-        lambda: tf2.LossScaleOptimizer(gs.SGD(0.5), False, 8.0),
-        lambda: tf2.LossScaleOptimizer(gs.SGD(0.5), True, 8.0, 3),
+        lambda: experimental.LossScaleOptimizer(Adam(0.5), "dynamic"),
+        lambda: experimental.LossScaleOptimizer(Adam(0.5), 8),
+        lambda: tf2.LossScaleOptimizer(SGD(0.5), False, 8.0),
+        lambda: tf2.LossScaleOptimizer(SGD(0.5), True, 8.0, 3),
         lambda: experimental.FixedLossScale(4),
         lambda: experimental.DynamicLossScale(4, 3, 4),
         lambda: gs.FixedLossScale(4.0),
         lambda: gs.DynamicLossScale(4.0, 3, 4.0, backoff_factor=0.5, hysteresis=2),
-        lambda: gs.Policy("mixed_float16"),
+        lambda: gs.precision.Policy("mixed_float16"),
     ],
 )
 def test_every_class_survives_a_round_trip(make):
@@ -125,9 +126,9 @@ def by_loss(opt, w):
     [
         *((lambda cls=cls: cls(0.1), by_pair) for cls in [*CORE, *MESH]),
         (wrapped, by_pair),
-        (lambda: gs.SGD(OPTIONS["learning_rate"]), by_pair),
-        (lambda: experimental.LossScaleOptimizer(gs.SGD(0.1), "dynamic"), by_pair),
-        (lambda: tf2.LossScaleOptimizer(gs.SGD(0.1)), by_pair),
+        (lambda: SGD(OPTIONS["learning_rate"]), by_pair),
+        (lambda: experimental.LossScaleOptimizer(SGD(0.1), "dynamic"), by_pair),
+        (lambda: tf2.LossScaleOptimizer(SGD(0.1)), by_pair),
         (lambda: v1.GradientDescentOptimizer(0.1), by_loss),
         (lambda: v1.MomentumOptimizer(0.1, 0.9), by_loss),
         (lambda: v1.AdamOptimizer(0.1), by_loss),
@@ -151,7 +152,7 @@ def test_every_optimizer_pickles_and_copies(make, step):
 
 def test_an_optax_chain_is_copied():
     """`Optax` is deep-copied; it cannot be pickled, as optax's functions cannot."""
-    opt, w = gs.Optax(optax.adam(0.1)), gs.Variable([1.0, 2.0])
+    opt, w = from_optax(optax.adam(0.1)), gs.Variable([1.0, 2.0])
     by_pair(opt, w)
     twin, other = copy.deepcopy((opt, w))
     by_pair(opt, w)
@@ -162,10 +163,10 @@ def test_an_optax_chain_is_copied():
 
 
 def test_the_options_of_an_optax_chain():
-    """`Optax` describes the options that it takes, and refuses those that would do nothing."""
-    assert gs.Optax(optax.adam(0.1), master_weights=True).get_config()["master_weights"] is True
-    with pytest.raises(TypeError, match="Expected no shard_state_over for Optax; got"):
-        gs.Optax(optax.adam(0.1), shard_state_over="data")
+    """What `from_optax` returns describes its options, and refuses those that would do nothing."""
+    assert from_optax(optax.adam(0.1), master_weights=True).get_config()["master_weights"] is True
+    with pytest.raises(TypeError, match="Expected no shard_state_over for from_optax; got"):
+        from_optax(optax.adam(0.1), shard_state_over="data")
 
 
 def test_state_by_name():
@@ -173,7 +174,7 @@ def test_state_by_name():
 
     def make(*names):
         variables = [gs.Variable(np.ones(2, np.float32), name=name) for name in names]
-        opt = gs.LossScaleOptimizer(gs.Adam(0.1), 8.0)
+        opt = gs.LossScaleOptimizer(Adam(0.1), 8.0)
         opt.build(variables)
         return opt
 
@@ -193,7 +194,7 @@ def test_state_by_name():
             np.testing.assert_array_equal(value, before[name])
 
 
-class OfAUser(gs.SGD):
+class OfAUser(SGD):
     pass
 
 
@@ -201,32 +202,44 @@ def test_optimizers_by_name_and_configuration():
     """`get` takes a name, a configuration or an optimizer; `serialize` and `deserialize` are
     inverse, with wrappers, schedules and classes of the user."""
     for cls in CORE:
-        assert type(gs.get(cls.__name__)) is type(gs.get(cls.__name__.lower())) is cls
-    opt = gs.LossScaleOptimizer(OfAUser(gs.schedules.CosineDecayRestarts(0.5, 2)), clipnorm=1.0)
-    config = json.loads(json.dumps(gs.serialize(opt)))
+        assert (
+            type(gs.optimizers.get(cls.__name__))
+            is type(gs.optimizers.get(cls.__name__.lower()))
+            is cls
+        )
+    opt = gs.LossScaleOptimizer(
+        OfAUser(gs.optimizers.schedules.CosineDecayRestarts(0.5, 2)), clipnorm=1.0
+    )
+    config = json.loads(json.dumps(gs.optimizers.serialize(opt)))
     before = copy.deepcopy(config)
-    for made in (gs.deserialize(config), gs.get(config)):
+    for made in (gs.optimizers.deserialize(config), gs.optimizers.get(config)):
         assert config == before
         assert type(made.inner_optimizer) is OfAUser
-        assert gs.serialize(made) == before
+        assert gs.optimizers.serialize(made) == before
     other = {"class_name": "Other", "config": {"learning_rate": 0.25}}
-    assert type(gs.deserialize(other, {"Other": OfAUser})) is OfAUser
-    assert gs.get({"class_name": "adamw", "config": {"weight_decay": 0.5}}).weight_decay == 0.5
-    assert gs.get(opt) is opt
-    assert gs.get(None) is None
+    assert type(gs.optimizers.deserialize(other, {"Other": OfAUser})) is OfAUser
+    assert (
+        gs.optimizers.get({"class_name": "adamw", "config": {"weight_decay": 0.5}}).weight_decay
+        == 0.5
+    )
+    assert gs.optimizers.get(opt) is opt
+    assert gs.optimizers.get(None) is None
 
 
 def test_what_is_no_optimizer_is_refused_by_name():
     """An unknown name, and what is neither name, configuration nor optimizer, say what to give."""
     with pytest.raises(ValueError, match=r"'Adam'.* got 'typo'"):
-        gs.get("typo")
+        gs.optimizers.get("typo")
     with pytest.raises(ValueError, match="class_name and config"):
-        gs.deserialize({})
-    for function, wrong in [(gs.get, 3), (gs.serialize, gs.FixedLossScale(8.0))]:
+        gs.optimizers.deserialize({})
+    for function, wrong in [
+        (gs.optimizers.get, 3),
+        (gs.optimizers.serialize, gs.FixedLossScale(8.0)),
+    ]:
         with pytest.raises(TypeError, match="optimizer"):
             function(wrong)
     with pytest.raises(ValueError, match="Expected the name of an optimizer"):
-        gs.get(5)  # as Keras documents
+        gs.optimizers.get(5)  # as Keras documents
 
 
 def test_schedules_by_configuration():
@@ -234,13 +247,13 @@ def test_schedules_by_configuration():
     classes of the user; a schedule is no optimizer, and the error says what to call."""
 
     @dataclasses.dataclass(frozen=True)
-    class Mine(gs.schedules.LearningRateSchedule):
+    class Mine(gs.optimizers.schedules.LearningRateSchedule):
         rate: float = 0.5
 
         def __call__(self, step):
             return self.rate / (1 + step)
 
-    of_schedules = gs.schedules
+    of_schedules = gs.optimizers.schedules
     for schedule in (of_schedules.CosineDecay(0.5, 3), Mine(0.25)):
         config = json.loads(json.dumps(of_schedules.serialize(schedule)))
         assert of_schedules.deserialize(config) == schedule
@@ -249,20 +262,20 @@ def test_schedules_by_configuration():
     assert float(of_schedules.deserialize(written)(2)) == 0.5
     other = {"class_name": "Other", "config": {"rate": 0.25}}
     assert of_schedules.deserialize(other, {"Other": Mine}) == Mine(0.25)
-    with pytest.raises(ValueError, match=r"Write gainstage\.schedules\.deserialize"):
-        gs.deserialize(written)
+    with pytest.raises(ValueError, match=r"Write gainstage\.optimizers\.schedules\.deserialize"):
+        gs.optimizers.deserialize(written)
     with pytest.raises(ValueError, match="'CosineDecay'"):
         of_schedules.deserialize({"class_name": "Adam", "config": {}})
     with pytest.raises(TypeError, match="Expected a schedule"):
-        of_schedules.serialize(gs.SGD())
+        of_schedules.serialize(SGD())
 
 
 def test_decay_that_was_taken_away_stays_away():
     """An AdamW whose decay is off is described so, by itself and inside of a wrapper."""
-    adamw = gs.AdamW()
+    adamw = gs.optimizers.AdamW()
     adamw.weight_decay = None
-    assert gs.AdamW.from_config(adamw.get_config()).weight_decay == 0
-    opt = gs.LossScaleOptimizer(gs.AdamW())
+    assert gs.optimizers.AdamW.from_config(adamw.get_config()).weight_decay == 0
+    opt = gs.LossScaleOptimizer(gs.optimizers.AdamW())
     opt.weight_decay = None
     again = gs.LossScaleOptimizer.from_config(opt.get_config())
     assert again.weight_decay == 0
@@ -277,14 +290,16 @@ class Steady(gs.FixedLossScale):
 
 def test_a_fixed_scale_of_ones_own_is_described_as_such():
     """A subclass of `FixedLossScale` comes back as that subclass."""
-    opt = gs.LossScaleOptimizer(gs.SGD(), rule=Steady(8.0))
+    opt = gs.LossScaleOptimizer(SGD(), rule=Steady(8.0))
     again = gs.LossScaleOptimizer.from_config(opt.get_config(), {"Steady": Steady})
     assert again.rule == Steady(8.0)
 
 
 def test_from_config_leaves_its_argument_alone():
     """Keras's `from_config` takes the inner optimizer out of the caller's dictionary."""
-    config = gs.LossScaleOptimizer(gs.SGD(gs.schedules.ExponentialDecay(0.1, 5, 0.5))).get_config()
+    config = gs.LossScaleOptimizer(
+        SGD(gs.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5))
+    ).get_config()
     before = copy.deepcopy(config)
     gs.LossScaleOptimizer.from_config(config)
     assert config == before

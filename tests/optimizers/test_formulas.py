@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adagrad, Adam, RMSprop
 
 from grid import GRID, OPTIONS, make, oracle_for, random_gradients
 
@@ -92,13 +93,13 @@ def test_float16_variables(optimizer, option):
 
 
 TWINS = {
-    "sgd": lambda: (gs.SGD(0.1), optax.sgd(0.1)),
-    "momentum": lambda: (gs.SGD(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)),
-    "nesterov": lambda: (gs.SGD(0.1, 0.9, nesterov=True), optax.sgd(0.1, 0.9, nesterov=True)),
+    "sgd": lambda: (SGD(0.1), optax.sgd(0.1)),
+    "momentum": lambda: (SGD(0.1, momentum=0.9), optax.sgd(0.1, momentum=0.9)),
+    "nesterov": lambda: (SGD(0.1, 0.9, nesterov=True), optax.sgd(0.1, 0.9, nesterov=True)),
     # Keras adds epsilon outside of the bias correction, optax inside: a tiny one is the same.
-    "adam": lambda: (gs.Adam(0.1, epsilon=1e-16), optax.adam(0.1, eps=1e-16)),
+    "adam": lambda: (Adam(0.1, epsilon=1e-16), optax.adam(0.1, eps=1e-16)),
     "clip": lambda: (
-        gs.SGD(0.1, global_clipnorm=0.5),
+        SGD(0.1, global_clipnorm=0.5),
         optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     ),
 }
@@ -124,9 +125,9 @@ def test_twins_in_optax(name):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: gs.Adam(0.1, epsilon=0.0),
-        lambda: gs.RMSprop(0.1, epsilon=0.0),
-        lambda: gs.Adagrad(0.1, initial_accumulator_value=0.0, epsilon=0.0),
+        lambda: Adam(0.1, epsilon=0.0),
+        lambda: RMSprop(0.1, epsilon=0.0),
+        lambda: Adagrad(0.1, initial_accumulator_value=0.0, epsilon=0.0),
     ],
     ids=["Adam", "RMSprop", "Adagrad"],
 )

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam, from_optax
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 X = jax.random.normal(KEYS[0], (256, 16))
@@ -20,7 +21,7 @@ class Run:
     def __init__(self, retries, start=2.0**40, compiled=True, inner=None, **options):
         self.w = gs.Variable(jnp.zeros((16, 16)), name="w")
         self.mean = gs.Variable(0.0, trainable=False, name="mean")
-        inner = gs.Adam(0.1, **options) if inner is None else inner
+        inner = Adam(0.1, **options) if inner is None else inner
         self.opt = gs.LossScaleOptimizer(inner, start, telemetry=True)
         self.opt.build([self.w])
 
@@ -113,7 +114,7 @@ def test_if_no_retry_is_applied_the_scale_is_lowered_once(compiled):
 def test_nothing_is_tried_again_at_the_same_scale(rule):
     """A rule that keeps its scale has no retry: the loss is called once."""
     w, calls = gs.Variable(jnp.zeros((16, 16))), []
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=rule, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
 
     def loss():
         calls.append(1)
@@ -129,7 +130,7 @@ def test_a_window_that_is_dropped_has_no_retries():
     """With `drop_window` a microbatch that a retry mends would be lost nevertheless."""
     w = gs.Variable(1.0)
     opt = gs.LossScaleOptimizer(
-        gs.SGD(0.1, gradient_accumulation_steps=2), on_bad_microbatch="drop_window"
+        SGD(0.1, gradient_accumulation_steps=2), on_bad_microbatch="drop_window"
     )
     with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' with retries"):
         opt.minimize(lambda: w**2, [w], retries=8)
@@ -145,7 +146,7 @@ def test_a_microbatch_is_taken_again():
     np.testing.assert_allclose(run.w.numpy(), usual.w.numpy(), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("make", [lambda: gs.Optax(optax.adam(0.1)), lambda: gs.SGD(0.1)])
+@pytest.mark.parametrize("make", [lambda: from_optax(optax.adam(0.1)), lambda: SGD(0.1)])
 def test_around_other_optimizers(make):
     """The inner optimizer takes one step."""
     run = Run(40, inner=make())
@@ -161,7 +162,7 @@ def test_eight_devices_retry_together(kind):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     everywhere = NamedSharding(mesh, PartitionSpec())
     w = gs.Variable(jax.device_put(jnp.zeros((16, 16)), everywhere))
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1), 2.0**40)
+    opt = gs.LossScaleOptimizer(Adam(0.1), 2.0**40)
     opt.build([w])
 
     def step(x, y):
@@ -183,7 +184,7 @@ def test_eight_devices_retry_together(kind):
 def test_bad_retries_are_refused():
     """The error names the argument and the value, and nothing has changed."""
     w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+    opt = gs.LossScaleOptimizer(SGD(0.1))
     for retries in (-1, 0.5):
         with pytest.raises(ValueError, match="for retries; got"):
             opt.minimize(lambda: w**2, [w], retries=retries)
@@ -197,7 +198,7 @@ def test_retries_in_vain_leave_the_counts_of_one_skipped_step():
     scales = []
     for retries in (0, 3):
         w = gs.Variable(1.0)
-        opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=gs.AdaptiveLossScale(2.0**10))
+        opt = gs.LossScaleOptimizer(SGD(0.0), rule=gs.AdaptiveLossScale(2.0**10))
         for is_bad in (False, True, False, False, False):
 
             def loss(w=w, is_bad=is_bad):

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import AdamW, MultiOptimizer, from_optax
 
 RULE = gs.DynamicLossScale(2.0**10, 20, min_scale=1.0)
 
@@ -44,10 +45,13 @@ def by_multi_transform(steps):
 
 def by_multi_optimizer(steps, of_optax):
     body, head = gs.Variable(jnp.ones(8)), gs.Variable(jnp.ones(8))
-    pairs = [(gs.Adam(0.01, epsilon=0.0), [body]), (gs.SGD(0.05, momentum=0.9), [head])]
+    pairs = [
+        (gs.optimizers.Adam(0.01, epsilon=0.0), [body]),
+        (gs.optimizers.SGD(0.05, momentum=0.9), [head]),
+    ]
     if of_optax:
-        pairs[0] = (gs.Optax(optax.adam(0.01, eps=0.0)), [body])
-    inner = gs.MultiOptimizer(pairs)
+        pairs[0] = (from_optax(optax.adam(0.01, eps=0.0)), [body])
+    inner = MultiOptimizer(pairs)
     opt = gs.LossScaleOptimizer(inner, rule=RULE, telemetry=True)
     opt.build([head, body])
 
@@ -80,8 +84,8 @@ def test_two_optimizers_are_one_multi_transform(of_optax):
 
 def two(**options):
     a, b = gs.Variable([1.0, 2.0], name="a"), gs.Variable(3.0, name="b")
-    parts = [gs.AdamW(0.1, weight_decay=0.5), gs.SGD(0.5, momentum=0.9)]
-    opt = gs.LossScaleOptimizer(gs.MultiOptimizer([(parts[0], [a]), (parts[1], [b])]), **options)
+    parts = [AdamW(0.1, weight_decay=0.5), gs.optimizers.SGD(0.5, momentum=0.9)]
+    opt = gs.LossScaleOptimizer(MultiOptimizer([(parts[0], [a]), (parts[1], [b])]), **options)
     return a, b, parts, opt
 
 
@@ -105,7 +109,7 @@ def test_each_keeps_its_rate_and_decay():
     can be changed between steps, and that of the whole multiplies both."""
     a, b, parts, opt = two(initial_scale=8.0)
     alone = [gs.Variable(a), gs.Variable(b)]
-    single = [gs.AdamW(0.1, weight_decay=0.5), gs.SGD(0.5, momentum=0.9)]
+    single = [AdamW(0.1, weight_decay=0.5), gs.optimizers.SGD(0.5, momentum=0.9)]
     for step in range(4):
         if step == 2:
             parts[1].learning_rate = single[1].learning_rate = 0.25
@@ -124,7 +128,7 @@ def test_each_keeps_its_rate_and_decay():
 def test_clipping_acts_on_all_together():
     """A `global_clipnorm` of the wrapper is that of all gradients."""
     a, b = gs.Variable([0.0]), gs.Variable([0.0])
-    inner = gs.MultiOptimizer([(gs.SGD(1.0), [a]), (gs.SGD(2.0), [b])])
+    inner = MultiOptimizer([(gs.optimizers.SGD(1.0), [a]), (gs.optimizers.SGD(2.0), [b])])
     opt = gs.LossScaleOptimizer(inner, 1.0, global_clipnorm=1.0)
     opt.apply([[3.0], [4.0]], [a, b])
     np.testing.assert_allclose([float(a[0]), float(b[0])], [-0.6, -1.6], rtol=1e-6)
@@ -156,11 +160,11 @@ def test_wrong_combinations_are_errors():
     w = gs.Variable(1.0, name="w")
 
     def multi(optimizer, **options):
-        return gs.MultiOptimizer([(optimizer, [w])], **options)
+        return MultiOptimizer([(optimizer, [w])], **options)
 
-    scaled = gs.SGD(0.1)
+    scaled = gs.optimizers.SGD(0.1)
     wrapper = gs.LossScaleOptimizer(scaled)
-    built = gs.SGD(0.1)
+    built = gs.optimizers.SGD(0.1)
     built.build([w])
     with pytest.raises(ValueError, match=r"already wrapped by 'loss_scale_optimizer'\. Put one"):
         multi(scaled)
@@ -173,21 +177,21 @@ def test_wrong_combinations_are_errors():
     with pytest.raises(ValueError, match="not to be built before"):
         multi(built)
     with pytest.raises(ValueError, match="Expected clipnorm on the MultiOptimizer"):
-        multi(gs.SGD(0.1, clipnorm=1.0))
+        multi(gs.optimizers.SGD(0.1, clipnorm=1.0))
     with pytest.raises(ValueError, match="Expected master_weights on the MultiOptimizer"):
-        multi(gs.SGD(0.1, master_weights=True))
+        multi(gs.optimizers.SGD(0.1, master_weights=True))
     with pytest.raises(ValueError, match="callable of no argument"):
-        multi(gs.SGD(lambda: 0.1))
+        multi(gs.optimizers.SGD(lambda: 0.1))
     with pytest.raises(TypeError, match="without a loss scale in each pair"):
         multi(optax.sgd(0.1))
     with pytest.raises(ValueError, match="at least one pair"):
-        gs.MultiOptimizer([])
+        MultiOptimizer([])
     with pytest.raises(ValueError, match=r"each variable once in .*; got 'w' twice"):
-        gs.MultiOptimizer([(gs.SGD(0.1), [w]), (gs.Adam(0.1), [w])])
+        MultiOptimizer([(gs.optimizers.SGD(0.1), [w]), (gs.optimizers.Adam(0.1), [w])])
     with pytest.raises(ValueError, match="weight_decay on an optimizer"):
-        multi(gs.SGD(0.1), weight_decay=0.1).apply([1.0], [w])
+        multi(gs.optimizers.SGD(0.1), weight_decay=0.1).apply([1.0], [w])
     with pytest.raises(ValueError, match="one loss has one scale"):
-        multi(gs.Optax(gs.loss_scaled(optax.sgd(0.1)))).build([w])
+        multi(from_optax(gs.loss_scaled(optax.sgd(0.1)))).build([w])
     with pytest.raises(
         ValueError, match=r"Expected the variables of all optimizers .*\['a', 'b'\]"
     ):
@@ -203,7 +207,7 @@ def test_wrong_combinations_are_errors():
 def test_one_part_that_needs_the_loss_gets_it():
     """`minimize` passes the true loss to an optax transformation beside optimizers without one."""
     a, b = gs.Variable(2.0), gs.Variable(2.0)
-    opt = gs.MultiOptimizer([(gs.SGD(0.25), [a]), (gs.Optax(optax.polyak_sgd()), [b])])
+    opt = MultiOptimizer([(gs.optimizers.SGD(0.25), [a]), (from_optax(optax.polyak_sgd()), [b])])
     opt.minimize(lambda: a**2 + b**2, [a, b])
     assert float(a) == 1.0
     # The step of Polyak: value / norm of the gradient, whose scale is at most 1.

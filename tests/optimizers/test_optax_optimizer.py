@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import from_optax
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -15,7 +16,7 @@ def test_no_gradient_leaves_the_state_of_a_variable_alone(compiled):
     masked = optax.masked(optax.trace(0.9), [True, False, True])
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1), masked)
     variables = [gs.Variable([1.0, 2.0], name=name) for name in "abc"]
-    opt = gs.LossScaleOptimizer(gs.Optax(tx, jit_compile=compiled), 8.0)
+    opt = gs.LossScaleOptimizer(from_optax(tx, jit_compile=compiled), 8.0)
     opt.apply([jnp.full(2, 8.0)] * 3, variables)
 
     def part(of):
@@ -39,7 +40,7 @@ def test_random_keys_in_the_state_are_saved(impl):
     theirs, state = jnp.ones(2), tx.init(jnp.ones(2))
     runs = []
     for _ in range(2):
-        w, opt = gs.Variable([1.0, 1.0]), gs.LossScaleOptimizer(gs.Optax(tx), 1.0)
+        w, opt = gs.Variable([1.0, 1.0]), gs.LossScaleOptimizer(from_optax(tx), 1.0)
         opt.build([w])
         runs.append((w, opt))
     (w, opt), (other, copy) = runs
@@ -64,7 +65,7 @@ def test_random_keys_in_the_state_are_saved(impl):
 def test_a_save_that_fails_stores_nothing():
     """A state with a value that is only planned is not saved in part."""
     planned, store = gs.Variable(jax.ShapeDtypeStruct((2,), jnp.float32), name="w"), {}
-    opt = gs.Optax(optax.noisy_sgd(0.1, key=3))
+    opt = from_optax(optax.noisy_sgd(0.1, key=3))
     opt.build([planned])
     with pytest.raises(ValueError, match="only planned"):
         opt.save_own_variables(store)
@@ -76,7 +77,7 @@ def test_the_loss_is_passed_on_as_value(scaled):
     """`minimize` and `apply(..., loss=)` give the true loss to a transformation that needs it."""
     tx = optax.polyak_sgd()
     theirs, state = jnp.float32(4.0), tx.init(jnp.float32(4.0))
-    w, opt = gs.Variable(4.0), gs.Optax(tx)
+    w, opt = gs.Variable(4.0), from_optax(tx)
     opt = gs.LossScaleOptimizer(opt, 8.0) if scaled else opt
     for step in range(4):
         loss, gradient = jax.value_and_grad(lambda w: w**2)(theirs)
@@ -95,16 +96,19 @@ def test_what_a_transformation_cannot_get_is_named():
     """Extra arguments that `Optax` does not pass on, and masks by name, are errors that say so."""
     w = gs.Variable(4.0, name="w")
     for tx, needs in (
-        (optax.lbfgs(), "needs 'grad' and 'value_fn'; gainstage.Optax passes only the loss"),
+        (
+            optax.lbfgs(),
+            "needs 'grad' and 'value_fn'; from_optax passes only the loss",
+        ),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "needs grad_fn;"),
     ):
         with pytest.raises(TypeError, match=needs):
-            gs.Optax(tx).minimize(lambda: w**2, [w])
+            from_optax(tx).minimize(lambda: w**2, [w])
     for tx in (
         optax.adamw(0.1, mask={"w": True}),
         optax.multi_transform({"slow": optax.sgd(0.1)}, {"w": "slow"}),
     ):
         with pytest.raises(ValueError, match=r"gets the variables as a list, \['w'\]: write its"):
-            gs.Optax(tx).minimize(lambda: w**2, [w])
-    gs.Optax(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))).minimize(lambda: w**2, [w])
+            from_optax(tx).minimize(lambda: w**2, [w])
+    from_optax(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))).minimize(lambda: w**2, [w])
     assert float(w) != 4.0

@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adadelta, Adagrad, RMSprop, schedules
 
 from peers import fails
 
 
-class Momentum(gs.Optimizer):
+class Momentum(gs.optimizers.Optimizer):
     """A user's optimizer, in the style of the documents."""
 
     def __init__(self, learning_rate=0.1, beta=0.9, name="momentum", **kwargs):
@@ -82,7 +83,7 @@ def test_a_slot_is_found_by_its_name():
 def test_a_subclass_without_a_rule_says_what_is_missing():
     """Forgetting `update_step` is an error that names the class, and changes nothing."""
 
-    class Forgetful(gs.Optimizer):
+    class Forgetful(gs.optimizers.Optimizer):
         pass
 
     variables = pair()
@@ -98,11 +99,11 @@ def test_a_subclass_without_a_rule_says_what_is_missing():
 def test_document_3_sgd():
     """The numbers of the DTensor page: 0.9, and with momentum differences of 0.1 and 0.18."""
     var = gs.Variable(1.0)
-    gs.SGD(learning_rate=0.1).minimize(lambda: (var**2) / 2.0, [var])
+    SGD(learning_rate=0.1).minimize(lambda: (var**2) / 2.0, [var])
     assert float(var) == pytest.approx(0.9, rel=1e-6)
 
     var = gs.Variable(1.0)
-    opt = gs.SGD(learning_rate=0.1, momentum=0.9)
+    opt = SGD(learning_rate=0.1, momentum=0.9)
     val0 = var.value()
     opt.minimize(lambda: (var**2) / 2.0, [var])
     val1 = var.value()
@@ -114,7 +115,7 @@ def test_document_3_sgd():
 
 def test_slots_exist_only_with_momentum():
     """SGD without momentum keeps no slot; with it one per variable."""
-    plain, heavy = gs.SGD(), gs.SGD(momentum=0.5)
+    plain, heavy = SGD(), SGD(momentum=0.5)
     plain.build(pair())
     heavy.build(pair())
     assert [v.name for v in plain.variables] == ["SGD/iteration", "SGD/learning_rate"]
@@ -131,7 +132,7 @@ def test_compute_gradients_knows_what_the_loss_depends_on():
     def loss():
         return used**2 + 0 * zero + jax.lax.stop_gradient(stopped.value())
 
-    pairs = gs.SGD().compute_gradients(loss, lambda: [used, zero, unused, stopped])
+    pairs = SGD().compute_gradients(loss, lambda: [used, zero, unused, stopped])
     assert [v for _, v in pairs] == [used, zero, unused, stopped]
     assert [None if g is None else float(g) for g, _ in pairs] == [4.0, 0.0, None, None]
 
@@ -139,7 +140,7 @@ def test_compute_gradients_knows_what_the_loss_depends_on():
 def test_variables_without_a_gradient_are_left_alone():
     """None leaves a variable, its slots and its decay alone, with a warning that names it."""
     w, b = pair()
-    opt = gs.Adam(0.1, weight_decay=0.1)
+    opt = gs.optimizers.Adam(0.1, weight_decay=0.1)
     opt.build([w, b])
     with pytest.warns(UserWarning, match=r"No gradient for \['b'\]"):
         opt.minimize(lambda: (w**2)[0], [w, b])
@@ -152,7 +153,7 @@ def test_variables_without_a_gradient_are_left_alone():
 def test_a_subset_in_any_order():
     """`apply` takes some of the built variables in any order."""
     w, b = pair()
-    opt = gs.SGD(1.0)
+    opt = SGD(1.0)
     opt.build([w, b])
     opt.apply([1.0, [1.0, 1.0]], [b, w])
     assert (w.numpy().tolist(), float(b)) == ([0, 1], 2)
@@ -164,7 +165,7 @@ def test_a_subset_in_any_order():
 def test_an_empty_step_changes_nothing():
     """An empty list of gradients is no step, for any optimizer."""
     variables = pair()
-    for opt in (gs.SGD(), gs.LossScaleOptimizer(gs.SGD())):
+    for opt in (SGD(), gs.LossScaleOptimizer(SGD())):
         opt.build(variables)
         before = snapshot(variables, opt.variables)
         opt.apply([])
@@ -176,7 +177,7 @@ def test_an_empty_step_changes_nothing():
 def test_gradients_of_another_precision_are_welcome(dtype):
     """A floating gradient need not have its variable's dtype; the variable keeps its own."""
     var = gs.Variable([1.0, 2.0])
-    gs.SGD(0.5).apply([np.array([1, 2], dtype)], [var])
+    SGD(0.5).apply([np.array([1, 2], dtype)], [var])
     assert var.numpy().tolist() == [0.5, 1.0]
     assert var.dtype == jnp.float32
 
@@ -185,7 +186,7 @@ def test_gradients_of_any_placement_are_welcome():
     """Gradients on another device than their variable are moved to it."""
     devices = jax.devices()
     var = gs.Variable(jax.device_put(jnp.ones(4), devices[0]))
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0, momentum=0.5), initial_scale=2.0)
+    opt = gs.LossScaleOptimizer(SGD(1.0, momentum=0.5), initial_scale=2.0)
     for device in devices[:3]:
         opt.apply([jax.device_put(jnp.full(4, 2.0), device)], [var])
     assert var.numpy().tolist() == [1 - 1 - 1.5 - 1.75] * 4
@@ -264,7 +265,9 @@ BAD_STEPS = [
 def test_bad_input_is_a_clear_error_and_changes_nothing(act, error, message, scaled):
     """Wrong arguments raise an error that names what is wrong; all state stays as it was."""
     w, b = pair()
-    opt = gs.Adam(0.1, clipvalue=1e9) if message != "clipnorm" else gs.Adam(0.1)
+    opt = (
+        gs.optimizers.Adam(0.1, clipvalue=1e9) if message != "clipnorm" else gs.optimizers.Adam(0.1)
+    )
     opt = gs.LossScaleOptimizer(opt) if scaled else opt
     opt.build([w, b])
     before = snapshot([w, b], opt.variables)
@@ -274,7 +277,7 @@ def test_bad_input_is_a_clear_error_and_changes_nothing(act, error, message, sca
     assert opt.get_config() == type(opt).from_config(opt.get_config()).get_config()
 
 
-@pytest.mark.parametrize("make", [gs.SGD, lambda: gs.LossScaleOptimizer(gs.SGD())])
+@pytest.mark.parametrize("make", [SGD, lambda: gs.LossScaleOptimizer(SGD())])
 def test_bad_input_before_build_builds_nothing(make):
     """A first step that fails leaves the optimizer unbuilt, so that a right one can follow."""
     w, b = pair()
@@ -299,7 +302,7 @@ def test_bad_input_before_build_builds_nothing(make):
 def test_only_floating_variables_are_trained(value):
     """Integer, boolean and complex variables are a TypeError that names them."""
     with pytest.raises(TypeError, match="floating dtype; got 'n'"):
-        gs.SGD().build([gs.Variable(value, name="n")])
+        SGD().build([gs.Variable(value, name="n")])
 
 
 # ── options ─────────────────────────────────────────────────────────────────────────────────────
@@ -317,7 +320,7 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize(("option", "value"), BAD_OPTIONS)
-@pytest.mark.parametrize("cls", [gs.SGD, gs.Adam])
+@pytest.mark.parametrize("cls", [SGD, gs.optimizers.Adam])
 def test_options_are_checked(cls, option, value):
     """An option out of range, or of the wrong kind, is an error that names it and the value."""
     with pytest.raises((ValueError, TypeError), match=rf"Expected .*{option}.*; got "):
@@ -327,16 +330,16 @@ def test_options_are_checked(cls, option, value):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: gs.SGD(momentum=1.5), "momentum"),
-        (lambda: gs.SGD(momentum=True), "momentum"),
-        (lambda: gs.SGD(nesterov=1), "nesterov"),
-        (lambda: gs.Adam(beta_1=1.0), "beta_1"),
-        (lambda: gs.Adam(beta_2=-0.1), "beta_2"),
-        (lambda: gs.Adam(epsilon=-1), "epsilon"),
-        (lambda: gs.SGD(clipnorm=1.0, clipvalue=1.0), "clipnorm"),
-        (lambda: gs.Adam(clipvalue=1.0, global_clipnorm=2.0), "global_clipnorm"),
-        (lambda: gs.schedules.ExponentialDecay("0.1", 1, 0.5), "initial_learning_rate"),
-        (lambda: gs.schedules.ExponentialDecay(0.1, 0, 0.5), "decay_steps"),
+        (lambda: SGD(momentum=1.5), "momentum"),
+        (lambda: SGD(momentum=True), "momentum"),
+        (lambda: SGD(nesterov=1), "nesterov"),
+        (lambda: gs.optimizers.Adam(beta_1=1.0), "beta_1"),
+        (lambda: gs.optimizers.Adam(beta_2=-0.1), "beta_2"),
+        (lambda: gs.optimizers.Adam(epsilon=-1), "epsilon"),
+        (lambda: SGD(clipnorm=1.0, clipvalue=1.0), "clipnorm"),
+        (lambda: gs.optimizers.Adam(clipvalue=1.0, global_clipnorm=2.0), "global_clipnorm"),
+        (lambda: schedules.ExponentialDecay("0.1", 1, 0.5), "initial_learning_rate"),
+        (lambda: schedules.ExponentialDecay(0.1, 0, 0.5), "decay_steps"),
     ],
 )
 def test_arguments_of_rules_are_checked(make, name):
@@ -348,44 +351,44 @@ def test_arguments_of_rules_are_checked(make, name):
 def test_real_numbers_of_any_kind_are_welcome():
     """Python, numpy and jax scalars are taken wherever a float is documented."""
     for number in (1, np.float32(1), np.int64(1), jnp.float16(1), jnp.ones(())):
-        opt = gs.SGD(learning_rate=number, momentum=number, clipnorm=number)
+        opt = SGD(learning_rate=number, momentum=number, clipnorm=number)
         assert (float(opt.learning_rate), opt.momentum, opt.clipnorm) == (1.0, 1.0, 1.0)
 
 
 def test_arguments_stand_in_the_order_of_keras():
     """Arguments by position mean what they mean in Keras 3, the common options included."""
-    opt = gs.SGD(0.1, 0.9, True, 0.01, None, 0.5, None, True, 0.8, 3, None, 2, "mine")
+    opt = SGD(0.1, 0.9, True, 0.01, None, 0.5, None, True, 0.8, 3, None, 2, "mine")
     config = opt.get_config()
     assert (config["momentum"], config["nesterov"], config["weight_decay"]) == (0.9, True, 0.01)
     assert (config["clipvalue"], config["ema_momentum"], config["name"]) == (0.5, 0.8, "mine")
-    assert gs.Adam(0.1, 0.8, 0.9, 1e-3, True, 0.01).weight_decay == 0.01
+    assert gs.optimizers.Adam(0.1, 0.8, 0.9, 1e-3, True, 0.01).weight_decay == 0.01
 
 
 def test_weight_decay_exclusions():
     """Variables are excluded by identity or by a pattern in their name; a new call replaces."""
     w, b, c = gs.Variable(1.0, name="w"), gs.Variable(1.0, name="bias"), gs.Variable(1.0, name="c")
-    opt = gs.SGD(1.0, weight_decay=0.5)
+    opt = SGD(1.0, weight_decay=0.5)
     opt.exclude_from_weight_decay(var_list=[c])
     opt.exclude_from_weight_decay(var_list=[w], var_names=["^b.a"])
     opt.apply([0.0, 0.0, 0.0], [w, b, c])
     assert (float(w), float(b), float(c)) == (1.0, 1.0, 0.5)
-    opt = gs.SGD(1.0, weight_decay=0.5)
+    opt = SGD(1.0, weight_decay=0.5)
     opt.exclude_from_weight_decay(var_names=["w", "(?i)BIAS"])
     opt.apply([0.0, 0.0, 0.0], [w, b, c])
     assert (float(w), float(b), float(c)) == (1.0, 1.0, 0.25)
     w, b = gs.Variable(1.0, name="layers[0]/w"), gs.Variable(1.0, name="layers0/w")
-    opt = gs.SGD(1.0, weight_decay=0.5)
+    opt = gs.optimizers.SGD(1.0, weight_decay=0.5)
     opt.exclude_from_weight_decay(var_names=["layers[0]/w"])  # a name counts as it is written, too
     opt.apply([0.0, 0.0], [w, b])
     assert float(w) == 1.0
     with pytest.raises(ValueError, match="regular expressions"):
-        gs.SGD().exclude_from_weight_decay(var_names=["["])
+        SGD().exclude_from_weight_decay(var_names=["["])
 
 
 def test_moving_average_follows_keras():
     """The document's example of `use_ema`: overwriting every third step, and finalizing."""
     var = gs.Variable(2.0)
-    opt = gs.SGD(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+    opt = SGD(1.0, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
     seen = []
     for _ in range(4):
         opt.apply([1.0], [var])
@@ -393,7 +396,7 @@ def test_moving_average_follows_keras():
     assert seen == [1.0, 0.0, -0.25, -1.25]
 
     var = gs.Variable(2.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(1.0, use_ema=True, ema_momentum=0.5), initial_scale=1.0)
+    opt = gs.LossScaleOptimizer(SGD(1.0, use_ema=True, ema_momentum=0.5), initial_scale=1.0)
     for _ in range(2):
         opt.apply([1.0], [var])
     opt.finalize_variable_values([var])
@@ -405,7 +408,7 @@ def test_moving_average_follows_keras():
 def test_constraints_come_last():
     """A variable's constraint is applied after the update and the average."""
     var = gs.Variable(1.0, constraint=lambda value: jnp.maximum(value, 0))
-    opt = gs.SGD(1.0, use_ema=True, ema_momentum=0.5)
+    opt = SGD(1.0, use_ema=True, ema_momentum=0.5)
     opt.apply([5.0], [var])
     assert (float(var), float(opt.variables[2])) == (0.0, -4.0)
 
@@ -413,7 +416,7 @@ def test_constraints_come_last():
 def test_a_constraint_holds_for_the_copy_in_float32_too():
     """The next step of a half-precision variable goes on from the constrained value."""
     var = gs.Variable(0.5, dtype="float16", constraint=lambda value: jnp.minimum(value, 1))
-    opt = gs.SGD(1.0, master_weights=True)
+    opt = SGD(1.0, master_weights=True)
     opt.apply([-0.5002], [var])  # 1.0002 would be 1 in float16
     assert float(var) == 1.0
     opt.apply([0.00025], [var])
@@ -425,9 +428,9 @@ def test_a_constraint_holds_for_the_copy_in_float32_too():
 
 def test_a_schedule_sees_the_steps_taken():
     """A schedule, or any callable of the step, is evaluated at the number of steps before."""
-    for rate in (gs.schedules.ExponentialDecay(0.4, 1, 0.5), lambda step: 0.4 * 0.5**step):
+    for rate in (schedules.ExponentialDecay(0.4, 1, 0.5), lambda step: 0.4 * 0.5**step):
         var = gs.Variable(0.0)
-        opt = gs.SGD(rate)
+        opt = SGD(rate)
         assert float(opt.learning_rate) == pytest.approx(0.4)
         for _ in range(3):
             opt.apply([-1.0], [var])
@@ -445,7 +448,7 @@ def test_a_callable_of_nothing_is_called_once_per_step():
         return float(len(calls))
 
     var = gs.Variable(0.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(rate), initial_scale=1.0)
+    opt = gs.LossScaleOptimizer(SGD(rate), initial_scale=1.0)
     for _ in range(3):
         opt.apply([-1.0], [var])
         opt.get_config()
@@ -455,7 +458,7 @@ def test_a_callable_of_nothing_is_called_once_per_step():
 def test_setting_the_learning_rate():
     """A number replaces a number, a schedule replaces anything, a number no schedule."""
     var = gs.Variable(0.0)
-    opt = gs.SGD(1.0)
+    opt = SGD(1.0)
     opt.apply([-1.0], [var])
     opt.learning_rate = 0.5
     opt.apply([-1.0], [var])
@@ -472,7 +475,9 @@ def test_setting_the_learning_rate():
 
 def trained(steps=3):
     variables = pair()
-    inner = gs.Adam(gs.schedules.ExponentialDecay(0.1, 5, 0.5), use_ema=True, weight_decay=0.01)
+    inner = gs.optimizers.Adam(
+        schedules.ExponentialDecay(0.1, 5, 0.5), use_ema=True, weight_decay=0.01
+    )
     opt = gs.LossScaleOptimizer(inner, dynamic_growth_steps=2, gradient_accumulation_steps=2)
     for step in range(steps):
         opt.apply([[1.0 * step, 2.0], 3.0], variables)
@@ -516,11 +521,13 @@ def test_a_scale_that_is_none_cannot_be_loaded():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: gs.SGD(0.1, momentum=0.9, clipnorm=1.0, name="mine"),
-        lambda: gs.Adam(gs.schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True), use_ema=True),
-        lambda: gs.LossScaleOptimizer(gs.Adam(0.1, epsilon=1e-5), 8.0, 3, clipvalue=0.5),
-        lambda: gs.LossScaleOptimizer(gs.SGD(), dynamic=False, initial_scale=128.0),
-        lambda: gs.LossScaleOptimizer(gs.SGD(), rule=gs.DynamicLossScale(4.0, hysteresis=2)),
+        lambda: SGD(0.1, momentum=0.9, clipnorm=1.0, name="mine"),
+        lambda: gs.optimizers.Adam(
+            schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True), use_ema=True
+        ),
+        lambda: gs.LossScaleOptimizer(gs.optimizers.Adam(0.1, epsilon=1e-5), 8.0, 3, clipvalue=0.5),
+        lambda: gs.LossScaleOptimizer(SGD(), dynamic=False, initial_scale=128.0),
+        lambda: gs.LossScaleOptimizer(SGD(), rule=gs.DynamicLossScale(4.0, hysteresis=2)),
         lambda: gs.LossScaleOptimizer(Momentum(0.1, beta=0.5, clipnorm=2.0), name="outer"),
     ],
 )
@@ -550,33 +557,33 @@ def test_configurations_of_keras_are_readable():
     inner = ours.inner_optimizer
     assert (inner.beta_1, inner.weight_decay, inner.global_clipnorm) == (0.8, 0.01, 1.0)
     assert float(ours.learning_rate) == pytest.approx(0.1)
-    sgd = gs.SGD.from_config(keras.optimizers.SGD(0.5, momentum=0.25, nesterov=True).get_config())
+    sgd = SGD.from_config(keras.optimizers.SGD(0.5, momentum=0.25, nesterov=True).get_config())
     assert (sgd.momentum, sgd.nesterov, float(sgd.learning_rate)) == (0.25, True, 0.5)
 
 
 def test_unknown_classes_in_a_configuration():
     """A class that is not known is a ValueError, unless `custom_objects` names it."""
-    config = gs.LossScaleOptimizer(gs.SGD()).get_config()
+    config = gs.LossScaleOptimizer(SGD()).get_config()
     config["inner_optimizer"] = {**config["inner_optimizer"], "class_name": "Mine"}
     with pytest.raises(ValueError, match="got 'Mine'"):
         gs.LossScaleOptimizer.from_config(config)
-    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"Mine": gs.SGD})
-    assert type(opt.inner_optimizer) is gs.SGD
+    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"Mine": SGD})
+    assert type(opt.inner_optimizer) is SGD
 
 
 def test_custom_objects_reach_the_schedule_of_an_inner_optimizer():
     """`custom_objects` are for everything in a configuration, however deep."""
-    inner = gs.SGD(gs.schedules.ExponentialDecay(0.1, 10, 0.5))
+    inner = SGD(schedules.ExponentialDecay(0.1, 10, 0.5))
     config = gs.LossScaleOptimizer(inner).get_config()
     config["inner_optimizer"]["config"]["learning_rate"]["class_name"] = "Mine"
-    mine = {"Mine": gs.schedules.ExponentialDecay}
+    mine = {"Mine": schedules.ExponentialDecay}
     opt = gs.LossScaleOptimizer.from_config(config, custom_objects=mine)
     assert float(opt.learning_rate) == pytest.approx(0.1)
 
 
 def test_a_clip_option_that_is_none_leaves_the_inner_ones_in_force():
     """None switches off the one option that it is assigned to."""
-    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(gs.SGD(1.0, global_clipnorm=1.0), 1.0)
+    w, opt = gs.Variable([3.0]), gs.LossScaleOptimizer(SGD(1.0, global_clipnorm=1.0), 1.0)
     opt.clipvalue = None
     opt.apply([[2.0]], [w])
     assert float(w.value()[0]) == 2.0
@@ -588,7 +595,7 @@ def test_a_clip_option_that_is_none_leaves_the_inner_ones_in_force():
 def test_a_scale_that_a_window_counts_on_stays():
     """Without a scale nobody would tell which microbatches count."""
     options = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
-    opt = gs.SGD(1.0, loss_scale_factor=8.0, **options)
+    opt = SGD(1.0, loss_scale_factor=8.0, **options)
     opt.build([gs.Variable(1.0)])
     with pytest.raises(ValueError, match="Expected a loss_scale_factor for on_bad_microbatch="):
         opt.loss_scale_factor = None
@@ -597,7 +604,7 @@ def test_a_scale_that_a_window_counts_on_stays():
 
 def test_what_decides_the_state_is_not_assigned_later():
     """Settings of the constructor that decide which state there is cannot be assigned."""
-    opt = gs.LossScaleOptimizer(gs.SGD())
+    opt = gs.LossScaleOptimizer(SGD())
     for name in ("telemetry", "underflow_every", "mesh"):
         with pytest.raises(AttributeError, match=f"`{name}` can be set only in the constr"):
             setattr(opt, name, None)
@@ -612,7 +619,7 @@ def test_what_decides_the_state_is_not_assigned_later():
 def test_assign_takes_anything_that_can_be_assigned():
     """`assign*` work on Keras variables and other objects with `assign`."""
     keras = pytest.importorskip("keras")
-    var, opt = keras.Variable(1.0), gs.SGD()
+    var, opt = keras.Variable(1.0), SGD()
     opt.assign_add(var, 2.0)
     opt.assign_sub(var, 1.0)
     opt.assign(var, var.value * 10)
@@ -621,7 +628,7 @@ def test_assign_takes_anything_that_can_be_assigned():
 
 def test_state_of_subclasses():
     """`add_optimizer_variables` takes one name or several; initializers are names or callables."""
-    variables, opt = pair(), gs.SGD()
+    variables, opt = pair(), SGD()
     firsts, seconds = opt.add_optimizer_variables(variables, ["a", "b"], "ones")
     assert firsts[0].numpy().tolist() == [1, 1]
     assert [v.name for v in seconds] == ["SGD/w_b", "SGD/b_b"]
@@ -636,7 +643,9 @@ def test_state_lies_like_its_variable():
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     layout = NamedSharding(mesh, PartitionSpec(None, "model"))
     w = gs.Variable(jax.device_put(np.ones((8, 4), np.float32), layout))
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0)
+    opt = gs.LossScaleOptimizer(
+        gs.optimizers.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0
+    )
     for _ in range(2):
         opt.apply([jnp.full((8, 4), 2.0)], [w])
     for v in [w, *opt.variables]:
@@ -644,7 +653,9 @@ def test_state_lies_like_its_variable():
         expected = layout if v.ndim else NamedSharding(mesh, PartitionSpec())
         assert v.value().sharding.is_equivalent_to(expected, v.ndim)
     alone = gs.Variable(np.ones((8, 4), np.float32))
-    twin = gs.LossScaleOptimizer(gs.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0)
+    twin = gs.LossScaleOptimizer(
+        gs.optimizers.Adam(0.1, use_ema=True, global_clipnorm=1.0), initial_scale=2.0
+    )
     for _ in range(2):
         twin.apply([jnp.full((8, 4), 2.0)], [alone])
     np.testing.assert_allclose(w.numpy(), alone.numpy(), rtol=1e-6)
@@ -653,7 +664,7 @@ def test_state_lies_like_its_variable():
 def test_a_known_kind_of_gradients_is_still_looked_at():
     """After a step as before, another order, shape, dtype, or a gradient less is noticed."""
     a, b = gs.Variable([1.0, 1.0]), gs.Variable([2.0, 2.0])
-    opt = gs.SGD(1.0)
+    opt = SGD(1.0)
     one, two = jnp.array([1.0, 1.0]), jnp.array([2.0, 2.0])
     for _ in range(3):
         opt.apply([one, two], [a, b])
@@ -671,7 +682,7 @@ def test_a_known_kind_of_gradients_is_still_looked_at():
 def test_one_gradient_for_two_variables_does_not_hide_their_order():
     """The same array for both, in the other order, says nothing of the next two."""
     a, b = gs.Variable([0.0]), gs.Variable([0.0])
-    opt, g, h = gs.SGD(1.0), jnp.array([1.0]), jnp.array([2.0])
+    opt, g, h = SGD(1.0), jnp.array([1.0]), jnp.array([2.0])
     opt.build([a, b])
     opt.apply([g, g], [b, a])
     opt.apply([g, h], [b, a])
@@ -685,7 +696,7 @@ def test_a_configuration_means_the_same_whatever_is_imported():
     config = {"class_name": "SGD", "module": "keras.optimizers", "config": {"learning_rate": 0.5}}
     wrapper = {"inner_optimizer": config, "initial_scale": 8.0}
     assert dtensor.SGD.__name__ == "SGD"
-    assert type(gs.LossScaleOptimizer.from_config(wrapper).inner_optimizer) is gs.SGD
+    assert type(gs.LossScaleOptimizer.from_config(wrapper).inner_optimizer) is SGD
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["alone", "scaled"])
@@ -693,7 +704,7 @@ def test_iterations_and_rate_read_alike_whatever_the_options(scaled):
     """`iterations` and `learning_rate` are variables, with accumulation and a schedule too; what is
     computed from others cannot be assigned, and says what to do."""
     for options, rate in ({}, 0.5), ({"gradient_accumulation_steps": 2}, lambda n: 0.5 + 0 * n):
-        weight, opt = gs.Variable(1.0), gs.SGD(rate, **options)
+        weight, opt = gs.Variable(1.0), SGD(rate, **options)
         opt = gs.LossScaleOptimizer(opt, 1.0) if scaled else opt
         assert opt.iterations == 0
         for _ in range(2):
@@ -707,11 +718,15 @@ def test_iterations_and_rate_read_alike_whatever_the_options(scaled):
                 variable.assign(1)
 
 
-RULES = [(gs.Adam, {}), (gs.Adam, {"amsgrad": True}), (gs.RMSprop, {"centered": True})]
+RULES = [
+    (gs.optimizers.Adam, {}),
+    (gs.optimizers.Adam, {"amsgrad": True}),
+    (RMSprop, {"centered": True}),
+]
 
 
 @pytest.mark.parametrize(
-    ("rule", "options"), [*RULES, (gs.RMSprop, {}), (gs.Adadelta, {}), (gs.Adagrad, {})]
+    ("rule", "options"), [*RULES, (RMSprop, {}), (Adadelta, {}), (Adagrad, {})]
 )
 def test_a_gradient_whose_square_overflows_leaves_a_finite_state(rule, options):
     """After a finite gradient of 1e20 weights and slots are finite, and no step was a large one."""
@@ -725,13 +740,13 @@ def test_a_gradient_whose_square_overflows_leaves_a_finite_state(rule, options):
 def test_a_centered_variance_is_never_negative():
     """RMSprop on gradients that hardly change: v - a**2 rounds below 0, and no weight is NaN."""
     g = np.float32(3.3 * (1 + 1e-4 * np.random.default_rng(0).normal(size=(8, 4096))))
-    w, opt = gs.Variable(np.zeros(4096, np.float32)), gs.RMSprop(1e-3, centered=True)
+    w, opt = gs.Variable(np.zeros(4096, np.float32)), RMSprop(1e-3, centered=True)
     for i in range(160):
         opt.apply([g[i % 8]], [w])
     assert np.isfinite(w.numpy()).all()
 
 
-@pytest.mark.parametrize("base", [gs.SGD, gs.LossScaleOptimizer])
+@pytest.mark.parametrize("base", [SGD, gs.LossScaleOptimizer])
 def test_building_again_adds_no_variable(base):
     """`add_variable` inside of `build` makes its variables once; elsewhere each call makes one."""
 
@@ -740,7 +755,7 @@ def test_building_again_adds_no_variable(base):
             super().build(var_list)
             self.counts = [self.add_variable((), name="count") for _ in range(2)]
 
-    w, opt = gs.Variable(1.0), Counting(*([gs.SGD(0.5)] if base is gs.LossScaleOptimizer else []))
+    w, opt = gs.Variable(1.0), Counting(*([SGD(0.5)] if base is gs.LossScaleOptimizer else []))
     before = opt.add_variable((), name="count")
     opt.build([w])
     first, variables = opt.counts, opt.variables
@@ -755,7 +770,7 @@ def test_building_again_adds_no_variable(base):
 def test_a_step_under_a_transformation_is_an_error_that_changes_nothing(transform):
     """`apply` in a function that is differentiated or mapped raises, and all state is as before."""
     w = gs.Variable(jnp.ones(3), name="w")
-    opt = gs.SGD(0.5, momentum=0.5)
+    opt = SGD(0.5, momentum=0.5)
     opt.build([w])
     opt.apply([jnp.ones(3)])
     before = [v.numpy() for v in [w, *opt.variables]]
@@ -774,7 +789,7 @@ def test_a_step_under_a_transformation_is_an_error_that_changes_nothing(transfor
 def test_one_variable_is_excluded_from_decay():
     """A variable that is 0 counts as one all the same, and so does a vector."""
     for value in (0.0, [1.0, 2.0]):
-        w, opt = gs.Variable(value), gs.SGD(0.1, weight_decay=0.1)
+        w, opt = gs.Variable(value), SGD(0.1, weight_decay=0.1)
         opt.exclude_from_weight_decay(w)
         opt.apply([jnp.zeros(w.shape)], [w])
         np.testing.assert_array_equal(w.numpy(), value)
@@ -785,14 +800,14 @@ def test_one_variable_is_excluded_from_decay():
 def test_limits_that_float32_does_not_hold_clip_as_far_as_it_goes(clip, limit, gradient):
     """A norm's limit above all numbers of float32 clips nothing, one below all does no harm."""
     w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5, **{clip: limit}), initial_scale=4.0)
+    opt = gs.LossScaleOptimizer(SGD(0.5, **{clip: limit}), initial_scale=4.0)
     opt.apply([4 * gradient], [w])
     assert float(w) == 1 - 0.5 * gradient
 
 
 def scaled_sgd():
     w = gs.Variable([1.0, 2.0], name="w")
-    return w, gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0)
+    return w, gs.LossScaleOptimizer(SGD(0.5), initial_scale=2.0)
 
 
 def test_a_jit_inside_of_a_loss_is_explained():
@@ -809,7 +824,7 @@ def test_a_jit_inside_of_a_loss_is_explained():
 def test_finalizing_before_the_first_step_keeps_the_weights():
     """As long as every step was skipped there is no average, and nothing to finalize."""
     w = gs.Variable(5.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), use_ema=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), use_ema=True)
     opt.apply([jnp.inf], [w])
     opt.finalize_variable_values([w])
     assert float(w) == 5.0
@@ -818,15 +833,15 @@ def test_finalizing_before_the_first_step_keeps_the_weights():
 def test_exclusions_take_lists_of_the_right_kind():
     """A string is no list of names, and a name is no variable."""
     with pytest.raises(TypeError, match="list of strings for var_names"):
-        gs.SGD().exclude_from_weight_decay(var_names="bias")
+        SGD().exclude_from_weight_decay(var_names="bias")
     with pytest.raises(TypeError, match=r"gainstage\.Variable objects in"):
-        gs.SGD().exclude_from_weight_decay(["bias"])
+        SGD().exclude_from_weight_decay(["bias"])
 
 
 def test_an_update_step_that_returns_is_told_to_assign():
     """Returning the new value, as in optax, is an error and changes nothing."""
 
-    class Returning(gs.Optimizer):
+    class Returning(gs.optimizers.Optimizer):
         def update_step(self, gradient, variable, learning_rate):
             return variable - learning_rate * gradient
 
@@ -840,7 +855,7 @@ def test_integer_variables_in_minimize():
     """An integer variable is named before JAX complains about tangents."""
     n = gs.Variable(1, name="n")
     with pytest.raises(TypeError, match="'n' of dtype int32"):
-        gs.SGD().minimize(lambda: n * 1.0, [n])
+        SGD().minimize(lambda: n * 1.0, [n])
 
 
 def test_a_float32_gradient_does_not_narrow_a_float64_step():
@@ -849,7 +864,7 @@ def test_a_float32_gradient_does_not_narrow_a_float64_step():
         weights = []
         for dtype in (jnp.float32, jnp.float64):
             w = gs.Variable(1.0, dtype=jnp.float64)
-            gs.Adam(0.125).apply([jnp.ones((), dtype)], [w])
+            gs.optimizers.Adam(0.125).apply([jnp.ones((), dtype)], [w])
             weights.append(float(w))
     assert weights[0] == weights[1]
 
@@ -857,7 +872,7 @@ def test_a_float32_gradient_does_not_narrow_a_float64_step():
 def test_a_build_that_forgets_its_base_is_named():
     """A subclass whose `build` does not call the base's is told so at the first step."""
 
-    class Forgetful(gs.SGD):
+    class Forgetful(SGD):
         def build(self, var_list):
             pass
 
@@ -876,7 +891,7 @@ def test_an_optimizer_adds_lists():
 @pytest.mark.parametrize("of", [iter, lambda vs: {"w": vs[0]}, lambda vs: vs[0]])
 def test_build_wants_a_list(of):
     """What cannot be gone through twice as a list of variables is refused, and nothing is built."""
-    w, opt = gs.Variable([1.0, 2.0]), gs.Adam(0.5)
+    w, opt = gs.Variable([1.0, 2.0]), gs.optimizers.Adam(0.5)
     with pytest.raises(TypeError, match="Expected a list of variables for var_list; got"):
         opt.build(of([w]))
     assert not opt.built
@@ -888,7 +903,7 @@ def test_a_shallow_copy_survives_a_step():
     """`copy.copy` of a variable keeps its value, though a step reuses the original's memory."""
     w = gs.Variable([1.0, 2.0])
     best = copy.copy(w)
-    gs.SGD(0.5).minimize(lambda: (w.value() ** 2).sum(), [w])
+    SGD(0.5).minimize(lambda: (w.value() ** 2).sum(), [w])
     assert (best.numpy().tolist(), w.numpy().tolist()) == ([1, 2], [0, 0])
 
 
@@ -896,7 +911,7 @@ def test_a_shallow_copy_survives_a_step():
 def test_adam_steps_for_tiny_float16_gradients(gradient, step):
     """optax's Adam on float16 weights gives -inf or NaN for tiny and zero gradients; ours steps."""
     grads, params = jnp.full(3, gradient, jnp.float16), jnp.ones(3, jnp.float16)
-    var, opt = gs.Variable(params), gs.Adam(0.125)
+    var, opt = gs.Variable(params), gs.optimizers.Adam(0.125)
     tx = gs.loss_scaled(optax.adam(0.125))
     state = tx.init(params)
     for i in range(1, 4):
@@ -920,7 +935,7 @@ def test_float16_gradients_are_clipped_by_a_float32_norm():
     np.testing.assert_allclose(updates, expected, rtol=1e-3)
     for clip in ("clipnorm", "global_clipnorm"):
         var = gs.Variable(params)
-        gs.SGD(1.0, **{clip: 1.0}).apply([grads], [var])
+        SGD(1.0, **{clip: 1.0}).apply([grads], [var])
         np.testing.assert_allclose(var.numpy(), expected, rtol=1e-3)
 
     peer = optax.clip_by_global_norm(1.0)
@@ -932,7 +947,7 @@ def test_a_master_copy_starts_as_its_weight():
     """After `build` the float32 copy of a half-precision weight is that weight, to look at and to
     save."""
     w = gs.Variable(np.array([3.0, -0.5], np.float16))
-    opt = gs.SGD(0.5, master_weights=True)
+    opt = SGD(0.5, master_weights=True)
     opt.build([w])
     (master,) = [v for v in opt.variables if v.name.endswith("_master")]
     assert (master.numpy().tolist(), master.dtype) == ([3.0, -0.5], np.float32)
@@ -945,13 +960,13 @@ def test_gradients_that_are_no_list_are_refused(grads):
     """One array, a string, a dictionary or a variable is not taken for a list of gradients."""
     variables = [gs.Variable(1.0), gs.Variable(1.0)]
     with pytest.raises(TypeError, match="Expected a list of arrays for grads"):
-        gs.SGD(0.5).apply(grads, variables)
+        SGD(0.5).apply(grads, variables)
     assert [float(v) for v in variables] == [1.0, 1.0]
 
 
 def test_slots_of_a_random_initializer_are_all_different():
     """Each variable's slot has random numbers of its own, the third one's too."""
-    variables, opt = [gs.Variable(np.ones(8)) for _ in range(3)], gs.SGD(0.1)
+    variables, opt = [gs.Variable(np.ones(8)) for _ in range(3)], SGD(0.1)
     opt.build(variables)
     slots = opt.add_optimizer_variables(variables, "noise", "random_normal")
     assert len({slot.numpy().tobytes() for slot in slots}) == 3

@@ -4,24 +4,25 @@ import jax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, MultiOptimizer
 
 
-class Doubled(gs.SGD):
+class Doubled(SGD):
     def apply(self, grads, trainable_variables=None, **more):
         super().apply([2 * g for g in grads], trainable_variables, **more)
 
 
-class HalfRate(gs.SGD):
+class HalfRate(SGD):
     @property
     def learning_rate(self):
         return super().learning_rate * 0.5
 
     @learning_rate.setter
     def learning_rate(self, rate):
-        gs.SGD.learning_rate.fset(self, rate)
+        SGD.learning_rate.fset(self, rate)
 
 
-class Python(gs.SGD):
+class Python(SGD):
     number = 0.5
 
     @property
@@ -29,7 +30,7 @@ class Python(gs.SGD):
         return self.number
 
 
-class Counted(gs.SGD):
+class Counted(SGD):
     @property
     def learning_rate(self):
         return 2.0**-self.iterations
@@ -102,6 +103,6 @@ def test_the_wrapper_reads_and_sets_the_learning_rate_of_a_subclass():
 def test_a_part_of_several_optimizers_uses_its_own_learning_rate():
     """In a `MultiOptimizer` the rate of a part is the property of its class."""
     a, b = gs.Variable(1.0), gs.Variable(1.0)
-    opt = gs.MultiOptimizer([(HalfRate(0.25), [a]), (gs.SGD(0.25), [b])])
+    opt = MultiOptimizer([(HalfRate(0.25), [a]), (SGD(0.25), [b])])
     opt.minimize(lambda: a + b, [a, b])
     assert (float(a), float(b)) == (0.875, 0.75)

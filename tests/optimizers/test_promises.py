@@ -129,7 +129,9 @@ def test_a_run_goes_on_from_its_state(name):
 def test_a_configuration_makes_it_again(name):
     """`serialize` and `deserialize` return an optimizer with the same configuration."""
     _, opt = made(name, clipnorm=0.5, use_ema=True)
-    assert gs.serialize(gs.deserialize(gs.serialize(opt))) == gs.serialize(opt)
+    assert gs.optimizers.serialize(
+        gs.optimizers.deserialize(gs.optimizers.serialize(opt))
+    ) == gs.optimizers.serialize(opt)
 
 
 @pytest.mark.as_users

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 STEPS = 50
 RULE = gs.DynamicLossScale(8.0, 5, hysteresis=2)
@@ -31,7 +32,7 @@ def gradients(step):
 
 
 def inner():
-    return gs.Adam(
+    return Adam(
         0.05,
         weight_decay=0.01,
         global_clipnorm=0.5,
@@ -152,7 +153,7 @@ def test_orbax_names_what_a_checkpoint_leaves_out(tmp_path):
     """A trained variable or a rate that is not listed is named, once, before anything is saved."""
     orbax = pytest.importorskip("gainstage.interop.orbax", reason="orbax is not installed")
     w, b, rate = (gs.Variable(1.0, name=name) for name in ("w", "b", "rate"))
-    opt = gs.LossScaleOptimizer(gs.SGD(rate))
+    opt = gs.LossScaleOptimizer(SGD(rate))
     opt.build([w, b])
     checkpoints = orbax.Checkpoints(tmp_path)
     with pytest.raises(UserWarning, match=r"no value of \['b', 'rate'\].*\[\*variables, ...\]"):

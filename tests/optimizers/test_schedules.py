@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage import schedules
+from gainstage.optimizers import SGD, schedules
 
 
 def restarted_cosine(step, rate, first, t_mul, m_mul, alpha):
@@ -32,7 +32,7 @@ def restarted_cosine(step, rate, first, t_mul, m_mul, alpha):
 )
 def test_cosine_with_restarts(first, t_mul, m_mul, alpha):
     """`CosineDecayRestarts` has the rate of its paper at each of 5,000 steps, restarts included."""
-    schedule = gs.schedules.CosineDecayRestarts(0.3, first, t_mul, m_mul, alpha)
+    schedule = gs.optimizers.schedules.CosineDecayRestarts(0.3, first, t_mul, m_mul, alpha)
     rates = jax.jit(jax.vmap(schedule))(np.arange(5000))
     expected = [restarted_cosine(n, 0.3, first, t_mul, m_mul, alpha) for n in range(5000)]
     np.testing.assert_allclose(rates, expected, atol=1e-6)
@@ -41,15 +41,15 @@ def test_cosine_with_restarts(first, t_mul, m_mul, alpha):
 def test_periods_that_get_shorter_are_refused():
     """They would end at a last step, after which Keras's rate is NaN."""
     with pytest.raises(ValueError, match="t_mul"):
-        gs.schedules.CosineDecayRestarts(0.3, 10, t_mul=0.5)
+        gs.optimizers.schedules.CosineDecayRestarts(0.3, 10, t_mul=0.5)
     with pytest.raises(ValueError, match="first_decay_steps"):
-        gs.schedules.CosineDecayRestarts(0.3, 0)
+        gs.optimizers.schedules.CosineDecayRestarts(0.3, 0)
 
 
 def test_a_schedule_may_start_at_the_rate_of_an_optimizer():
     """`opt.learning_rate` is taken for a number, and may be replaced by the schedule."""
-    opt, w = gs.SGD(0.5), gs.Variable(0.0)
-    opt.learning_rate = gs.schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
+    opt, w = SGD(0.5), gs.Variable(0.0)
+    opt.learning_rate = gs.optimizers.schedules.PolynomialDecay(opt.learning_rate, 2, 0.0)
     assert len(opt.variables) == 1
     for _ in range(2):
         opt.apply([1.0], [w])
@@ -61,7 +61,7 @@ def test_a_boundary_that_is_never_reached(never):
     """A boundary beyond all steps changes nothing, and one before all is passed from the start."""
     rate = schedules.PiecewiseConstantDecay([-never, 1, never], [8.0, 0.5, 0.25, 4.0])
     w = gs.Variable(0.0)
-    opt = gs.SGD(rate)
+    opt = SGD(rate)
     for expected in (-0.5, -1.0, -1.25):
         opt.apply([1.0], [w])
         assert float(w) == expected
@@ -78,7 +78,7 @@ def test_a_boundary_that_is_never_reached(never):
 )
 def test_schedules_keep_numbers_of_python(schedule):
     """Whatever kind of number a schedule was made with, it is hashed, written as JSON and read."""
-    config = json.loads(json.dumps(gs.SGD(schedule).get_config()))
+    config = json.loads(json.dumps(SGD(schedule).get_config()))
     again = type(schedule).from_config(config["learning_rate"]["config"])
     assert again == schedule
     assert hash(again) == hash(schedule)
@@ -88,17 +88,17 @@ def test_schedules_keep_numbers_of_python(schedule):
 
 def test_boundaries_between_steps():
     """A boundary at 2.5 separates step 2 from step 3, as in Keras."""
-    schedule = gs.schedules.PiecewiseConstantDecay([2.5], [1.0, 0.25])
+    schedule = gs.optimizers.schedules.PiecewiseConstantDecay([2.5], [1.0, 0.25])
     assert [float(schedule(jnp.int32(step))) for step in range(5)] == [1, 1, 1, 0.25, 0.25]
 
 
 # Asked for in pytorch#67590.
 def test_a_skipped_step_does_not_move_the_schedule():
     """After two skipped steps of five, the rates were those of three steps."""
-    rate = gs.schedules.ExponentialDecay(1.0, 1, 0.5)
+    rate = gs.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
     grads = [1.0, np.inf, 1.0, np.nan, 1.0]
     w, params = gs.Variable(0.0), jnp.float32(0.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(rate), initial_scale=1.0, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(rate), initial_scale=1.0, telemetry=True)
     tx = gs.loss_scaled(optax.sgd(rate))
     state = tx.init(params)
     for gradient in grads:

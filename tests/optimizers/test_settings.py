@@ -6,29 +6,30 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, tf2
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, schedules
 
 # Of each rule, its settings: a value that is taken, and one that is not.
 SETTINGS = [
-    (gs.SGD, "momentum", 0.5, 5.0),
-    (gs.SGD, "nesterov", True, 1),
-    (gs.Adam, "beta_1", 0.5, 1.0),
-    (gs.Adam, "beta_2", 0.5, -0.1),
-    (gs.Adam, "epsilon", 1e-3, "small"),
-    (gs.Adam, "amsgrad", True, "yes"),
-    (gs.AdamW, "beta_1", 0.5, None),
-    (gs.RMSprop, "rho", 0.5, 1.5),
-    (gs.RMSprop, "momentum", 0.5, -1.0),
-    (gs.RMSprop, "epsilon", 1e-3, -1e-3),
-    (gs.RMSprop, "centered", True, 0),
-    (gs.Adagrad, "initial_accumulator_value", 0.5, -0.5),
-    (gs.Adagrad, "epsilon", 1e-3, True),
-    (gs.Adadelta, "rho", 0.5, 2),
-    (gs.Adadelta, "epsilon", 1e-3, float("nan")),
-    (gs.Lion, "beta_1", 0.5, 0.0),
-    (gs.Lion, "beta_2", 0.5, 2.0),
-    (gs.SGD, "name", "mine", ""),
-    (gs.SGD, "jit_compile", False, "no"),
-    (gs.SGD, "clipnorm", 1.0, -1.0),
+    (SGD, "momentum", 0.5, 5.0),
+    (SGD, "nesterov", True, 1),
+    (Adam, "beta_1", 0.5, 1.0),
+    (Adam, "beta_2", 0.5, -0.1),
+    (Adam, "epsilon", 1e-3, "small"),
+    (Adam, "amsgrad", True, "yes"),
+    (AdamW, "beta_1", 0.5, None),
+    (RMSprop, "rho", 0.5, 1.5),
+    (RMSprop, "momentum", 0.5, -1.0),
+    (RMSprop, "epsilon", 1e-3, -1e-3),
+    (RMSprop, "centered", True, 0),
+    (Adagrad, "initial_accumulator_value", 0.5, -0.5),
+    (Adagrad, "epsilon", 1e-3, True),
+    (Adadelta, "rho", 0.5, 2),
+    (Adadelta, "epsilon", 1e-3, float("nan")),
+    (Lion, "beta_1", 0.5, 0.0),
+    (Lion, "beta_2", 0.5, 2.0),
+    (SGD, "name", "mine", ""),
+    (SGD, "jit_compile", False, "no"),
+    (SGD, "clipnorm", 1.0, -1.0),
     (dtensor.SGD, "amsgrad", False, True),
 ]
 IDS = [f"{cls.__name__}.{name}" for cls, name, *_ in SETTINGS]
@@ -49,12 +50,12 @@ def test_a_setting_is_checked_where_it_is_set(cls, name, good, bad):
 
 
 NEED_STATE = [
-    (gs.SGD, "momentum", 0.5),
-    (gs.RMSprop, "momentum", 0.5),
-    (gs.RMSprop, "centered", True),
-    (gs.Adam, "amsgrad", True),
-    (gs.Adagrad, "initial_accumulator_value", 0.5),
-    (gs.Adagrad, "initial_accumulator_value", 0.0),
+    (SGD, "momentum", 0.5),
+    (RMSprop, "momentum", 0.5),
+    (RMSprop, "centered", True),
+    (Adam, "amsgrad", True),
+    (Adagrad, "initial_accumulator_value", 0.5),
+    (Adagrad, "initial_accumulator_value", 0.0),
 ]
 
 
@@ -81,7 +82,7 @@ def test_a_setting_that_needs_state_is_set_before_build(cls, name, value):
 
 def test_a_setting_may_be_changed_to_one_that_needs_less_state():
     """Momentum can be lowered and turned off after `build`; its slots stay."""
-    w, opt = gs.Variable(0.0), gs.SGD(1.0, momentum=0.5)
+    w, opt = gs.Variable(0.0), SGD(1.0, momentum=0.5)
     opt.apply([1.0], [w])
     opt.momentum = 0.0
     opt.apply([1.0])
@@ -107,7 +108,7 @@ def change_decay(opt):
 
 
 def change_schedule(opt):
-    opt.learning_rate = gs.schedules.ExponentialDecay(0.25, 1, 0.5)
+    opt.learning_rate = schedules.ExponentialDecay(0.25, 1, 0.5)
 
 
 def change_inner(opt):
@@ -116,8 +117,8 @@ def change_inner(opt):
 
 CHANGES = [change_clip, change_decay, change_schedule, change_inner]
 MAKE = {
-    "plain": functools.partial(gs.SGD, 0.5, momentum=0.5),
-    "scaled": lambda: gs.LossScaleOptimizer(gs.SGD(0.5, momentum=0.5)),
+    "plain": functools.partial(SGD, 0.5, momentum=0.5),
+    "scaled": lambda: gs.LossScaleOptimizer(SGD(0.5, momentum=0.5)),
 }
 
 
@@ -148,7 +149,7 @@ def test_a_compiled_step_is_compiled_again_only_after_a_change():
     """A new learning rate needs no compilation, a changed option one, and the next step none."""
     traces = []
 
-    class Counting(gs.SGD):
+    class Counting(SGD):
         def update_step(self, gradient, variable, learning_rate):
             traces.append(0)
             super().update_step(gradient, variable, learning_rate)
@@ -170,7 +171,7 @@ def test_a_variable_as_learning_rate_is_read_in_each_step():
     """Two optimizers can share one rate; assigning it changes both, eagerly and compiled."""
     rate = gs.Variable(0.5, name="rate")
     a, b = gs.Variable(0.0), gs.Variable(0.0)
-    opts = gs.SGD(rate), gs.LossScaleOptimizer(gs.SGD(rate))
+    opts = SGD(rate), gs.LossScaleOptimizer(SGD(rate))
     for opt, weight in zip(opts, (a, b), strict=True):
         opt.build([weight])
         assert opt.learning_rate is rate
@@ -193,13 +194,13 @@ def test_a_variable_as_learning_rate_is_read_in_each_step():
 def test_a_variable_as_learning_rate_must_be_in_the_state_and_a_floating_scalar():
     """A compiled step that would freeze the rate, and a rate of another kind, are errors."""
     rate, weight = gs.Variable(0.5, name="rate"), gs.Variable(0.0)
-    opt = gs.SGD(rate)
+    opt = SGD(rate)
     opt.build([weight])
     with pytest.raises(ValueError, match="in its state; got 'rate'"):
         compiled(opt, weight)()
     for wrong in (gs.Variable([0.5, 0.5]), gs.Variable(1)):
         with pytest.raises(TypeError, match="Expected a floating scalar for learning_rate"):
-            gs.SGD(wrong)
+            SGD(wrong)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_a_variable_as_learning_rate_must_be_in_the_state_and_a_floating_scalar(
         ("ema_momentun", "ema_momentum"),
     ],
 )
-@pytest.mark.parametrize("make", [gs.SGD, dtensor.SGD, lambda r: gs.LossScaleOptimizer(gs.SGD(r))])
+@pytest.mark.parametrize("make", [SGD, dtensor.SGD, lambda r: gs.LossScaleOptimizer(SGD(r))])
 def test_a_misspelled_setting_is_an_error_that_names_the_right_one(make, written, meant):
     """`opt.lr = 0.5` would otherwise make an attribute that nothing reads."""
     opt = make(0.1)
@@ -224,15 +225,15 @@ def test_a_misspelled_setting_is_an_error_that_names_the_right_one(make, written
 def test_attributes_of_ones_own_may_be_set():
     """Only what looks like an argument is refused, and only of our own classes."""
 
-    class Mine(gs.SGD):
+    class Mine(SGD):
         pass
 
-    mine, ours = Mine(0.1), gs.SGD(0.1)
+    mine, ours = Mine(0.1), SGD(0.1)
     mine.lr, ours.note = 0.5, "first run"
     assert (mine.lr, ours.note) == (0.5, "first run")
 
 
-class Line(gs.schedules.LearningRateSchedule):
+class Line(schedules.LearningRateSchedule):
     """A schedule that is not frozen, and counts its calls."""
 
     def __init__(self, rate):
@@ -248,7 +249,7 @@ def test_a_schedule_that_is_changed_between_steps_is_obeyed(wrap):
     """As in TensorFlow and Keras, an eager step uses the attributes of a schedule that are set now,
     those that `learning_rate` tells; without a change nothing is compiled again."""
     schedule = Line(0.5)
-    opt, w = wrap(gs.SGD(schedule)), gs.Variable(0.0)
+    opt, w = wrap(SGD(schedule)), gs.Variable(0.0)
     for _ in range(3):
         opt.minimize(lambda: -w, [w])
     assert (float(w), schedule.calls) == (0.5 + 1.0 + 1.5, 1)
@@ -261,7 +262,7 @@ def test_a_schedule_that_is_changed_between_steps_is_obeyed(wrap):
 
 def test_an_optimizer_that_gets_no_options_has_those_that_are_documented():
     """Steps are compiled, nothing decays, is clipped, averaged or accumulated, no copy is kept."""
-    opt = gs.SGD()
+    opt = SGD()
     off = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "ema_overwrite_frequency")
     off += ("loss_scale_factor", "gradient_accumulation_steps", "mesh")
     assert [getattr(opt, name) for name in off] == [None] * len(off)

@@ -9,7 +9,7 @@ import gainstage as gs
 def test_every_slot_starts_as_its_own_request_says():
     """A slot is what the initializer of its variable returns; a second `build` keeps it."""
 
-    class Anchored(gs.Optimizer):
+    class Anchored(gs.optimizers.Optimizer):
         def build(self, var_list):
             super().build(var_list)
             for v in var_list:
@@ -27,7 +27,7 @@ def test_every_slot_starts_as_its_own_request_says():
     assert [w.numpy().tolist() for w in weights] == [[1.0, 1.0], [5.0, 5.0, 5.0]]
 
 
-class TwoAverages(gs.SGD):
+class TwoAverages(gs.optimizers.SGD):
     """A rule whose slots have no names of their own, and one that SGD has too."""
 
     def build(self, var_list):
@@ -51,7 +51,7 @@ def test_slots_of_one_name_are_several():
 
 def test_random_initializers_have_the_spread_of_keras():
     """Those by the number of inputs and outputs, and those without."""
-    shape, opt = (16, 4096), gs.SGD()
+    shape, opt = (16, 4096), gs.optimizers.SGD()
     fan_in, fans = 16, 16 + 4096
     for name, spread in {
         "glorot_normal": (2 / fans) ** 0.5,

@@ -19,17 +19,18 @@ from hypothesis.stateful import (
 from transfers import through_a_store, through_arrays
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 from grid import SHAPES, random_gradients, values
 from oracles import Oracle
 
 FIRST, GROWTH, RATES, CLIPS = 2.0**6, 3, (1 / 64, 1 / 32), (0.7, 1.4)
 SETS = {  # class, its options, those of the wrapper
-    "momentum and decay": (gs.SGD, {"momentum": 0.9, "weight_decay": 0.1}, {}),
-    "a clip of all": (gs.Adam, {"global_clipnorm": CLIPS[0]}, {}),
-    "averages": (gs.Adam, {"amsgrad": True, "use_ema": True, "ema_momentum": 0.8,
+    "momentum and decay": (SGD, {"momentum": 0.9, "weight_decay": 0.1}, {}),
+    "a clip of all": (Adam, {"global_clipnorm": CLIPS[0]}, {}),
+    "averages": (Adam, {"amsgrad": True, "use_ema": True, "ema_momentum": 0.8,
                            "ema_overwrite_frequency": 3}, {}),
-    "a fixed scale and microbatches": (gs.SGD, {"momentum": 0.9, "gradient_accumulation_steps": 2},
+    "a fixed scale and microbatches": (SGD, {"momentum": 0.9, "gradient_accumulation_steps": 2},
                                        {"rule": gs.FixedLossScale(FIRST)}),
 }  # fmt: skip
 

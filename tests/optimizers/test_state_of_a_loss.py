@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam
 
 
 def normalised():
@@ -30,7 +31,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(compiled):
     """Variables that a loss assigns keep their values on a skipped step, bit for bit, and get the
     new ones on an applied step; (loss, aux) comes back from both."""
     w, mean, calls, loss = normalised()
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1), 8.0, jit_compile=compiled != "uncompiled")
+    opt = gs.LossScaleOptimizer(Adam(0.1), 8.0, jit_compile=compiled != "uncompiled")
     opt.build([w])
 
     def step(x):
@@ -58,7 +59,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(compiled):
 def test_a_bad_microbatch_leaves_them_alone():
     """With gradient accumulation each finite microbatch counts, and none of the others."""
     w, mean, calls, loss = normalised()
-    opt = gs.SGD(0.1, loss_scale_factor=4.0, gradient_accumulation_steps=2)
+    opt = SGD(0.1, loss_scale_factor=4.0, gradient_accumulation_steps=2)
     for x in BATCHES:
         opt.minimize(lambda x=x: loss(x)[0], [w])
     assert int(calls) == 2
@@ -69,7 +70,7 @@ def test_a_bad_microbatch_leaves_them_alone():
 def test_without_a_scale_all_is_kept():
     """An optimizer that skips nothing keeps what the loss assigned, whatever it is."""
     w, mean, calls, loss = normalised()
-    opt = gs.SGD(0.1)
+    opt = SGD(0.1)
     for x in BATCHES:
         assert jnp.shape(opt.minimize(lambda x=x: loss(x)[0], [w])) == ()
     assert int(calls) == 4
@@ -79,7 +80,7 @@ def test_without_a_scale_all_is_kept():
 def test_an_override_of_apply_gradients_skips_them_too():
     """A class that makes new pairs in `apply_gradients` keeps the promise."""
 
-    class Halved(gs.SGD):
+    class Halved(SGD):
         def apply_gradients(self, grads_and_vars):
             return super().apply_gradients([(g / 2, v) for g, v in grads_and_vars])
 
@@ -94,7 +95,7 @@ def test_an_override_of_apply_gradients_skips_them_too():
 def test_a_failed_loss_leaves_variables_alone():
     """An error in the loss, or of its result, changes no variable, and binds none."""
     w, mean, calls, loss = normalised()
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1))
+    opt = gs.LossScaleOptimizer(SGD(0.1))
 
     def failing():
         loss(jnp.ones(2))
@@ -115,14 +116,14 @@ def test_a_loss_must_not_assign_what_it_trains():
     """It would be overwritten by the step: an error that names the variable."""
     w = gs.Variable(1.0, name="w")
     with pytest.raises(ValueError, match=r"does not assign what it trains; got \['w'\]"):
-        gs.SGD(0.1).minimize(lambda: (w.assign(2.0), w * w)[1], [w])
+        SGD(0.1).minimize(lambda: (w.assign(2.0), w * w)[1], [w])
     assert float(w) == 1.0
 
 
 def test_a_variable_may_keep_the_weights_themselves():
     """What is assigned, or returned, may be the array of a weight: it outlives the step."""
     w, before = gs.Variable([1.0, 2.0]), gs.Variable([0.0, 0.0])
-    opt = gs.SGD(0.5)
+    opt = SGD(0.5)
     for _ in range(2):
         expected = w.numpy()
         _, aux = opt.minimize(
@@ -133,7 +134,7 @@ def test_a_variable_may_keep_the_weights_themselves():
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_keep_if_applied_selects_a_pytree(jitted):
+def test_select_if_applied_selects_a_pytree(jitted):
     """In an optax loop what else a step changes stays as it was on a skipped step, in its dtypes:
     arrays, random keys and integers."""
     tx = gs.loss_scaled(optax.adam(0.1))
@@ -149,7 +150,7 @@ def test_keep_if_applied_selects_a_pytree(jitted):
             "count": state["count"] + 1,
             "none": None,
         }
-        return opt_state, gs.keep_if_applied(new, state, opt_state)
+        return opt_state, gs.select_if_applied(new, state, opt_state)
 
     step = jax.jit(step) if jitted else step
     opt_state, kept = step(jnp.array([jnp.nan, 1.0]), opt_state, old)
@@ -161,18 +162,18 @@ def test_keep_if_applied_selects_a_pytree(jitted):
     assert kept["key"] != old["key"]
 
 
-def test_keep_if_applied_takes_an_optimizer():
+def test_select_if_applied_takes_an_optimizer():
     """A hand-written loop asks a `LossScaleOptimizer` with telemetry; others are refused by an
     error that says what to do."""
     w, mean = gs.Variable([1.0, 2.0]), gs.Variable([0.0, 0.0])
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
     assert gs.step_was_applied(opt)
     opt.build([w])
 
     def step(x):
         grads = jax.grad(lambda w: opt.scale_loss((w * x).sum()))(w.value())
         opt.apply([grads], [w])
-        mean.assign(gs.keep_if_applied(0.5 * x, mean.value(), opt))
+        mean.assign(gs.select_if_applied(0.5 * x, mean.value(), opt))
         return gs.step_was_applied(opt)
 
     compiled = gs.jit(step, [w, mean, opt.variables])
@@ -181,16 +182,16 @@ def test_keep_if_applied_takes_an_optimizer():
         assert not each(jnp.full(2, jnp.nan))
         np.testing.assert_array_equal(mean, [1.0, 1.0])
     with pytest.raises(ValueError, match="Expected telemetry=True for the LossScaleOptimizer"):
-        gs.keep_if_applied(1.0, 0.0, gs.LossScaleOptimizer(gs.SGD(0.1)))
+        gs.select_if_applied(1.0, 0.0, gs.LossScaleOptimizer(SGD(0.1)))
     with pytest.raises(TypeError, match="Expected a LossScaleOptimizer or a state"):
-        gs.keep_if_applied(1.0, 0.0, gs.SGD(0.1))
+        gs.select_if_applied(1.0, 0.0, SGD(0.1))
     with pytest.raises(ValueError, match="Expected old to be a copy"):
-        gs.keep_if_applied([mean], [mean], opt)
+        gs.select_if_applied([mean], [mean], opt)
 
 
 def test_batch_normalisation_of_nnx_survives_a_skipped_step():
     """The running mean of NNX's BatchNorm and the counts of its random state are as before, in a
-    loop with `keep_if_applied`; states that are not copied are refused."""
+    loop with `select_if_applied`; states that are not copied are refused."""
     nnx = pytest.importorskip("flax.nnx")
 
     class Model(nnx.Module):
@@ -215,7 +216,7 @@ def test_batch_normalisation_of_nnx_survives_a_skipped_step():
         _, grads = differentiate(model, x)
         opt.update(model, grads)
         new = nnx.state(model, rest)
-        nnx.update(model, gs.keep_if_applied(new, old, opt.opt_state))
+        nnx.update(model, gs.select_if_applied(new, old, opt.opt_state))
 
     x = jnp.arange(12.0).reshape(4, 3)
     step(model, opt, x)
@@ -227,4 +228,4 @@ def test_batch_normalisation_of_nnx_survives_a_skipped_step():
     assert jnp.isfinite(model.norm.mean[...]).all()
     assert int(model.dropout.rngs.count[...]) == 2
     with pytest.raises(ValueError, match="got the same variables as in new"):
-        gs.keep_if_applied(nnx.state(model, rest), nnx.state(model, rest), opt.opt_state)
+        gs.select_if_applied(nnx.state(model, rest), nnx.state(model, rest), opt.opt_state)

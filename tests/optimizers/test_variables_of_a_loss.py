@@ -7,13 +7,14 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
+from gainstage.optimizers import SGD, Adam
 
 OPTIMIZERS = {
-    "SGD": lambda: gs.SGD(0.25),
-    "LossScaleOptimizer": lambda: gs.LossScaleOptimizer(gs.SGD(0.25)),
+    "SGD": lambda: SGD(0.25),
+    "LossScaleOptimizer": lambda: gs.LossScaleOptimizer(SGD(0.25)),
     "dtensor": lambda: dtensor.SGD(0.25),
-    "tf2": lambda: tf2.LossScaleOptimizer(gs.SGD(0.25)),
-    "experimental": lambda: experimental.LossScaleOptimizer(gs.SGD(0.25), "dynamic"),
+    "tf2": lambda: tf2.LossScaleOptimizer(SGD(0.25)),
+    "experimental": lambda: experimental.LossScaleOptimizer(SGD(0.25), "dynamic"),
     "v1": lambda: v1.GradientDescentOptimizer(0.25),
     "v1 scaled": lambda: v1.MixedPrecisionLossScaleOptimizer(v1.GradientDescentOptimizer(0.25), 8),
 }
@@ -63,7 +64,7 @@ def test_gradients_of_variables_that_the_loss_creates(make):
 def test_the_optimizer_is_built_for_early_and_late_variables():
     """Slots exist for all variables; one that appears in a later step is an error."""
     model = Lazy(early=gs.Variable(4.0, name="early"))
-    opt = gs.SGD(0.25, momentum=0.5)
+    opt = SGD(0.25, momentum=0.5)
     opt.minimize(model.loss, model.var_list)
     assert [v.name for v in opt.trainable_variables] == ["early", "late"]
     assert [v.shape for v in opt.momentums] == [(), (2,)]
@@ -78,7 +79,7 @@ def test_the_optimizer_is_built_for_early_and_late_variables():
 def test_inside_a_compiled_function_a_loss_creates_no_variable():
     """The error says to create variables outside of the traced function."""
     w = gs.Variable(1.0)
-    opt = gs.SGD(0.25)
+    opt = SGD(0.25)
     opt.build([w])
 
     def loss():
@@ -96,7 +97,7 @@ def test_a_compiled_step_takes_a_callable_var_list():
 
     def run(choose):
         w, b = gs.Variable([1.0, 2.0], name="w"), gs.Variable(3.0, name="b")
-        opt = gs.LossScaleOptimizer(gs.Adam(0.1))
+        opt = gs.LossScaleOptimizer(Adam(0.1))
         opt.build([w, b])
         chosen = choose([w, b])
         step = gs.jit(
@@ -129,7 +130,7 @@ def test_reads_in_loops_and_compiled_functions_count():
         carry, _ = jax.lax.scan(body, 1.0, jnp.array([1.0, 0.5]))
         return carry + jax.jit(jnp.dot)(w.value(), b.value())
 
-    pairs = gs.SGD().compute_gradients(loss, lambda: [b, unused, w])
+    pairs = SGD().compute_gradients(loss, lambda: [b, unused, w])
     expected = jax.grad(pure, argnums=(1, 0))(w.value(), b.value())
     assert pairs[1] == (None, unused)
     np.testing.assert_allclose(pairs[0][0], expected[0], rtol=1e-6)
@@ -140,7 +141,7 @@ def test_a_derivative_inside_of_the_loss():
     """A penalty on `jax.grad` of a function that reads variables has the right gradient."""
     w, x = gs.Variable(3.0), gs.Variable(2.0)
     penalty = lambda: jax.grad(lambda x: w.value() ** 2 * x**2)(x.value())  # noqa: E731
-    ((of_w, _), (of_x, _)) = gs.SGD().compute_gradients(penalty, lambda: [w, x])
+    ((of_w, _), (of_x, _)) = SGD().compute_gradients(penalty, lambda: [w, x])
     assert (float(of_w), float(of_x)) == (4 * 3.0 * 2.0, 2 * 9.0)  # of 2 w**2 x
 
 
@@ -150,10 +151,10 @@ def test_gradients_of_gradients(inner):
     w, b = gs.Variable([1.0, 2.0]), gs.Variable(3.0)
 
     def loss():
-        ((gradient, _),) = gs.SGD().compute_gradients(lambda: (w**3).sum() * b, inner([w]))
+        ((gradient, _),) = SGD().compute_gradients(lambda: (w**3).sum() * b, inner([w]))
         return gradient.sum()  # of 3 w**2 b
 
-    (of_w, _), (of_b, _) = gs.SGD().compute_gradients(loss, lambda: [w, b])
+    (of_w, _), (of_b, _) = SGD().compute_gradients(loss, lambda: [w, b])
     assert of_w.tolist() == [6 * 1.0 * 3.0, 6 * 2.0 * 3.0]
     assert float(of_b) == 3 * 1.0 + 3 * 4.0
 
@@ -161,7 +162,7 @@ def test_gradients_of_gradients(inner):
 def test_variables_that_are_not_trained_are_not_differentiated():
     """In later steps a loss may pass a variable that is not trained to a callback."""
     w, rate = gs.Variable(2.0), gs.Variable(0.5)
-    opt = gs.SGD(0.25)
+    opt = SGD(0.25)
     opt.build([w])
 
     def loss():
@@ -176,7 +177,7 @@ def test_what_such_a_loss_assigns_is_kept_if_the_step_is_applied():
     """A running mean that the loss reads and assigns changes with the step, and not with a skipped
     one."""
     w, mean = gs.Variable(2.0), gs.Variable(0.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+    opt = gs.LossScaleOptimizer(SGD(0.25))
 
     def loss(x):
         mean.assign(0.5 * mean + 0.5 * x)
@@ -202,11 +203,11 @@ def test_retries_and_accumulation_of_variables_that_the_loss_creates():
             made.append(gs.Variable(1.0))
         return 4 * made[0] ** 2
 
-    opt = gs.LossScaleOptimizer(gs.SGD(1 / 16), initial_scale=2.0**126)
+    opt = gs.LossScaleOptimizer(SGD(1 / 16), initial_scale=2.0**126)
     opt.minimize(loss, lambda: made, retries=8)
     assert (float(made[0]), float(opt.loss_scale)) == (0.5, 2.0**124)
 
-    model, opt = Lazy(), gs.SGD(0.25, gradient_accumulation_steps=2)
+    model, opt = Lazy(), SGD(0.25, gradient_accumulation_steps=2)
     for expected in (2.0, 1.0):
         opt.minimize(model.loss, model.var_list)
         assert model.variables[0].numpy().tolist() == [expected] * 2
@@ -224,7 +225,7 @@ def test_half_precision_and_frozen_variables():
         counter.assign_add(1)
         return (made[0].astype("float32") * frozen).sum()
 
-    opt = gs.LossScaleOptimizer(gs.SGD(0.25), initial_scale=8.0)
+    opt = gs.LossScaleOptimizer(SGD(0.25), initial_scale=8.0)
     assert float(opt.minimize(loss, lambda: made)) == 6.0
     assert made[0].numpy().tolist() == [0.25, 0.25]
     assert (float(frozen), int(counter)) == (3.0, 1)
@@ -238,8 +239,8 @@ def test_an_interrupted_loss_leaves_all_variables_readable():
         raise KeyError(float(jnp.shape(w.value() * 2) == ()))
 
     with pytest.raises(KeyError):
-        gs.SGD().minimize(loss, lambda: [w])
+        SGD().minimize(loss, lambda: [w])
     assert float(w * 2) == 4.0
-    opt = gs.SGD(0.25)
+    opt = SGD(0.25)
     opt.minimize(lambda: w**2, lambda: [w])
     assert float(w) == 1.0

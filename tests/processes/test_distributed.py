@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage import distributed
 from gainstage.distributed import agreement, processes
+from gainstage.optimizers import SGD, Adagrad, Adam
 
 import quick
 import worker
@@ -364,7 +365,7 @@ def test_the_check_of_replicas_is_one_sum_of_8_bytes():
 def test_what_differs_from_the_checkpoint_is_named(tmp_path):
     """Another class, configuration, name, shape or dtype is an error, and changes nothing."""
 
-    def make(rule=gs.Adam, shape=(3,), dtype=np.float32, name="w", **options):
+    def make(rule=Adam, shape=(3,), dtype=np.float32, name="w", **options):
         variable = gs.Variable(np.ones(shape), dtype=dtype, name=name)
         optimizer = rule(0.1, **options)
         optimizer.build([variable])
@@ -374,7 +375,7 @@ def test_what_differs_from_the_checkpoint_is_named(tmp_path):
     assert checkpoints.restore(*make()) is None
     checkpoints.save(1, *make())
     for other, message in [
-        (make(gs.SGD), "Expected class 'Adam', as saved; got 'SGD'"),
+        (make(SGD), "Expected class 'Adam', as saved; got 'SGD'"),
         (make(beta_1=0.5), "Expected config .*'beta_1': 0.9"),
         (make(name="v"), r"\['w'\] missing and \['v'\] unknown"),
         (make(shape=(4,)), r"'w' of shape \(3,\) and dtype float32, as saved; got shape \(4,\)"),
@@ -390,13 +391,13 @@ def test_what_differs_from_the_checkpoint_is_named(tmp_path):
     with pytest.raises(ValueError, match="Expected a step after 1; got 1"):
         checkpoints.save(1, *make())
     with pytest.raises(ValueError, match="to be built"):
-        checkpoints.save(2, [], gs.SGD(0.1))
+        checkpoints.save(2, [], SGD(0.1))
 
 
 def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_path):
     """Each is named by its path, with the saved value and the one here; of many, five."""
 
-    def make(adam=gs.Adam, sizes=(3,) * 12, **options):
+    def make(adam=Adam, sizes=(3,) * 12, **options):
         optimizer = gs.LossScaleOptimizer(adam(0.1), **options)
         variables = [gs.Variable(np.ones(n), name=f"v{i}") for i, n in enumerate(sizes)]
         optimizer.build(variables)
@@ -405,7 +406,7 @@ def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_pa
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, *make())
     inner, anyway = "inner_optimizer/config", " To restore it anyway, pass same_config=False."
-    other = functools.partial(gs.Adam, beta_1=0.5, epsilon=1e-5)
+    other = functools.partial(Adam, beta_1=0.5, epsilon=1e-5)
     many = functools.partial(other, beta_2=0.5, amsgrad=True, weight_decay=0.5, ema_momentum=0.5)
     for wrong, message in [
         (
@@ -414,7 +415,7 @@ def test_only_the_fields_that_differ_from_the_checkpoint_are_in_the_error(tmp_pa
             f"{{'{inner}/beta_1': 0.5, '{inner}/epsilon': 1e-05}}.{anyway}",
         ),
         (
-            make(gs.Adagrad),
+            make(Adagrad),
             "Expected config {'inner_optimizer/class_name': 'Adam'}, as saved; got "
             f"{{'inner_optimizer/class_name': 'Adagrad'}}.{anyway}",
         ),
@@ -450,7 +451,7 @@ def test_a_planned_variable_comes_into_being_by_a_checkpoint(tmp_path):
         for w in saved.weights
     ]
     optimizer = gs.LossScaleOptimizer(
-        gs.Adam(0.01, shard_state_over="data", use_ema=True), dynamic_growth_steps=4
+        Adam(0.01, shard_state_over="data", use_ema=True), dynamic_growth_steps=4
     )
     optimizer.build(plans)
     with pytest.raises(ValueError, match="'in' to have a value; it is only planned"):
@@ -539,7 +540,7 @@ def test_a_sum_that_jax_puts_in_is_taken_in_float32(dtype):
 
 def test_facts_do_not_name_the_device_of_a_process():
     """An optimizer that is not built is the same on every process: it names no device."""
-    assert "evice" not in json.dumps(agreement.facts_of(gs.SGD(0.1)))
+    assert "evice" not in json.dumps(agreement.facts_of(SGD(0.1)))
 
 
 def test_a_machine_that_calls_itself_loopback_is_found(monkeypatch):

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 import gainstage as gs
 from benchmarks.lowered import DEVICES, GPUS, target
 from gainstage import distributed
+from gainstage.optimizers import SGD, Adam, from_optax
 
 
 def devices_of(name):
@@ -47,11 +48,11 @@ def main(name):
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = Mesh(devices, ("data", "model"), axis_types=(kind, kind))
         sharding = NamedSharding(mesh, PartitionSpec(None, "model"))
-        check(gs.Adam(1e-3, shard_state_over="data", master_weights=True), sharding)
-        check(gs.SGD(1e-3, 0.9, gradient_accumulation_steps=2, global_clipnorm=1.0), sharding)
-        check(gs.Optax(optax.adam(1e-3)), sharding)
-        check(gs.Adam(1e-3, use_ema=True), sharding, telemetry=True, underflow_every=10)
-    check(gs.Adam(1e-3), SingleDeviceSharding(devices[0, 1]))
+        check(Adam(1e-3, shard_state_over="data", master_weights=True), sharding)
+        check(SGD(1e-3, 0.9, gradient_accumulation_steps=2, global_clipnorm=1.0), sharding)
+        check(from_optax(optax.adam(1e-3)), sharding)
+        check(Adam(1e-3, use_ema=True), sharding, telemetry=True, underflow_every=10)
+    check(Adam(1e-3), SingleDeviceSharding(devices[0, 1]))
 
 
 if __name__ == "__main__":

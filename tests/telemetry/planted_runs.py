@@ -74,8 +74,8 @@ def train(path, rule, params, loss_of, steps, telling, **recording):
             params, state, loss = step(params, state, *steps[n])
             extra = {"loss": loss} if "loss" in telling else {}
             run.write(n, gs.telemetry(state), **extra)
-        run.write_report(n, gs.report(state, params))
-    return gs.report(state, params)
+        run.write_report(n, gs.diagnostics.report(state, params))
+    return gs.diagnostics.report(state, params)
 
 
 def backward_overflow(path, **recording):

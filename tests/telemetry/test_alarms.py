@@ -11,6 +11,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, largest_scale, read_run
+from gainstage.optimizers import SGD
 from gainstage.runs.findings import findings
 from gainstage.runs.skip_causes import why_skipped
 
@@ -197,7 +198,7 @@ def test_a_recorded_run_has_the_same_alarms(tmp_path):
 def test_a_run_of_an_optimizer_is_watched():
     """The telemetry of a compiled step is what the alarms need: NaN data, and nothing else."""
     w = gs.Variable(np.ones(4, np.float32))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.01), telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.01), telemetry=True)
     opt.build([w])
 
     def step(x):

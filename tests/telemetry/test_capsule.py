@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage.__main__ import main
 from gainstage.diagnostics import Capsule, read_capsule
+from gainstage.optimizers import SGD
 from gainstage.xray import autopsy
 from gainstage.xray import capsule as capsule_module
 
@@ -61,7 +62,7 @@ JSON = [None, True, 0, -1, 7, 2**70, 0.5, float("nan"), "", "a", "float32", [], 
 
 def info(finite=True, scale=8.0):
     zero = jnp.float32(0)
-    return gs.StepInfo(jnp.array(finite), jnp.float32(scale), zero, zero, zero, zero)
+    return gs.typing.StepInfo(jnp.array(finite), jnp.float32(scale), zero, zero, zero, zero)
 
 
 @pytest.fixture
@@ -370,7 +371,7 @@ def trained_by(kind, write):
     rule = gs.DynamicLossScale(2.0**4, increment_period=2)
     if kind == "LossScaleOptimizer":
         w = gs.Variable(jnp.ones(3), name="w")
-        opt = gs.LossScaleOptimizer(gs.SGD(0.001), rule=rule, telemetry=True)
+        opt = gs.LossScaleOptimizer(SGD(0.001), rule=rule, telemetry=True)
         opt.build([w])
 
         def train_step(x):

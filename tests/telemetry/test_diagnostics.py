@@ -28,7 +28,7 @@ from gainstage.runs.recording import measures
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
     applied, largest = jnp.int32(7), jnp.float32(norm / 2)
     before = (jnp.array(finite), jnp.float32(scale), jnp.int32(skipped), jnp.float32(norm))
-    return gs.StepInfo(*before, applied, largest, jnp.array(finite))
+    return gs.typing.StepInfo(*before, applied, largest, jnp.array(finite))
 
 
 KNOWN = {"inf": 3, "nan": 0, "first": 5, "last": 9}
@@ -710,7 +710,7 @@ from gainstage.diagnostics import progress
 with progress.ProgressBar(total=12) as bar:
     for step in range(12):
         scale, one = jnp.float32(2.0**15), jnp.float32(1)
-        info = gs.StepInfo(jnp.array(True), scale, jnp.int32(2), one, jnp.int32(step), one)
+        info = gs.typing.StepInfo(jnp.array(True), scale, jnp.int32(2), one, jnp.int32(step), one)
         bar.write(step, info, loss=jnp.float32(0.25))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

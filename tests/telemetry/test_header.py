@@ -97,7 +97,7 @@ class Mine(gs.LossScale):
     """A rule of the user, and no dataclass."""
 
     def init(self):
-        return gs.ScaleState(jnp.float32(8))
+        return gs.typing.ScaleState(jnp.float32(8))
 
     def update(self, state, finite):
         return state

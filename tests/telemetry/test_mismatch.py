@@ -1,4 +1,4 @@
-"""`diagnostics.mismatch`: how far a sampler and a trainer disagree."""
+"""`diagnostics.logprob_mismatch`: how far a sampler and a trainer disagree."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,9 @@ def test_it_is_exact(size, jitted):
     b = (a + size * rng.normal(size=a.shape)).astype(np.float32)
     some = rng.random(a.shape) < 0.7
     some[3] = False
-    measure = jax.jit(gs.diagnostics.mismatch) if jitted else gs.diagnostics.mismatch
+    measure = (
+        jax.jit(gs.diagnostics.logprob_mismatch) if jitted else gs.diagnostics.logprob_mismatch
+    )
     for mask in (None, some, some.astype(np.int32)):
         found = measure(a, b, mask)
         expected = by_numpy(a, b, np.ones(a.shape, bool) if mask is None else mask.astype(bool))
@@ -55,7 +57,7 @@ def test_it_is_exact(size, jitted):
 def test_it_computes_in_float32(dtype):
     """Half-precision log-probabilities are upcast before anything is computed."""
     a, b = jnp.array([[-1.0, -2.0]], dtype), jnp.array([[-1.25, -2.0]], dtype)
-    found = gs.diagnostics.mismatch(a, b)
+    found = gs.diagnostics.logprob_mismatch(a, b)
     expected = by_numpy(a, b, np.ones((1, 2), bool))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -64,7 +66,7 @@ def test_what_is_masked_does_not_matter():
     """Padding may hold anything, also NaN or inf on both sides."""
     a = jnp.array([[-1.0, jnp.nan], [-jnp.inf, -2.0]])
     b = jnp.array([[-1.5, 0.0], [-jnp.inf, -2.0]])
-    found = gs.diagnostics.mismatch(a, b, jnp.array([[1, 0], [0, 1]]))
+    found = gs.diagnostics.logprob_mismatch(a, b, jnp.array([[1, 0], [0, 1]]))
     assert float(found.mean_abs_diff) == 0.25
     assert float(found.max_abs_sequence_log_ratio) == 0.5
     assert all(map(np.isfinite, found))
@@ -74,14 +76,14 @@ def test_a_nan_is_not_lost():
     """A NaN in a token that counts makes all numbers NaN, however many tokens there are; so does
     a mask that leaves none."""
     a = jnp.zeros((2, 5000))
-    assert all(map(np.isnan, gs.diagnostics.mismatch(a, a.at[1, 77].set(jnp.nan))))
-    assert all(map(np.isnan, gs.diagnostics.mismatch(a, a, jnp.zeros(a.shape))))
+    assert all(map(np.isnan, gs.diagnostics.logprob_mismatch(a, a.at[1, 77].set(jnp.nan))))
+    assert all(map(np.isnan, gs.diagnostics.logprob_mismatch(a, a, jnp.zeros(a.shape))))
 
 
 def test_equal_log_probabilities_agree():
     """Of the same numbers on both sides all differences are 0, and all ratios 1."""
     a = -jnp.arange(1.0, 7.0).reshape(2, 3)
-    assert [float(x) for x in gs.diagnostics.mismatch(a, a)] == [0, 0, 1, 1, 0, 0, 0, 0, 0]
+    assert [float(x) for x in gs.diagnostics.logprob_mismatch(a, a)] == [0, 0, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_wrong_arguments_are_errors():
@@ -89,6 +91,6 @@ def test_wrong_arguments_are_errors():
     a = jnp.zeros((2, 3))
     for wrong in ((a, a[0]), (a[0], a[0]), (a, a, jnp.ones(2))):
         with pytest.raises(ValueError, match=r"Expected arrays of one shape \(batch, length\)"):
-            gs.diagnostics.mismatch(*wrong)
+            gs.diagnostics.logprob_mismatch(*wrong)
     with pytest.raises(TypeError, match="Expected floating log-probabilities; got dtypes int32"):
-        gs.diagnostics.mismatch(a.astype(int), a)
+        gs.diagnostics.logprob_mismatch(a.astype(int), a)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.diagnostics import Run
+from gainstage.optimizers import SGD
 from gainstage.runs.other_rules import advice, default_rules, replay
 from gainstage.runs.skip_causes import why_skipped
 
@@ -134,7 +135,7 @@ def test_a_compiled_run_is_replayed_exactly(tmp_path):
 
     rule = gs.DynamicLossScale(2.0**20, increment_period=5)
     w = gs.Variable(np.linspace(0.5, 1.5, 16, dtype=np.float32))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=rule, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
     opt.build([w])
 
     def step(x):

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.optimizers import SGD, Adam, to_optax
 
 from programs import update_in_shard_map
 
@@ -70,7 +71,7 @@ def check(info, told):
 def test_an_optimizer_tells_what_the_step_was_like(options, rng):
     """Finiteness, the scale of the step, all skips so far, the norm before clipping."""
     variables = [gs.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
-    opt = gs.LossScaleOptimizer(gs.Adam(0.1, **options), 64.0, 2, telemetry=True)
+    opt = gs.LossScaleOptimizer(Adam(0.1, **options), 64.0, 2, telemetry=True)
     assert [float(x) for x in gs.telemetry(opt)] == [1.0, 64.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
     told = Told()
     for true, grads in steps_of(rng, lambda: opt.loss_scale):
@@ -84,7 +85,7 @@ def test_an_optimizer_tells_what_the_step_was_like(options, rng):
 def test_the_largest_element_is_nan_where_it_was_not_measured(rule):
     """It is measured in every 17th healthy step, and in every step with a rule that measures it."""
     w = gs.Variable(np.ones(2, np.float32))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=rule, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True)
     found = []
     for step in range(40):
         opt.apply([np.array([step + 1.0, -1.0], np.float32) * float(opt.loss_scale)], [w])
@@ -96,7 +97,7 @@ def test_the_largest_element_is_nan_where_it_was_not_measured(rule):
 def test_the_largest_element_is_measured_around_a_step_that_a_user_skips():
     """In it and in the step after it, although all gradients are finite."""
     w = gs.Variable(np.ones(2, np.float32))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 8.0, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), 8.0, telemetry=True)
     found = []
     for step in range(6):
         opt.apply([np.full(2, 8.0 * step + 8.0, np.float32)], [w], apply_if=step != 2)
@@ -110,7 +111,7 @@ def test_telling_changes_no_decision_and_no_bit(options, rng):
     made = []
     for telemetry in (False, True):
         variables = [gs.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
-        inner = gs.SGD(0.1, momentum=0.9, **options)
+        inner = SGD(0.1, momentum=0.9, **options)
         made.append((variables, gs.LossScaleOptimizer(inner, 64.0, 2, telemetry=telemetry)))
     opt = made[0][1]
     for step, (_, grads) in enumerate(steps_of(rng, lambda: opt.loss_scale)):
@@ -146,7 +147,7 @@ def test_an_optax_state_tells_the_same(rng):
 
 def test_to_optax_keeps_it():
     """The transformation of an optimizer with telemetry has telemetry."""
-    tx = gs.to_optax(gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True))
+    tx = to_optax(gs.LossScaleOptimizer(SGD(0.1), telemetry=True))
     params = np.ones(2, np.float32)
     grads = np.array([3.0, 4.0], np.float32)
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
@@ -158,7 +159,7 @@ def test_a_compiled_step_returns_it_and_waits_for_nothing():
     """Out of `gs.jit` the numbers of all steps can be read in the end, though it donates; nothing
     is transferred meanwhile."""
     w = gs.Variable(np.ones(3, np.float32))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5), 4.0, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.5), 4.0, telemetry=True)
     opt.build([w])
 
     def step(grads):
@@ -183,7 +184,7 @@ def test_on_a_mesh_the_norm_is_part_of_the_one_sum(kind, rng):
     layout = NamedSharding(mesh, PartitionSpec("data"))
     true = rng.normal(size=(16, 3)).astype(np.float32)
     w = gs.Variable(jax.device_put(np.ones((16, 3), np.float32), layout))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 8.0, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), 8.0, telemetry=True)
     opt.build([w])
     program = gs.jit(lambda g: opt.apply([g], [w]), ([w], opt.variables))
     grads = jax.device_put(true * 8, layout)
@@ -208,11 +209,11 @@ def test_a_planted_element_is_reported_as_its_tensor(way, rng):
     grads = [jnp.ones(size) for size in SIZES]
     if way == "optimizer":
         variables = [gs.Variable(g, name=n) for g, n in zip(grads, names, strict=True)]
-        opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+        opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
 
         def after(grads):
             opt.apply(grads, variables)
-            return gs.report(opt)
+            return gs.diagnostics.report(opt)
 
     else:
         params = {"block": {str(i): g for i, g in enumerate(grads)}}
@@ -223,7 +224,7 @@ def test_a_planted_element_is_reported_as_its_tensor(way, rng):
         def after(grads):
             tree = {"block": {str(i): g for i, g in enumerate(grads)}}
             states.append(update(tree, states[-1], params)[1])
-            return gs.report(states[-1], params)
+            return gs.diagnostics.report(states[-1], params)
 
     wanted = np.array([[0, 0, -1, -1]] * len(SIZES))
     for step in range(100):
@@ -243,21 +244,21 @@ def test_a_part_without_parameters():
     """Of no gradients at all there is nothing to tell, and no error."""
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     _, state = jax.jit(tx.update)({}, tx.init({}), {})
-    assert str(gs.report(state, {})) == "0 of 1 steps were skipped."
+    assert str(gs.diagnostics.report(state, {})) == "0 of 1 steps were skipped."
 
 
 # Asked for in DeepSpeed#2911 (inf or NaN).
 def test_a_report_in_words():
     """The worst comes first; what never failed is not mentioned; None counts as finite."""
     a, b, c = (gs.Variable(1.0, name=name) for name in "abc")
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
     opt.build([a, b, c])
     inf, nan = jnp.float32(jnp.inf), jnp.float32(jnp.nan)
     with pytest.warns(UserWarning, match="No gradient"):
         opt.apply([inf, None, jnp.float32(1)])
     for grads in ([inf, 1.0, 1.0], [nan, nan, 1.0]):
         opt.apply(grads)
-    assert str(gs.report(opt)).splitlines() == [
+    assert str(gs.diagnostics.report(opt)).splitlines() == [
         "3 of 3 steps were skipped.",
         "a: at least 2 of 3, inf 2, NaN 1, steps 0 to 2",
         "b: 1 of 3, all NaN, step 2",
@@ -269,7 +270,7 @@ def test_a_gradient_of_none_keeps_its_place():
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     params = {"a": jnp.ones(2), "b": jnp.ones(2), "nothing": None}
     _, state = tx.update({"a": None, "b": jnp.full(2, jnp.nan), "nothing": None}, tx.init(params))
-    assert str(gs.report(state, params)).splitlines()[1] == "b: 1 of 1, all NaN, step 0"
+    assert str(gs.diagnostics.report(state, params)).splitlines()[1] == "b: 1 of 1, all NaN, step 0"
 
 
 def test_a_report_of_what_is_spread_over_devices():
@@ -278,26 +279,26 @@ def test_a_report_of_what_is_spread_over_devices():
     layout = NamedSharding(mesh, PartitionSpec("data"))
     bad = jax.device_put(jnp.ones((16, 3)).at[9, 1].set(jnp.inf), layout)
     w = gs.Variable(jax.device_put(jnp.ones((16, 3)), layout), name="w")
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
     opt.apply([bad], [w])
-    assert gs.report(opt).counts.tolist() == [[1, 0, 0, 0]]
+    assert gs.diagnostics.report(opt).counts.tolist() == [[1, 0, 0, 0]]
     assert gs.telemetry(opt).grad_norm == jnp.inf
     opt.apply([bad * 0])
     assert jnp.isnan(gs.telemetry(opt).grad_norm)
 
     tx, params = gs.loss_scaled(optax.sgd(0.1), telemetry=True), {"w": w.value()}
     state = update_in_shard_map(tx, params, {"w": bad})
-    assert gs.report(state, params).counts.tolist() == [[1, 0, 0, 0]]
+    assert gs.diagnostics.report(state, params).counts.tolist() == [[1, 0, 0, 0]]
 
 
 def test_without_it_the_error_says_how():
     """Asked of an optimizer or a state without telemetry: an error that names the option."""
     with pytest.raises(ValueError, match="Expected telemetry=True"):
-        gs.telemetry(gs.LossScaleOptimizer(gs.SGD(0.1)))
+        gs.telemetry(gs.LossScaleOptimizer(SGD(0.1)))
     with pytest.raises(ValueError, match="Expected telemetry=True"):
         gs.telemetry(gs.loss_scaled(optax.sgd(0.1)).init(jnp.ones(1)))
     with pytest.raises(TypeError, match="Expected a LossScaleOptimizer or a state"):
-        gs.telemetry(gs.SGD(0.1))
+        gs.telemetry(SGD(0.1))
     with pytest.raises(TypeError, match="Expected a bool for telemetry"):
         gs.loss_scaled(optax.sgd(0.1), telemetry=1)
 
@@ -306,7 +307,7 @@ def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     """A copy from the configuration has telemetry, and takes over what was counted."""
     made = []
     for _ in range(2):
-        opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True) if not made else (
+        opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True) if not made else (
             gs.LossScaleOptimizer.from_config(made[0].get_config())
         )  # fmt: skip
         opt.build([gs.Variable(1.0)])
@@ -314,7 +315,7 @@ def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     made[0].apply([jnp.nan])
     made[1].load_state(made[0].state())
     assert int(gs.telemetry(made[1]).skipped_steps) == 1
-    assert "telemetry" not in gs.LossScaleOptimizer(gs.SGD(0.1)).get_config()
+    assert "telemetry" not in gs.LossScaleOptimizer(SGD(0.1)).get_config()
 
 
 # Each dtype is told of by default with one of the rules.
@@ -345,7 +346,7 @@ def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
         kind = jnp.dtype(dtype)
         scaled = [jnp.asarray((rng.normal(size=size) * 8).astype(kind)) for size in (5, 8192)]
         weights = [gs.Variable(np.ones(g.shape, kind)) for g in scaled]
-        opt = gs.LossScaleOptimizer(gs.SGD(0.0), rule=rule, telemetry=True)
+        opt = gs.LossScaleOptimizer(SGD(0.0), rule=rule, telemetry=True)
         scale = float(opt.loss_scale)
         opt.apply(scaled, weights)
         info, true = gs.telemetry(opt), np.concatenate(scaled).astype(np.float64) / scale
@@ -360,13 +361,11 @@ def test_no_dtype_is_promoted_implicitly(rule):
     steps = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
     with jax.numpy_dtype_promotion("strict"):
         w = gs.Variable(np.ones((2, 3), np.float32))
-        opt = gs.LossScaleOptimizer(
-            gs.SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1
-        )
+        opt = gs.LossScaleOptimizer(SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1)
         for value in (8.0, np.inf, 8.0, 8.0):
             opt.apply([jnp.full((2, 3), value, jnp.float16)], [w])
         info = gs.telemetry(opt)
-        gs.report(opt)
+        gs.diagnostics.report(opt)
     assert int(info.skipped_steps) == 1
     assert int(info.applied_steps) == 3
 
@@ -376,12 +375,12 @@ def test_at_the_floor_a_run_goes_on_and_can_be_asked():
     """40 bad steps end no run: the scale stays at its floor, and it is known how many and where."""
     w, b = gs.Variable([1.0, 1.0], name="w"), gs.Variable(1.0, name="b")
     rule = gs.DynamicLossScale(8.0, min_scale=1.0)
-    opt = gs.LossScaleOptimizer(gs.SGD(0.5), rule=rule, telemetry=True)
+    opt = gs.LossScaleOptimizer(SGD(0.5), rule=rule, telemetry=True)
     for _ in range(40):
         opt.apply([[np.inf, 0.0], 0.0], [w, b])
     info = gs.telemetry(opt)
     assert (float(opt.loss_scale), int(info.skipped_steps), bool(info.finite)) == (1.0, 40, False)
-    assert str(gs.report(opt)).splitlines()[1] == "w: 40 of 40, all inf, steps 0 to 39"
+    assert str(gs.diagnostics.report(opt)).splitlines()[1] == "w: 40 of 40, all inf, steps 0 to 39"
     opt.apply([[1.0, 1.0], 1.0], [w, b])
     assert (w.numpy().tolist(), float(b)) == ([0.5, 0.5], 0.5)
 
@@ -405,7 +404,7 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
     with getattr(jax, flag)(True):
         params = [jnp.ones((3, 4)), jnp.ones(4, jnp.float16)]
         if how.startswith("ours"):
-            inner = gs.Adam(0.1, jit_compile="un" not in how, global_clipnorm=1.0)
+            inner = Adam(0.1, jit_compile="un" not in how, global_clipnorm=1.0)
             opt = gs.LossScaleOptimizer(inner, rule=rule(), telemetry=True, underflow_every=2)
             w = [gs.Variable(p) for p in params]
             for _ in range(3):
@@ -423,7 +422,7 @@ def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
                 more = {} if how == "no loss" else {"value": value}
                 updates, state = tx.update(grads, state, params, **more)
                 params = gs.apply_updates(params, updates, state)
-        info, report = gs.telemetry(state), gs.report(state, params)
+        info, report = gs.telemetry(state), gs.diagnostics.report(state, params)
     assert (int(info.applied_steps), report.skipped) == (3, 0)
     if flag == "debug_nans":
         assert float(info.max_abs) > 0

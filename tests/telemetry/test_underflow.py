@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.optimizers import SGD
 
 from programs import update_in_shard_map
 
@@ -54,7 +55,7 @@ def test_shares_are_those_of_a_cast(way):
     """Of arrays of all shapes and sizes, the shares are those of numpy's float16."""
     rule, zeros = gs.DynamicLossScale(SCALE), [np.zeros(s, np.float32) for s in SHAPES]
     variables = [gs.Variable(zero) for zero in zeros]
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), rule=rule, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), rule=rule, telemetry=True, underflow_every=1)
     tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     state, update = tx.init(zeros), jax.jit(tx.update)
     for seed in range(5):
@@ -63,10 +64,10 @@ def test_shares_are_those_of_a_cast(way):
         true[seed % 4] = true[seed % 4] * 0
         if way == "optimizer":
             opt.apply([t * np.float32(SCALE) for t in true], variables)
-            report = gs.report(opt)
+            report = gs.diagnostics.report(opt)
         else:
             _, state = update(true, state, zeros)
-            report = gs.report(state, zeros)
+            report = gs.diagnostics.report(state, zeros)
         assert (report.underflow.step, report.underflow.scale) == (seed, SCALE)
         check(report.underflow, true)
 
@@ -74,9 +75,9 @@ def test_shares_are_those_of_a_cast(way):
 def test_zeros_of_a_half_precision_backward_pass_are_seen():
     """What float16 has flushed on the way is zero when it arrives, beside subnormal elements."""
     w = gs.Variable(np.float32(2.0) ** -np.arange(40))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.0), SCALE, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.0), SCALE, telemetry=True, underflow_every=1)
     opt.minimize(lambda: (w.value().astype("float16").astype("float32") ** 2).sum() / 2, [w])
-    found = gs.report(opt).underflow
+    found = gs.diagnostics.report(opt).underflow
     assert found.flushed == [0]
     # 2**-k * 2**10, held from 2**-24 on; of the values themselves, none below 2**-24 came so far.
     assert found.zero == [15 / 40]
@@ -86,13 +87,13 @@ def test_zeros_of_a_half_precision_backward_pass_are_seen():
 def test_it_is_counted_every_so_many_steps_and_never_on_a_skip():
     """Every third step is counted; if it is skipped, the next that is not."""
     w = gs.Variable([0.0])
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=3)
+    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=3)
     opt.build([w])
-    assert gs.report(opt).underflow is None
+    assert gs.diagnostics.report(opt).underflow is None
     seen = []
     for step in range(10):
         opt.apply([[np.inf if step in (6,) else 1.0]])
-        seen.append(gs.report(opt).underflow.step)
+        seen.append(gs.diagnostics.report(opt).underflow.step)
     assert seen == [0, 0, 0, 3, 3, 3, 3, 7, 7, 7]
 
 
@@ -108,9 +109,9 @@ def test_parts_on_many_devices_are_counted_once(kind):
     layouts = [NamedSharding(mesh, spec) for spec in specs]
     grads = [jax.device_put(np.float32(t * SCALE), s) for t, s in zip(true, layouts, strict=True)]
     variables = [gs.Variable(jax.device_put(0 * t, s)) for t, s in zip(true, layouts, strict=True)]
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
     opt.apply(grads, variables)
-    check(gs.report(opt).underflow, true)
+    check(gs.diagnostics.report(opt).underflow, true)
 
 
 def test_inside_of_shard_map_parts_are_summed():
@@ -121,13 +122,13 @@ def test_inside_of_shard_map_parts_are_summed():
     tx = gs.loss_scaled(optax.sgd(0.1), rule, telemetry=True, underflow_every=1)
     params = jax.device_put(jnp.zeros((16, 3)), NamedSharding(mesh, PartitionSpec("data")))
     state = update_in_shard_map(tx, params, jnp.asarray(true))
-    check(gs.report(state, params).underflow, [true])
+    check(gs.diagnostics.report(state, params).underflow, [true])
 
 
 def test_it_calls_nothing_on_the_host_and_takes_little_memory():
     """The compiled step has no callback, and stores no copy of a gradient."""
     w = gs.Variable(np.zeros((1024, 1024), np.float32))
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=100)
+    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=100)
     opt.build([w])
     program = gs.jit(lambda g: opt.apply([g]), ([w], opt.variables), donate=True)
     compiled = program.lower(jnp.ones((1024, 1024))).compile()
@@ -140,10 +141,10 @@ def test_it_calls_nothing_on_the_host_and_takes_little_memory():
 def test_tensors_by_name_for_json():
     """`tensors` has every number of each tensor; equal names are told apart."""
     variables = [gs.Variable([0.0], name="w"), gs.Variable([0.0], name="w")]
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
     opt.apply([[1.0], [0.0]], variables)
     opt.apply([[np.inf], [0.0]], variables)
-    assert gs.report(opt).tensors() == {
+    assert gs.diagnostics.report(opt).tensors() == {
         "w": {"inf": 1, "nan": 0, "first": 1, "last": 1,
               "zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "headroom": 15.0,
               "error": pytest.approx(NORMAL), "unscaled_error": pytest.approx(NORMAL)},
@@ -156,29 +157,29 @@ def test_tensors_by_name_for_json():
 def test_gradients_beyond_float16_say_how_far():
     """A float32 gradient that float16 would not hold has a headroom below 0, and the suggestion is
     a scale at which it does."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
     opt.apply([[2.0**20, 1.0]], [gs.Variable([0.0, 0.0])])
-    found = gs.report(opt).underflow
+    found = gs.diagnostics.report(opt).underflow
     assert (found.headroom, found.suggested_scale) == ([-5], SCALE * 2.0**-6)
 
 
 def counted(*gradients, scale=SCALE):
     """The report after one step of an optimizer with these true gradients."""
     variables = [gs.Variable(np.zeros(np.shape(g), np.float32), name="w") for g in gradients]
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), scale, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), scale, telemetry=True, underflow_every=1)
     opt.apply([np.float32(g) * np.float32(scale) for g in gradients], variables)
-    return gs.report(opt)
+    return gs.diagnostics.report(opt)
 
 
 @pytest.fixture(scope="module")
 def after_step():
     """What is counted in a step with 5000 true gradients."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), SCALE, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), SCALE, telemetry=True, underflow_every=1)
     opt.build([gs.Variable(np.zeros(5000, np.float32))])
 
     def counted(true):
         opt.apply([true * np.float32(SCALE)])
-        return gs.report(opt).underflow
+        return gs.diagnostics.report(opt).underflow
 
     return counted
 
@@ -236,30 +237,32 @@ def test_five_tensors_are_printed():
     params = {f"w{n}": np.ones(1, np.float32) for n in range(8)}
     grads = {name: np.full(1, np.inf if name < "w7" else 1.0, np.float32) for name in params}
     _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    lines = str(gs.report(state, params)).splitlines()
+    lines = str(gs.diagnostics.report(state, params)).splitlines()
     assert (len(lines), lines[-1]) == (7, "and 2 more; 1 others were finite")
 
 
 def test_a_scale_that_overflowed_is_not_suggested():
     """The suggested scale is below those that overflowed, until a step is finite at one."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 2.0**12, 4, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), 2.0**12, 4, telemetry=True, underflow_every=1)
     suggested = []
     opt.build([gs.Variable([0.0])])
     for finite in (True, False, False, True, True, True, True, True):
         gradient = 2.0**-8 * float(opt.loss_scale) if finite else np.inf
         opt.apply([np.array([gradient], np.float32)])
-        suggested.append(gs.report(opt).underflow.suggested_scale)
+        suggested.append(gs.diagnostics.report(opt).underflow.suggested_scale)
     assert suggested == [2.0**22, 2.0**11, *[2.0**10] * 5, 2.0**22]
 
 
 def test_bad_data_is_no_reason_for_a_scale_below_one():
     """Where steps were skipped at a scale of 1 too, the report suggests none."""
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), 1.0, telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), 1.0, telemetry=True, underflow_every=1)
     for gradient in (2.0**-18, np.nan):
         opt.apply(
             [np.array([gradient], np.float32)], [gs.Variable([0.0])] if gradient > 0 else None
         )
-    assert "(no scale suggested, as steps were skipped at 2^0 too)" in str(gs.report(opt))
+    assert "(no scale suggested, as steps were skipped at 2^0 too)" in str(
+        gs.diagnostics.report(opt)
+    )
 
 
 def test_a_bare_array_has_a_name():
@@ -267,16 +270,19 @@ def test_a_bare_array_has_a_name():
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     params = jnp.ones(3)
     _, state = tx.update(jnp.full(3, jnp.inf), tx.init(params), params)
-    assert str(gs.report(state, params)).splitlines()[1] == "params: 1 of 1, all inf, step 0"
+    assert (
+        str(gs.diagnostics.report(state, params)).splitlines()[1]
+        == "params: 1 of 1, all inf, step 0"
+    )
 
 
 def test_it_needs_telemetry():
     """Counting that nobody could ask for is an error, and so is a period that is none."""
     with pytest.raises(ValueError, match="Expected telemetry=True for underflow_every=5"):
-        gs.LossScaleOptimizer(gs.SGD(0.1), underflow_every=5)
+        gs.LossScaleOptimizer(SGD(0.1), underflow_every=5)
     with pytest.raises(ValueError, match="underflow_every"):
         gs.loss_scaled(optax.sgd(0.1), telemetry=True, underflow_every=0)
-    config = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=5).get_config()
+    config = gs.LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=5).get_config()
     assert gs.LossScaleOptimizer.from_config(config).underflow_every == 5
 
 
@@ -284,7 +290,7 @@ def test_exponents_of_missing_gradients_in_x64():
     """`underflow_every` counts nothing for a variable without gradient, in x64 too."""
     with jax.enable_x64(True):
         w, b = gs.Variable(1.0, dtype=jnp.float32), gs.Variable(2.0, dtype=jnp.float64)
-        opt = gs.LossScaleOptimizer(gs.SGD(0.5), telemetry=True, underflow_every=1)
+        opt = gs.LossScaleOptimizer(SGD(0.5), telemetry=True, underflow_every=1)
         with pytest.warns(UserWarning, match="No gradient for"):
             opt.apply([jnp.float32(2.0**15), None], [w, b])
         assert (float(w), float(b)) == (0.5, 2.0)
@@ -299,17 +305,17 @@ def test_no_parameters_have_no_underflow(compiled):
     for _ in range(2):
         _, state = update({}, state, {})
     assert gs.telemetry(state).applied_steps == 2
-    assert gs.report(state, {}).underflow.zero.shape == (0,)
-    assert "0 of 2 steps were skipped" in str(gs.report(state, {}))
+    assert gs.diagnostics.report(state, {}).underflow.zero.shape == (0,)
+    assert "0 of 2 steps were skipped" in str(gs.diagnostics.report(state, {}))
 
 
 @pytest.mark.parametrize("lost", [("a", "b"), ("b",)])
 def test_gradients_that_are_all_zero_are_no_good_news(lost):
     """Where nothing of a gradient is left, the report names the tensor, and says where to look."""
     variables = [gs.Variable(np.ones(4, np.float32), name=name) for name in ("a", "b")]
-    opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=1)
+    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True, underflow_every=1)
     opt.apply([np.float32(v.name not in lost) * np.ones(4) for v in variables], variables)
-    text = str(gs.report(opt))
+    text = str(gs.diagnostics.report(opt))
     which = "every parameter" if len(lost) == 2 else "b"
     assert f"The gradient of {which} is 0 in all elements" in text
     assert ("Nothing underflows" in text) == (len(lost) == 1)

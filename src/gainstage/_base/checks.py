@@ -142,7 +142,11 @@ def transformation(name: str, value: object) -> None:
     """Raises a TypeError if `value` has not the methods of an `optax.GradientTransformation`."""
     if hasattr(value, "init") and hasattr(value, "update"):
         return
-    advice = " Use gainstage.to_optax(optimizer)." if hasattr(value, "stateless_apply") else ""
+    advice = (
+        " Use gainstage.optimizers.to_optax(optimizer)."
+        if hasattr(value, "stateless_apply")
+        else ""
+    )
     advice = " Pass its `tx`." if hasattr(value, "tx") else advice  # as an `nnx.Optimizer` has
     what = f"Expected an optax.GradientTransformation for {name}; got {brief(value)}."
     raise TypeError(f"{what}{advice}")

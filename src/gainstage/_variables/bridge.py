@@ -1,9 +1,9 @@
 """The bridge from imperative code on variables to pure functions."""
 
 # An update rule is imperative code that assigns to variables. It becomes a pure function when
-# values are bound to the variables, the code runs, and the values are read back. `functional` does
-# that, and `jit` compiles it. A *state* is any pytree whose leaves are variables. `select` makes a
-# pure function of a state a transaction.
+# values are bound to the variables, the code runs, and the values are read back. `functionalize`
+# does that, and `jit` compiles it. A *state* is any pytree whose leaves are variables. `select`
+# makes a pure function of a state a transaction.
 
 import contextlib
 import functools
@@ -106,7 +106,7 @@ def recorded(runs_now: bool = False) -> Iterator[list[Variable]]:
         Variable._unbind(variables, own)
 
 
-def functional(
+def functionalize(
     fn: Callable[P, R], state: State
 ) -> Callable[Concatenate[PyTree, P], tuple[R, PyTree]]:
     """Returns a pure function of an `fn` that reads and assigns the variables of `state`.
@@ -127,7 +127,7 @@ def functional(
     Examples:
         >>> import gainstage as gs
         >>> count = gs.Variable(0)
-        >>> pure = gs.functional(lambda step: count.assign_add(step), [count])
+        >>> pure = gs.functionalize(lambda step: count.assign_add(step), [count])
         >>> result, (new_count,) = pure([10], 5)
         >>> print(new_count, int(count))
         15 0
@@ -138,7 +138,7 @@ def functional(
 def _functional(
     fn: Callable[P, R], state: State, notes: bool
 ) -> Callable[Concatenate[PyTree, P], tuple[R, PyTree]]:
-    """`functional`; if it `notes`, `LEFT` gets the variables whose new values are results only."""
+    """`functionalize`; if it `notes`, `LEFT` gets variables whose new values are results only."""
     variables = variables_in(state)
     structure: Structure = jax.tree.structure(state)
 
@@ -169,7 +169,7 @@ def _functional(
     return pure  # type: ignore[return-value] # mypy: `values` has a name here
 
 
-# The variables that functions of `functional` have assigned, with the values that they still have.
+# The variables that functions of `functionalize` assigned, with the values that they still have.
 LEFT: weakref.WeakKeyDictionary[Variable, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _MADE_IN_LOOP = (
     "{n} functions of gainstage.jit with the same code and state were made and called once each, "

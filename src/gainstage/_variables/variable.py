@@ -23,7 +23,7 @@ class Variable(Operators):
     unless `build` of an optimizer with a mesh places it there.
 
     A function that reads and assigns variables becomes pure when values are *bound* to them
-    (`gainstage.functional`). Only then may a variable hold traced values. During an optimizer's
+    (`gainstage.functionalize`). Only then may a variable hold traced values. During an optimizer's
     step, a half-precision variable is bound to its float32 value.
 
     Operators, indexing, the methods of an array such as `sum` and `astype`, `float()`, `int()` and
@@ -231,7 +231,7 @@ class Variable(Operators):
                 f"Expected variable {self.name!r} to be in the state of the function being traced; "
                 f"got a traced value, which would leak out of it. Create variables (and call "
                 f"`optimizer.build`) outside of the traced function, name those that it assigns in "
-                f"the `state` of `gainstage.jit` or `gainstage.functional`, and assign after a "
+                f"the `state` of `gainstage.jit` or `gainstage.functionalize`, and assign after a "
                 f"loss or loop, not inside it."
             )
 

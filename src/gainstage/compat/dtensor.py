@@ -249,7 +249,8 @@ def _must_be_false(name: str, value: object) -> bool:
 
 
 class SGD(_MeshOptimizer, optimizers.SGD):
-    """`gainstage.SGD` with TensorFlow's arguments; on a mesh slots are sharded as their variable.
+    """`gainstage.optimizers.SGD` with TensorFlow's arguments; on a mesh slots are sharded as their
+    variable.
 
     Args:
         learning_rate: a number, schedule or callable.
@@ -311,23 +312,23 @@ class SGD(_MeshOptimizer, optimizers.SGD):
 
 
 class Adam(_MeshOptimizer, optimizers.Adam):
-    """`gainstage.Adam` with the keywords of `SGD` above."""
+    """`gainstage.optimizers.Adam` with the keywords of `SGD` above."""
 
 
 class AdamW(_MeshOptimizer, optimizers.AdamW):
-    """`gainstage.AdamW` with the keywords of `SGD` above."""
+    """`gainstage.optimizers.AdamW` with the keywords of `SGD` above."""
 
 
 class RMSprop(_MeshOptimizer, optimizers.RMSprop):
-    """`gainstage.RMSprop` with the keywords of `SGD` above."""
+    """`gainstage.optimizers.RMSprop` with the keywords of `SGD` above."""
 
 
 class Adagrad(_MeshOptimizer, optimizers.Adagrad):
-    """`gainstage.Adagrad` with the keywords of `SGD` above."""
+    """`gainstage.optimizers.Adagrad` with the keywords of `SGD` above."""
 
 
 class Adadelta(_MeshOptimizer, optimizers.Adadelta):
-    """`gainstage.Adadelta` with the keywords of `SGD` above."""
+    """`gainstage.optimizers.Adadelta` with the keywords of `SGD` above."""
 
 
 def _settings(argument: str, cls: type, value: object) -> dict[str, Any]:

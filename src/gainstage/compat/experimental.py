@@ -24,8 +24,8 @@ class LossScaleOptimizer(tf2.LossScaleOptimizer):
     Examples:
         >>> import gainstage as gs
         >>> from gainstage.compat import experimental, tf2
-        >>> opt = experimental.LossScaleOptimizer(gs.SGD(), 123)
-        >>> same = tf2.LossScaleOptimizer(gs.SGD(), dynamic=False, initial_scale=123)
+        >>> opt = experimental.LossScaleOptimizer(gs.optimizers.SGD(), 123)
+        >>> same = tf2.LossScaleOptimizer(gs.optimizers.SGD(), dynamic=False, initial_scale=123)
         >>> opt.get_config() == same.get_config()
         True
 

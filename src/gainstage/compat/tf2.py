@@ -59,7 +59,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         >>> import gainstage as gs
         >>> from gainstage.compat import tf2
         >>> var = gs.Variable(1.0)
-        >>> opt = tf2.LossScaleOptimizer(gs.SGD(0.25))
+        >>> opt = tf2.LossScaleOptimizer(gs.optimizers.SGD(0.25))
         >>> loss = lambda: var**2
         >>> print(opt.get_scaled_loss(loss)())
         32768.0

@@ -56,13 +56,14 @@ class Optimizer:
         if not isinstance(optimizer, core.Optimizer):
             raise TypeError(
                 f"Expected an optimizer of gainstage for optimizer; got {optimizer!r}. For a rule "
-                f"of your own, subclass gainstage.Optimizer and pass one to this constructor."
+                f"of your own, subclass gainstage.optimizers.Optimizer and pass one to this "
+                f"constructor."
             )
         for hook in [hook for hook in HOOKS if hasattr(self, hook)]:
             raise TypeError(
                 f"{type(self).__name__} defines {hook}, which is not called here. Write the rule "
-                f"as `update_step` of a subclass of gainstage.Optimizer, and pass one to "
-                f"v1.Optimizer(optimizer, use_locking, name)."
+                f"as `update_step` of a subclass of gainstage.optimizers.Optimizer, and pass one "
+                f"to v1.Optimizer(optimizer, use_locking, name)."
             )
         self._numbers = numbers  # functions, or variables, of which each step uses the result
         self._optimizer, self._use_locking, self._name = optimizer, use_locking, name
@@ -338,7 +339,7 @@ class _AdamOfChangingBetas(_Adam):
 
 
 class AdamOptimizer(Optimizer):
-    """Adam with epsilon outside of the bias correction, as in `gainstage.Adam`.
+    """Adam with epsilon outside of the bias correction, as in `gainstage.optimizers.Adam`.
 
     Args:
         learning_rate: a number, a variable, a schedule, or a callable.

@@ -41,7 +41,7 @@ def assert_consistent(optimizer: Optimizer) -> None:
     Examples:
         >>> import gainstage as gs
         >>> from gainstage import distributed
-        >>> opt = gs.SGD(0.1)
+        >>> opt = gs.optimizers.SGD(0.1)
         >>> opt.build([gs.Variable(1.0)])
         >>> distributed.assert_consistent(opt)
     """

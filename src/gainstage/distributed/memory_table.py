@@ -28,7 +28,7 @@ def describe_layout(optimizer: Optimizer) -> str:
         >>> import jax, jax.numpy as jnp, gainstage as gs
         >>> from gainstage import distributed
         >>> kernel = jax.ShapeDtypeStruct((50257, 768), jnp.float16)
-        >>> opt = gs.LossScaleOptimizer(gs.Adam(1e-3))
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.Adam(1e-3))
         >>> opt.build([gs.Variable(kernel, name="kernel")])
         >>> print(distributed.describe_layout(opt))
         variable  shape         dtype    layout  bytes    state  layout  bytes

@@ -1,6 +1,6 @@
 """Imports the loss-scale state of other libraries, so that a run continues with gainstage.
 
-Pass the rule to `LossScaleOptimizer(rule=...)`, and the state to its `resume`.
+Pass the rule to `LossScaleOptimizer(rule=...)`, and the state to `load_into`.
 """
 
 # Each function reads plain attributes or keys and needs none of the libraries. In an optax loop,
@@ -26,7 +26,7 @@ from gainstage.rules.loss_scale import (
     ScaleState,
 )
 
-__all__ = ["from_flax", "from_jmp", "from_torch", "load_keras", "resume"]
+__all__ = ["from_flax", "from_jmp", "from_torch", "load_into", "load_keras"]
 
 Imported = tuple[DynamicLossScale, ScaleState]
 
@@ -125,7 +125,7 @@ def load_keras(optimizer: LossScaleOptimizer, store: Mapping[str, Any]) -> None:
     optimizer.set_weights([store[key] for key in keys[2:]])
 
 
-def resume(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
+def load_into(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     """Loads an imported state into an optimizer that has the imported rule.
 
     Raises:

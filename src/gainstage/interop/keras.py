@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
-from gainstage.interop.keras_autocast import autocast, tune_precision
+from gainstage.interop.keras_autocast import autocast, tune
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
@@ -19,12 +19,12 @@ __all__ = [
     "LogLossScale",
     "LossScaleOptimizer",
     "autocast",
-    "keep_if_applied",
-    "tune_precision",
+    "protect_statistics",
+    "tune",
 ]
 
 
-def keep_if_applied(model: Any) -> Any:
+def protect_statistics(model: Any) -> Any:
     """Makes `fit` keep all state of a model on a skipped step, not only the trained variables.
 
     Keras's trainer stores what the forward pass assigned, even if the optimizer skips the step. So
@@ -44,9 +44,9 @@ def keep_if_applied(model: Any) -> Any:
 
     Examples:
         >>> import keras, numpy as np
-        >>> from gainstage.interop.keras import LossScaleOptimizer, keep_if_applied
+        >>> from gainstage.interop.keras import LossScaleOptimizer, protect_statistics
         >>> norm = keras.layers.BatchNormalization(momentum=0.5)
-        >>> model = keep_if_applied(keras.Sequential([norm, keras.layers.Dense(1)]))
+        >>> model = protect_statistics(keras.Sequential([norm, keras.layers.Dense(1)]))
         >>> model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
         >>> x = np.ones((2, 1))
         >>> history = model.fit(x, x, verbose=0)

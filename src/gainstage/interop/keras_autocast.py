@@ -17,11 +17,11 @@ from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_optimizer import PACKAGE
 from gainstage.precision.autocast import autocast as autocast_function
 from gainstage.precision.autocast import keep_float32
-from gainstage.precision.plan import PrecisionPlan, operations_of
-from gainstage.precision.tune import tune_precision as tune_function
+from gainstage.precision.plan import Plan, operations_of
+from gainstage.precision.tuning import tune as tune_function
 
 
-def autocast(model: Any, plan: str | PrecisionPlan = "float16") -> Any:
+def autocast(model: Any, plan: str | Plan = "float16") -> Any:
     """Makes a float32 model of Keras compute in half precision; its weights stay float32.
 
     It is `gainstage.autocast` for `fit`, `evaluate`, `predict`, `train_on_batch` and all else that
@@ -36,7 +36,7 @@ def autocast(model: Any, plan: str | PrecisionPlan = "float16") -> Any:
         model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
             own. What is saved, loaded, pickled or cloned stays under autocast, but for a clone of
             a `keras.Sequential`: call this function on it.
-        plan: "float16", "bfloat16", or what `tune_precision` has measured, which is for training:
+        plan: "float16", "bfloat16", or what `precision.tune` has measured, which is for training:
             with `training=False`, as in `evaluate` and `predict`, the model is then computed in
             float32.
 
@@ -77,7 +77,7 @@ def autocast(model: Any, plan: str | PrecisionPlan = "float16") -> Any:
     return model
 
 
-def tune_precision(
+def tune(
     model: Any,
     x: PyTree,
     y: PyTree = None,
@@ -86,30 +86,30 @@ def tune_precision(
     dtype: str = "float16",
     max_error: float = 0.005,
     progress: bool = True,
-) -> PrecisionPlan:
+) -> Plan:
     """Measures which operations of a Keras model may be in half precision, in training.
 
-    It is `gainstage.diagnostics.tune_precision` of the loss with which the model was compiled.
+    It is `gainstage.precision.tune` of the loss with which the model was compiled.
 
     Args:
         model: a Keras model that is built and compiled, with trained weights or those of the start.
         x, y, sample_weight: one batch, as for `model.train_on_batch`.
-        dtype, max_error, progress: as for `gainstage.diagnostics.tune_precision`.
+        dtype, max_error, progress: as for `gainstage.precision.tune`.
 
     Returns:
-        A `PrecisionPlan` for `autocast`; `print` it.
+        A `Plan` for `autocast`; `print` it.
 
     Raises:
         TypeError: `model` is not a Keras model.
         ValueError: `model` is not built and compiled, or as from
-            `gainstage.diagnostics.tune_precision`.
+            `gainstage.precision.tune`.
 
     Examples:
         >>> import keras, numpy as np
-        >>> from gainstage.interop.keras import autocast, tune_precision
+        >>> from gainstage.interop.keras import autocast, tune
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
-        >>> plan = tune_precision(model, np.ones((8, 2)), np.ones((8, 1)))
+        >>> plan = tune(model, np.ones((8, 2)), np.ones((8, 1)))
         >>> print([operation.name for operation in plan.operations])
         ['dot_general', 'add']
         >>> model = autocast(model, plan)
@@ -140,7 +140,7 @@ def tune_precision(
         )  # fmt: skip
         program = jax.make_jaxpr(forward)(*values[:2], x)
     own = measured.operations[: len(operations_of(program))]
-    plan = PrecisionPlan(dtype, own, measured.predicted, measured.measured, measured.shapes)
+    plan = Plan(dtype, own, measured.predicted, measured.measured, measured.shapes)
     plan.check(program)
     return plan
 
@@ -150,7 +150,7 @@ class Autocast:
     """A base of models under `autocast`, which stands before the model's own class."""
 
     _plain: type[Any]  # the model's own class
-    _plan: str | PrecisionPlan
+    _plan: str | Plan
 
     def stateless_call(
         self,
@@ -162,7 +162,7 @@ class Autocast:
     ) -> Any:
         """Calls the model without side effects, in half precision."""
         weights = list(trainable_variables), list(non_trainable_variables)
-        if kwargs.get("training") is False and isinstance(self._plan, PrecisionPlan):
+        if kwargs.get("training") is False and isinstance(self._plan, Plan):
             plain: Any = super()
             others = {**kwargs, "return_losses": return_losses}
             return plain.stateless_call(*weights, *args, **others)
@@ -199,7 +199,7 @@ class Autocast:
 
     def _scale_losses(self) -> None:
         """Wraps an optimizer that scales no losses, for float16."""
-        dtype = self._plan.dtype if isinstance(self._plan, PrecisionPlan) else self._plan
+        dtype = self._plan.dtype if isinstance(self._plan, Plan) else self._plan
         optimizer: Any = getattr(self, "optimizer", None)
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         if optimizer is None or scales or dtype != "float16":
@@ -229,7 +229,7 @@ class Autocast:
     ) -> Any:
         """Returns the model that `get_config` describes, under autocast."""
         plan = config["plan"]
-        plan = PrecisionPlan.from_json(plan) if plan.startswith("{") else plan
+        plan = Plan.from_json(plan) if plan.startswith("{") else plan
         model = keras.saving.deserialize_keras_object(config["model"], custom_objects)
         return autocast(model, plan)
 

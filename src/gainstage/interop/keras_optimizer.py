@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from gainstage._base.checks import brief
 from gainstage._base.configurable import deserialize, family, serialize
 from gainstage._base.signals import deferred_signals
-from gainstage._variables.bridge import functional
+from gainstage._variables.bridge import functionalize
 from gainstage._variables.sharding import on_mesh
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
@@ -37,7 +37,7 @@ from gainstage.optimizers._step.subclasses import check_verbs, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.schedules import LearningRateSchedule
+from gainstage.optimizers.schedules import LearningRateSchedule
 
 PACKAGE = "gainstage"  # the package name that Keras registers the classes with
 
@@ -138,7 +138,7 @@ class KerasOptimizer(Options, Stateless):
         >>> import gainstage as gs, keras, numpy as np
         >>> from gainstage.interop.keras import KerasOptimizer
         >>> model = keras.Sequential([keras.layers.Dense(1)])
-        >>> model.compile(KerasOptimizer(gs.Adam(0.1, global_clipnorm=1.0)), "mse")
+        >>> model.compile(KerasOptimizer(gs.optimizers.Adam(0.1, global_clipnorm=1.0)), "mse")
         >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
         >>> print(int(model.optimizer.iterations.value))
         1
@@ -244,7 +244,7 @@ class KerasOptimizer(Options, Stateless):
     def _run(self, change: Callable[[], object]) -> None:
         """Runs what changes the optimizer's variables, on the values of Keras's."""
         ours, theirs = self._ours, (self._trainable_variables, self._mirrors)
-        pure = functional(change, (ours.trainable_variables, ours.variables))
+        pure = functionalize(change, (ours.trainable_variables, ours.variables))
         new = pure(tuple([v.value for v in variables] for variables in theirs))[1]
         for variables, results in zip(theirs, new, strict=True):
             for each, value in zip(variables, results, strict=True):
@@ -306,7 +306,7 @@ class KerasOptimizer(Options, Stateless):
         """The current rate: a variable; with a schedule or a `learning_rate` of the optimizer's own
         class, its current value."""
         if store_of(self._ours).has_own_rate:
-            pure = functional(lambda: rate_of_step(self._ours), self._ours.variables)
+            pure = functionalize(lambda: rate_of_step(self._ours), self._ours.variables)
             return pure([variable.value for variable in self._mirrors])[0]
         rate = self._learning_rate
         if isinstance(rate, keras.Variable):

@@ -57,7 +57,7 @@ class Checkpoints:
         >>> import gainstage as gs, tempfile
         >>> from gainstage.interop.orbax import Checkpoints
         >>> w = gs.Variable([1.0, 2.0], name="w")
-        >>> opt = gs.LossScaleOptimizer(gs.Adam(0.1))
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.Adam(0.1))
         >>> loss = opt.minimize(lambda: (w ** 2).sum(), [w])
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     checkpoints = Checkpoints(folder)

@@ -1,14 +1,41 @@
-"""The Keras face: one optimizer per file, each update rule as in its paper, and their wrapper.
+"""The Keras face, as `keras.optimizers`: one optimizer per file, each update rule as in its paper.
 
-Users import them from `gainstage`; rooms above may import all of it.
+Their wrapper is here too; rooms above may import all of it.
 """
 
+from gainstage.optimizers import schedules
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad
 from gainstage.optimizers.adam import Adam, AdamW
-from gainstage.optimizers.from_optax import Optax
+from gainstage.optimizers.as_optax import to_optax
 from gainstage.optimizers.lion import Lion
+from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from gainstage.optimizers.multi import MultiOptimizer
+from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.rmsprop import RMSprop
+from gainstage.optimizers.serialization import deserialize, get, serialize
 from gainstage.optimizers.sgd import SGD
+from gainstage.optimizers.wrapped_optax import from_optax
 
-__all__ = ["SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Lion", "Optax", "RMSprop"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Lion",
+    "LossScaleOptimizer",
+    "MultiOptimizer",
+    "Optimizer",
+    "RMSprop",
+    "deserialize",
+    "from_optax",
+    "get",
+    "schedules",
+    "serialize",
+    "to_optax",
+]
+
+
+def __dir__() -> list[str]:
+    return __all__

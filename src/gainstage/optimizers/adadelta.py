@@ -34,7 +34,8 @@ class Adadelta(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
-        >>> loss = gs.Adadelta(learning_rate=1.0).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> opt = gs.optimizers.Adadelta(learning_rate=1.0)
+        >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.9986
 

@@ -34,7 +34,8 @@ class Adagrad(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
-        >>> loss = gs.Adagrad(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> opt = gs.optimizers.Adagrad(learning_rate=0.1)
+        >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.9001
 

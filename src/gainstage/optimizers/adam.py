@@ -36,7 +36,7 @@ class Adam(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
-        >>> loss = gs.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> loss = gs.optimizers.Adam(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         0.9
 
@@ -108,7 +108,7 @@ class AdamW(Adam):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
-        >>> loss = gs.AdamW(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> loss = gs.optimizers.AdamW(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.896
 

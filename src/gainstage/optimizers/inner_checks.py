@@ -12,9 +12,9 @@ from gainstage._variables.variable import Variable
 from gainstage.optimizers._internals import given_options, store_of
 from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OPTIONS
 from gainstage.optimizers._step.subclasses import check_verbs
-from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
+from gainstage.optimizers.wrapped_optax import Optax
 from gainstage.rules.loss_scale import (
     DynamicLossScale,
     FixedLossScale,
@@ -80,13 +80,13 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
     if not isinstance(inner, Optimizer) or isinstance(inner, Retrying):
         advice = ""
         if hasattr(inner, "init") and hasattr(inner, "update"):
-            advice = " Use gainstage.Optax(tx), or gainstage.loss_scaled(tx)."
+            advice = " Use gainstage.optimizers.from_optax(tx), or gainstage.loss_scaled(tx)."
         elif type(inner).__module__.partition(".")[0] == "keras":
             advice = " Use gainstage.interop.keras.LossScaleOptimizer."
         elif type(inner).__module__.startswith("gainstage.compat."):
             advice = " Use gainstage.compat.v1.MixedPrecisionLossScaleOptimizer."
         elif isinstance(inner, str):
-            advice = f" Use gainstage.get({inner!r})."
+            advice = f" Use gainstage.optimizers.get({inner!r})."
         elif isinstance(inner, type):
             advice = f" Create one: {inner.__name__}(...)."
         raise InvalidArgumentError(

@@ -31,7 +31,7 @@ class Lion(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
-        >>> loss = gs.Lion(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> loss = gs.optimizers.Lion(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.9
 

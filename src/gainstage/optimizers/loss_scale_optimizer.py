@@ -53,11 +53,11 @@ class LossScaleOptimizer(Retrying):
         dynamic: whether the scale adapts. False needs an `initial_scale`, which then is fixed.
         rule: a `LossScale` instead of `initial_scale`, `dynamic_growth_steps` and `dynamic`.
         telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
-            that overflowed for `gainstage.report`. Adds eight scalars to the state, and four
-            integers per variable.
+            that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to the state, and
+            four integers per variable.
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
-            which `gainstage.report` computes what float16 loses. Adds 82 numbers per variable to
-            the state; None for no histograms.
+            which `gainstage.diagnostics.report` computes what float16 loses. Adds 82 numbers per
+            variable to the state; None for no histograms.
         **options: options of every `Optimizer`, except those that place its state.
             `loss_scale_factor` multiplies the scale.
 
@@ -70,7 +70,7 @@ class LossScaleOptimizer(Retrying):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
-        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.5), initial_scale=2.0**15)
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), initial_scale=2.0**15)
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(var.value(), opt.loss_scale)
         0.5 32768.0

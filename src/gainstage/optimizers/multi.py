@@ -13,9 +13,9 @@ from gainstage._variables.variable import Variable
 from gainstage.optimizers._internals import decays, rate_of_step, store_of
 from gainstage.optimizers._step.options import DEFAULTS, WrapperOptions
 from gainstage.optimizers._step.store import Store, Wrapper
-from gainstage.optimizers.from_optax import Optax
 from gainstage.optimizers.inner_checks import check_part
 from gainstage.optimizers.optimizer import Optimizer
+from gainstage.optimizers.wrapped_optax import Optax
 from gainstage.transforms.loss_scaled_state import states_in
 
 
@@ -61,8 +61,9 @@ class MultiOptimizer(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> body, head = gs.Variable(1.0), gs.Variable(1.0)
-        >>> pairs = [(gs.SGD(0.25, momentum=0.9), [body]), (gs.SGD(0.5), [head])]
-        >>> opt = gs.LossScaleOptimizer(gs.MultiOptimizer(pairs))
+        >>> from gainstage.optimizers import SGD, MultiOptimizer
+        >>> parts = MultiOptimizer([(SGD(0.25, momentum=0.9), [body]), (SGD(0.5), [head])])
+        >>> opt = gs.LossScaleOptimizer(parts)
         >>> loss = opt.minimize(lambda: body * head, [body, head])
         >>> print(loss, body.value(), head.value(), opt.loss_scale)
         1.0 0.75 0.5 32768.0

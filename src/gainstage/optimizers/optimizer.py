@@ -17,7 +17,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
-from gainstage._variables.bridge import assign, bound, functional, read, write
+from gainstage._variables.bridge import assign, bound, functionalize, read, write
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
@@ -31,7 +31,7 @@ from gainstage.optimizers._step.step import OptimizerState, Step, StepInputs, St
 from gainstage.optimizers._step.store import Computed, Store
 from gainstage.optimizers._step.subclasses import missing, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
-from gainstage.schedules import LearningRateSchedule
+from gainstage.optimizers.schedules import LearningRateSchedule
 
 
 class Optimizer(Configurable, Arguments, Saved):
@@ -82,7 +82,7 @@ class Optimizer(Configurable, Arguments, Saved):
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp
-        >>> class SignSGD(gs.Optimizer):
+        >>> class SignSGD(gs.optimizers.Optimizer):
         ...     def update_step(self, gradient, variable, learning_rate):
         ...         self.assign_sub(variable, learning_rate * jnp.sign(gradient))
         >>> var = gs.Variable(1.0)
@@ -458,7 +458,7 @@ class Optimizer(Configurable, Arguments, Saved):
             >>> def loss(x):
             ...     mean.assign(0.5 * mean + 0.5 * x)
             ...     return w * x, {"x": x}
-            >>> opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
             >>> value, aux = opt.minimize(lambda: loss(4.0), [w], has_aux=True)
             >>> print(value, aux, mean.value(), w.value())
             8.0 {'x': 4.0} 2.0 1.0
@@ -623,9 +623,9 @@ class Optimizer(Configurable, Arguments, Saved):
         Examples:
             >>> import jax, gainstage as gs
             >>> w = gs.Variable(1.0)
-            >>> opt = gs.LossScaleOptimizer(gs.SGD(0.25))
+            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.25))
             >>> opt.build([w])
-            >>> scaled = gs.functional(lambda loss: opt.scale_loss(loss), opt.variables)
+            >>> scaled = gs.functionalize(lambda loss: opt.scale_loss(loss), opt.variables)
             >>> @jax.jit
             ... def step(weights, state):
             ...     grads = jax.grad(lambda w: scaled(state, w[0] ** 2)[0])(weights)
@@ -653,7 +653,7 @@ class Optimizer(Configurable, Arguments, Saved):
             else:
                 self._apply(StepInputs(grads, self._rate_of_step()))
 
-        return functional(step, (trainable, variables))(values, grads)[1]
+        return functionalize(step, (trainable, variables))(values, grads)[1]
 
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
         """Sets the variables to their moving averages, at the end of training with `use_ema`.

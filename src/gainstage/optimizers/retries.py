@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gainstage._base import checks
 from gainstage._base.warn import warn
 from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
-from gainstage._variables.bridge import assign, functional, read, write
+from gainstage._variables.bridge import assign, functionalize, read, write
 from gainstage._variables.types import Aux, Scalar
 from gainstage._variables.variable import is_tracing
 from gainstage.optimizers._step.differentiate import VarList, selected
@@ -79,7 +79,7 @@ class Retrying(Optimizer):
         Examples:
             >>> import gainstage as gs
             >>> w = gs.Variable(1.0)
-            >>> opt = gs.LossScaleOptimizer(gs.SGD(1 / 16), initial_scale=2.0**126)
+            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(1 / 16), initial_scale=2.0**126)
             >>> loss = opt.minimize(lambda: 4 * w**2, [w], retries=8)  # two overflow
             >>> print(w.value(), opt.loss_scale == 2.0**124)
             0.5 True
@@ -118,7 +118,7 @@ class Retrying(Optimizer):
         after_one = [variable.value() for variable in scales]
         if is_tracing():  # the variables are carried through the loop
             variables = [variable for variable in changed if variable._is_bound]
-            pure = functional(again, variables)
+            pure = functionalize(again, variables)
 
             def once_more(state: tuple[Any, list[Any]]) -> Tried:
                 (helps, taken), values = pure(state[1], None)

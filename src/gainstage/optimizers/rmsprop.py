@@ -38,7 +38,8 @@ class RMSprop(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(10.0)
-        >>> loss = gs.RMSprop(learning_rate=0.1).minimize(lambda: (var ** 2) / 2.0, [var])
+        >>> opt = gs.optimizers.RMSprop(learning_rate=0.1)
+        >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.6838
 

@@ -3,13 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gainstage import optimizers, schedules
 from gainstage._base import configurable
 from gainstage._base.checks import InvalidArgumentError
+from gainstage.optimizers import schedules
+from gainstage.optimizers.adadelta import Adadelta
+from gainstage.optimizers.adagrad import Adagrad
+from gainstage.optimizers.adam import Adam, AdamW
+from gainstage.optimizers.lion import Lion
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
+from gainstage.optimizers.rmsprop import RMSprop
+from gainstage.optimizers.sgd import SGD
 
-_BUILT_IN = {name.lower(): name for name in [*optimizers.__all__, LossScaleOptimizer.__name__]}
+_BUILT_IN = {
+    cls.__name__.lower(): cls.__name__
+    for cls in (SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, LossScaleOptimizer)
+}
 
 
 def serialize(optimizer: Optimizer) -> dict[str, Any]:
@@ -23,8 +32,8 @@ def serialize(optimizer: Optimizer) -> dict[str, Any]:
 
     Examples:
         >>> import gainstage as gs
-        >>> config = gs.serialize(gs.Adam(0.25))
-        >>> print(config["class_name"], gs.deserialize(config).learning_rate.value())
+        >>> config = gs.optimizers.serialize(gs.optimizers.Adam(0.25))
+        >>> print(config["class_name"], gs.optimizers.deserialize(config).learning_rate.value())
         Adam 0.25
 
     Source: `keras.optimizers.serialize`.
@@ -58,7 +67,7 @@ def deserialize(
     if name in schedules.__all__:
         raise ValueError(
             f"Expected a configuration of an optimizer; got that of {name}. Write "
-            f"gainstage.schedules.deserialize(config)."
+            f"gainstage.optimizers.schedules.deserialize(config)."
         )
     return configurable.deserialize(config, Optimizer, custom_objects)
 
@@ -77,7 +86,7 @@ def get(identifier: str | Mapping[str, Any] | Optimizer | None) -> Optimizer | N
 
     Examples:
         >>> import gainstage as gs
-        >>> print(type(gs.get("adamw")).__name__)
+        >>> print(type(gs.optimizers.get("adamw")).__name__)
         AdamW
 
     Source: `keras.optimizers.get`.

@@ -33,7 +33,7 @@ class SGD(Optimizer):
     Examples:
         >>> import gainstage as gs
         >>> var = gs.Variable(1.0)
-        >>> opt = gs.SGD(learning_rate=0.1)
+        >>> opt = gs.optimizers.SGD(learning_rate=0.1)
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(var.value())
         0.9

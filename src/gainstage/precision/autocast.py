@@ -18,7 +18,7 @@ from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
 from gainstage.precision.needs import Need, needs_of
-from gainstage.precision.plan import DTYPES, PrecisionPlan
+from gainstage.precision.plan import DTYPES, Plan
 from gainstage.precision.policy import Policy
 from gainstage.precision.product_width import Width, holds, width
 from gainstage.precision.wide_results import (
@@ -59,7 +59,7 @@ KINDS: dict[tuple[str | Kind, ...], Kind] = {
 }
 
 
-def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16") -> Callable[P, R]:
+def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Callable[P, R]:
     """Returns a function that computes its products and convolutions in half precision.
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
@@ -85,7 +85,7 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
     Args:
         fun: a function of pytrees or models, such as a loss.
         plan: "float16" or "bfloat16", the dtype of products; what
-            `gainstage.diagnostics.tune_precision` has measured for `fun`; or a `gainstage.Policy`
+            `gainstage.precision.tune` has measured for `fun`; or a `gainstage.precision.Policy`
             with float32 variables. `Policy("float32")` leaves `fun` as it is.
 
     Raises:
@@ -117,25 +117,23 @@ def autocast(fun: Callable[P, R], plan: str | PrecisionPlan | Policy = "float16"
         if plan == "float32":
             return fun
     cast: Any
-    if isinstance(plan, PrecisionPlan):
+    if isinstance(plan, Plan):
         caster = _Caster(DTYPES[plan.dtype], plan)
         cast = replayed(fun, caster.compute, caster.constant, plan.check)
     elif isinstance(plan, str) and plan in DTYPES:
         caster = _Caster(DTYPES[plan])
         cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell)
     else:
-        hint = (
-            " Read a plan from its file: PrecisionPlan.load(path)." if ".json" in str(plan) else ""
-        )
+        hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(plan) else ""
         raise ValueError(
-            f"Expected one of {sorted(DTYPES)}, a PrecisionPlan, or a Policy with float32 "
+            f"Expected one of {sorted(DTYPES)}, a Plan, or a Policy with float32 "
             f"variables for plan; got {plan!r}.{hint}"
         )
     cast.autocast_plan = plan
     return cast
 
 
-def plan_of(fun: Callable[..., Any]) -> str | PrecisionPlan | None:
+def plan_of(fun: Callable[..., Any]) -> str | Plan | None:
     """The plan with which `autocast` returned this function; None if it did not."""
     return getattr(fun, "autocast_plan", None)
 
@@ -175,7 +173,7 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
 class _Caster:
     """Computes operations in half precision, by a plan or by default rules."""
 
-    def __init__(self, dtype: np.dtype, plan: PrecisionPlan | None = None):
+    def __init__(self, dtype: np.dtype, plan: Plan | None = None):
         self._dtype, self._plan = dtype, plan
         self._needs = dict[Path, Need]()  # what must be exact, by operation
         self._products, self._told = 0, False  # products in half precision; the warning

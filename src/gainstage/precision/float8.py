@@ -36,10 +36,10 @@ def scaling() -> Scaling:
     """Returns the first scaling of a tensor, with a factor of 1.
 
     Examples:
-        >>> from gainstage import fp8
-        >>> state = fp8.scaling()
-        >>> x8, seen = fp8.cast([3.0, 1000.0], state.factor, "float8_e4m3fn")
-        >>> state = fp8.update(state, seen)
+        >>> from gainstage.precision import float8
+        >>> state = float8.scaling()
+        >>> x8, seen = float8.cast([3.0, 1000.0], state.factor, "float8_e4m3fn")
+        >>> state = float8.update(state, seen)
         >>> print(x8, state.clamped, state.factor)
         [3 448] 1.0 0.25
     """
@@ -71,8 +71,8 @@ def cast(x: npt.ArrayLike, factor: ArrayLike, dtype: DTypeLike) -> tuple[jax.Arr
         TypeError: `dtype` is not a floating dtype of at most 8 bits.
 
     Examples:
-        >>> from gainstage import fp8
-        >>> x8, seen = fp8.cast([1.0, -5.0, float("inf")], 2.0, "float4_e2m1fn")
+        >>> from gainstage.precision import float8
+        >>> x8, seen = float8.cast([1.0, -5.0, float("inf")], 2.0, "float4_e2m1fn")
         >>> print(x8[:2], seen.clamped, seen.nonfinite)
         [2 -6] 1.0 1.0
     """
@@ -124,13 +124,13 @@ def dot(
 
     Examples:
         >>> import jax, jax.numpy as jnp
-        >>> from gainstage import fp8
-        >>> state, x, w = fp8.dot_scaling(), jnp.ones((2, 3)), jnp.full((3, 1), 500.0)
+        >>> from gainstage.precision import float8
+        >>> state, x, w = float8.dot_scaling(), jnp.ones((2, 3)), jnp.full((3, 1), 500.0)
         >>> def loss(w, state):
-        ...     return fp8.dot(x, w, state).sum()
+        ...     return float8.dot(x, w, state).sum()
         >>> for _ in range(2):
         ...     value, (grads, seen) = jax.value_and_grad(loss, (0, 1))(w, state)
-        ...     state = fp8.update(state, seen)
+        ...     state = float8.update(state, seen)
         ...     print(value, grads.ravel(), state.w.clamped)
         2688.0 [2. 2. 2.] 3.0
         3072.0 [2. 2. 2.] 0.0
@@ -138,7 +138,9 @@ def dot(
     Source: Micikevicius et al., 2022, arXiv:2209.05433 (e4m3 forwards, e5m2 backwards).
     """
     if not isinstance(state, DotScaling):
-        raise TypeError(f"Expected a gainstage.fp8.DotScaling for state; got {state!r}.")
+        raise TypeError(
+            f"Expected a gainstage.precision.float8.DotScaling for state; got {state!r}."
+        )
     x, w = jnp.asarray(x), jnp.asarray(w)
     for name, array in (("x", x), ("w", w)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -177,7 +179,7 @@ def _forward_of_primals(dtypes: tuple[np.dtype, ...], *primals: PyTree) -> tuple
         warn(
             "The weights of a float8 product are differentiated, but its state is not, so its "
             "factors stay as they are. Differentiate the state too, with argnums=(0, 1), and pass "
-            "its gradient to gainstage.fp8.update."
+            "its gradient to gainstage.precision.float8.update."
         )
     return _forward(dtypes, *jax.tree.map(lambda primal: primal.value, primals))
 

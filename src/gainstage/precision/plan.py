@@ -18,7 +18,7 @@ from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.patterns import moves
 
-__all__ = ["Operation", "PrecisionPlan"]
+__all__ = ["Operation", "Plan"]
 
 LINEAR_ALGEBRA = names_with(Trait.ALGEBRA)
 VERSION = 1  # of the file
@@ -26,7 +26,7 @@ DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  
 
 
 class Operation(NamedTuple):
-    """One operation of a function, a row of a `PrecisionPlan`."""
+    """One operation of a function, a row of a `Plan`."""
 
     path: tuple[int, ...]  # where it is in the program
     name: str  # JAX's name, such as `dot_general`
@@ -38,8 +38,8 @@ class Operation(NamedTuple):
     reason: str = ""  # why it is in float32
 
 
-class PrecisionPlan:
-    """Which operations of a function are in half precision, as `tune_precision` measured it.
+class Plan:
+    """Which operations of a function are in half precision, as `precision.tune` measured it.
 
     `print` it: a table with a row for each line of the model. `gainstage.autocast(fun, plan)` uses
     it. It belongs to one function, for any batch size and any length of a sequence.
@@ -50,6 +50,15 @@ class PrecisionPlan:
         predicted: the relative error of the gradient that the shares predict.
         measured: the relative error of the gradient of the function under `autocast`.
         shapes: those of the arrays of the first argument, the parameters.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from gainstage import precision
+        >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.ones(3), jnp.ones((2, 3)))
+        >>> print(plan.dtype, [operation.name for operation in plan.operations][0])
+        float16 dot_general
+
+    Source: `precision.tune` makes plans; `load` reads one from a file.
     """
 
     def __init__(
@@ -69,7 +78,7 @@ class PrecisionPlan:
         self._halves = {o.path for o in self.operations if o.dtype == dtype}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrecisionPlan) and self._facts() == other._facts()
+        return isinstance(other, Plan) and self._facts() == other._facts()
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.operations))
@@ -100,7 +109,7 @@ class PrecisionPlan:
         raise ValueError(
             f"Expected the function that the plan was measured on, with {names[0]}"
             f"{line and f' ({line})'}; got {names[1]}. Measure again: "
-            f"gainstage.diagnostics.tune_precision(fun, *args)."
+            f"gainstage.precision.tune(fun, *args)."
         )
 
     def _look_at_shapes(self, program: AnyJaxpr) -> None:
@@ -112,7 +121,7 @@ class PrecisionPlan:
             warn(
                 f"This plan was measured with parameters of other shapes: {other[0][0]}, and now "
                 f"{other[0][1]}. Sums are longer or shorter, and so are their errors. Measure "
-                f"again: gainstage.diagnostics.tune_precision(fun, *args)."
+                f"again: gainstage.precision.tune(fun, *args)."
             )
 
     def to_json(self) -> str:
@@ -125,7 +134,7 @@ class PrecisionPlan:
         return json.dumps(content, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> "PrecisionPlan":
+    def from_json(cls, text: str) -> "Plan":
         """Reads a plan from the text that `to_json` returned.
 
         Raises:
@@ -142,7 +151,7 @@ class PrecisionPlan:
             return cls(dtype, rows, errors[0], errors[1], content["shapes"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"Expected a plan of version {VERSION} that PrecisionPlan.to_json returned; "
+                f"Expected a plan of version {VERSION} that Plan.to_json returned; "
                 f"got {checks.brief(error)}."
             ) from error
 
@@ -157,7 +166,7 @@ class PrecisionPlan:
         os.replace(temporary, path)
 
     @classmethod
-    def load(cls, path: str | Path) -> "PrecisionPlan":
+    def load(cls, path: str | Path) -> "Plan":
         """Reads a plan from a JSON file.
 
         Args:
@@ -171,7 +180,7 @@ class PrecisionPlan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(
-                f"Expected a plan of version {VERSION} that PrecisionPlan.save wrote in {path}; "
+                f"Expected a plan of version {VERSION} that Plan.save wrote in {path}; "
                 f"got {checks.brief(error.__cause__ or error)}."
             ) from error
 
@@ -197,8 +206,7 @@ class PrecisionPlan:
 
     def __repr__(self) -> str:
         return (
-            f"PrecisionPlan({self.dtype!r}, {len(self.operations)} operations, "
-            f"measured={self.measured:.2g})"
+            f"Plan({self.dtype!r}, {len(self.operations)} operations, measured={self.measured:.2g})"
         )
 
 

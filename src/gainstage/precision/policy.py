@@ -28,7 +28,7 @@ class Policy(Fields):
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp
-        >>> policy = gs.Policy("mixed_float16")
+        >>> policy = gs.precision.Policy("mixed_float16")
         >>> print(policy.compute_dtype, policy.variable_dtype)
         float16 float32
         >>> policy.cast_to_compute({"w": jnp.ones(2), "step": 3})["w"].dtype

@@ -61,7 +61,7 @@ class LossScale(Fields, abc.ABC):
         ... class Halving(gs.LossScale):
         ...     start: float = 8.0
         ...     def init(self):
-        ...         return gs.ScaleState(jnp.float32(self.start))
+        ...         return gs.typing.ScaleState(jnp.float32(self.start))
         ...     def update(self, state, finite):
         ...         return state._replace(scale=jnp.where(finite, state.scale, state.scale / 2))
         >>> rule = Halving()

@@ -85,7 +85,7 @@ class Alarms(Writer):
         >>> import gainstage as gs
         >>> from gainstage.diagnostics import Alarms
         >>> w = gs.Variable([1.0])
-        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
         >>> with Alarms(opt.rule, on_alarm=lambda alarm: print(alarm.kind)) as alarms:
         ...     for step in range(20):
         ...         opt.apply([[float("nan")]], [w])

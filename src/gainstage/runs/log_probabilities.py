@@ -14,7 +14,7 @@ SERIES = 12  # terms of exp(x) - 1 - x, enough for float32 up to |x| = 1
 
 
 class Mismatch(NamedTuple):
-    """The result of `mismatch`: float32 scalars. `ratio` is `exp(logp_b - logp_a)`."""
+    """The result of `logprob_mismatch`: float32 scalars. `ratio` is `exp(logp_b - logp_a)`."""
 
     mean_abs_diff: jax.Array  # of the log-probabilities, over tokens
     max_abs_diff: jax.Array
@@ -27,7 +27,7 @@ class Mismatch(NamedTuple):
     outside_clip: jax.Array  # share of tokens with a ratio below 0.8 or above 1.2
 
 
-def mismatch(
+def logprob_mismatch(
     logp_a: npt.ArrayLike, logp_b: npt.ArrayLike, mask: npt.ArrayLike | None = None
 ) -> Mismatch:
     """Measures how far trainer and sampler disagree on the tokens that the sampler drew.
@@ -53,10 +53,10 @@ def mismatch(
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from gainstage.diagnostics import mismatch
+        >>> from gainstage.diagnostics import logprob_mismatch
         >>> sampler = jnp.log(jnp.array([[0.5, 0.25], [0.5, 0.125]]))
         >>> trainer = jnp.log(jnp.array([[0.5, 0.375], [0.5, 0.125]]))
-        >>> found = mismatch(sampler, trainer)
+        >>> found = logprob_mismatch(sampler, trainer)
         >>> print(f"{found.max_ratio:.3f} {found.k1:.4f} {found.k3:.4f} {found.outside_clip:.2f}")
         1.500 -0.1014 0.0236 0.25
 

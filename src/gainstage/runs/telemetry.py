@@ -45,7 +45,7 @@ def telemetry(opt_or_state: Any) -> StepInfo:
     Examples:
         >>> import gainstage as gs
         >>> w = gs.Variable([3.0, 4.0])
-        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True)
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True)
         >>> loss = opt.minimize(lambda: (w.value() ** 2).sum() / 2, [w])
         >>> info = gs.telemetry(opt)
         >>> print(info.finite, info.loss_scale, info.grad_norm, info.max_abs)
@@ -326,10 +326,10 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     Examples:
         >>> import gainstage as gs
         >>> a, b = gs.Variable([1.0, 2.0], name="query"), gs.Variable(3.0, name="key")
-        >>> opt = gs.LossScaleOptimizer(gs.SGD(0.1), telemetry=True, underflow_every=100)
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.1), telemetry=True, underflow_every=100)
         >>> for gradient in (1.0, float("inf"), float("inf")):
         ...     opt.apply([[gradient, 2.0**-26], 1024.0], [a, b])
-        >>> print(gs.report(opt))
+        >>> print(gs.diagnostics.report(opt))
         2 of 3 steps were skipped.
         query: 2 of 2, all inf, steps 1 to 2
         At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):

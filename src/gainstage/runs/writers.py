@@ -228,7 +228,7 @@ class JsonLines(Writer):
 
         Args:
             step: the last step that the report covers, as for `write`.
-            report: the result of `gainstage.report`.
+            report: the result of `gainstage.diagnostics.report`.
         """
         step = checks.integer("step", step, low=0, high=2**53)
         self.flush()

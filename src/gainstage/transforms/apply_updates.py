@@ -19,7 +19,7 @@ from gainstage.transforms.loss_scaled_state import applied_in
 def step_was_applied(opt_or_state: OptState) -> jax.Array:
     """Returns whether the last step was applied: a bool scalar, True before the first step.
 
-    Use it in your own schedule or counter; `keep_if_applied` selects whole pytrees by it. With
+    Use it in your own schedule or counter; `select_if_applied` selects whole pytrees by it. With
     `optax.MultiSteps` it is True for every finite microbatch: `gradient_step` counts the updates.
 
     Args:
@@ -48,7 +48,7 @@ def _check_that_it_is_new(applied: object, caller: str) -> None:
         warn(OLD.format(name=caller))
 
 
-def keep_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
+def select_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
     """Returns `new` if the last step was applied, and `old`, bit for bit, if it was skipped.
 
     Use it for what a step changes besides parameters and optimizer state: running means of batch
@@ -79,11 +79,11 @@ def keep_if_applied(new: Tree, old: PyTree, opt_or_state: OptState) -> Tree:
         ...     loss, grads = gs.value_and_grad(lambda w: w * x, opt_state)(params)
         ...     updates, opt_state = tx.update(grads, opt_state, params)
         ...     params = gs.apply_updates(params, updates, opt_state)
-        ...     mean = gs.keep_if_applied(0.9 * mean + 0.1 * x, mean, opt_state)
+        ...     mean = gs.select_if_applied(0.9 * mean + 0.1 * x, mean, opt_state)
         >>> print(params, mean)
         0.0 0.2
     """
-    applied = _decision(opt_or_state, "keep_if_applied")
+    applied = _decision(opt_or_state, "select_if_applied")
     boxes = [jax.tree.leaves(tree, is_leaf=_is_box) for tree in (new, old)]
     structure: Structure = jax.tree.structure(new)
     if structure != jax.tree.structure(old):

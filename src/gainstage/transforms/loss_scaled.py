@@ -88,11 +88,11 @@ def loss_scaled(
         tx: the transformation that turns gradients into updates.
         rule: a `LossScale`, by default `DynamicLossScale()`.
         telemetry: whether the state records each step for `gainstage.telemetry`, and the tensors
-            that overflowed for `gainstage.report`. Adds eight scalars to the state, and four
-            integers per parameter.
+            that overflowed for `gainstage.diagnostics.report`. Adds eight scalars to the state, and
+            four integers per parameter.
         underflow_every: the number of steps between histograms of each gradient's magnitudes, from
-            which `gainstage.report` computes what float16 loses. Adds 82 numbers per parameter to
-            the state; None for no histograms.
+            which `gainstage.diagnostics.report` computes what float16 loses. Adds 82 numbers per
+            parameter to the state; None for no histograms.
         shard_state_over: the mesh axis or axes over which the state of `tx` is sharded, beside the
             sharding of its parameter (ZeRO, stage 1). The weights stay whole, and steps are the
             same up to the rounding of sums over devices. State stays whole if it has not the shape

@@ -29,8 +29,8 @@ def check_leaves(params: PyTree) -> None:
     if (place := place_of_state(params)) is not None:
         raise TypeError(
             f"Expected params without float8 states, which would be trained and decayed; got one "
-            f"in `params{place}`. Keep them apart, and write states = gainstage.fp8.update(states, "
-            f"seen, gainstage.step_was_applied(opt_state))."
+            f"in `params{place}`. Keep them apart, and write states = gainstage.precision.float8."
+            f"update(states, seen, gainstage.step_was_applied(opt_state))."
         )
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
@@ -69,7 +69,7 @@ def statistics_in(params: PyTree, inner: OptState) -> str | None:
         "weights are. Pass variables['params'] to tx.init, and step(params, opt_state, stats, x); "
         "loss_fn(params, stats, x) applies the module to {'params': params, 'batch_stats': stats} "
         "and returns (loss, new stats), with train_step(..., has_aux=True). To keep the old stats "
-        "of a skipped step: gainstage.keep_if_applied(new, old, opt_state)."
+        "of a skipped step: gainstage.select_if_applied(new, old, opt_state)."
     )
 
 

@@ -39,7 +39,7 @@ from gainstage._variables.types import (
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
 from gainstage.transforms import models, nnx_objects
-from gainstage.transforms.apply_updates import apply_updates, keep_if_applied
+from gainstage.transforms.apply_updates import apply_updates, select_if_applied
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
 from gainstage.transforms.loss_scaled import transformation_of
 from gainstage.transforms.loss_scaled_state import (
@@ -367,9 +367,9 @@ class TrainStep(Generic[Params, P, *More]):
                 "does. Create all variables of the model before the first step."
             )
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
-        arrays = keep_if_applied(new, arrays, opt_state)
+        arrays = select_if_applied(new, arrays, opt_state)
         changed = nnx_objects.changes(batch, before)
-        changed = keep_if_applied(changed, nnx_objects.values_of(changed, before), opt_state)
+        changed = select_if_applied(changed, nnx_objects.values_of(changed, before), opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else []), changed
 
 

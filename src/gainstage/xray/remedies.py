@@ -10,7 +10,7 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
-from gainstage.precision.tune import PlanTrial, whole_error
+from gainstage.precision.tuning import PlanTrial, whole_error
 from gainstage.xray.causes import Cause, importance, lost_share
 from gainstage.xray.program import Program
 from gainstage.xray.walk import Changes, Ran, Result, walk_through

@@ -17,8 +17,8 @@ from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import OPAQUE
 from gainstage._variables.types import OptState, PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
-from gainstage.precision.plan import PrecisionPlan
-from gainstage.precision.tune import PlanTrial, try_plan, whole_error
+from gainstage.precision.plan import Plan
+from gainstage.precision.tuning import PlanTrial, try_plan, whole_error
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.program import Program, program_of
@@ -48,7 +48,7 @@ def xray(
 
     It finds the operations where non-finite numbers or flushed zeros start, computes which loss
     scales fit, and tries changes. If `gainstage.autocast` returned `loss_fn`, one of them is a plan
-    that `tune_precision` measures on these arguments. On two CPU cores, a step of a small network
+    that `precision.tune` measures on these arguments. On two CPU cores, a step of a small network
     takes seconds and one of 10 million parameters a minute, most of it to compile each operation.
 
     Args:
@@ -139,7 +139,7 @@ class Xray:
         self.gradient_errors: dict[str, float] = _errors(program, ran)
         self.unseen: list[str] = sorted({r.op for r in ran.results} & OPAQUE)
         self.remedies: list[Remedy] = []
-        self.plan: PrecisionPlan | None = None
+        self.plan: Plan | None = None
         if prescribe:
             windows = self.windows()
             self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick)

@@ -13,7 +13,7 @@ from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
 from gainstage._scaling.gradients import upcast
 from gainstage._variables.arguments import variables_in
-from gainstage._variables.bridge import assign, functional, read, recorded
+from gainstage._variables.bridge import assign, functionalize, read, recorded
 from gainstage._variables.reads import linearized_by_reads
 from gainstage._variables.variable import Variable, is_inside
 
@@ -111,7 +111,7 @@ def differentiate(
         else:
             variables = read_by_loss = variables_in(var_list, "var_list")
             check_floating(variables)
-            given = functional(lambda: scaled(called(_values_of(variables))), variables)
+            given = functionalize(lambda: scaled(called(_values_of(variables))), variables)
             scalar, linear, more = jax.linearize(
                 lambda v: given(v)[0], read(variables), has_aux=True
             )

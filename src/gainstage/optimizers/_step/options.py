@@ -229,8 +229,8 @@ def ignore_decay(options: Any) -> None:
     """Drops the `decay` of older optimizers from a constructor's options, as Keras 3 does."""
     if options.pop("decay", None) is not None:
         warn(
-            "`decay` has no effect, as in Keras 3. Write learning_rate=gainstage.schedules."
-            "InverseTimeDecay(learning_rate, 1, decay)."
+            "`decay` has no effect, as in Keras 3. Write learning_rate=gainstage.optimizers."
+            "schedules.InverseTimeDecay(learning_rate, 1, decay)."
         )
 
 

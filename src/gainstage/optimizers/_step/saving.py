@@ -86,7 +86,7 @@ class Saved:
             _TOLD.add(self)
             warn(
                 "The variables that are saved here are those of before the steps of "
-                "stateless_apply or functional, which return the new values and change no "
+                "stateless_apply or functionalize, which return the new values and change no "
                 "variable. Assign them first: for v, x in zip([*variables, *optimizer.variables], "
                 "[*weights, *state]): v.assign(x)."
             )

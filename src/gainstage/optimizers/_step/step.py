@@ -20,7 +20,7 @@ from gainstage._scaling.scaled_step import AccumulationWindow, ScaledStep, Scale
 from gainstage._variables.types import Given, Rate
 from gainstage._variables.variable import Variable, is_tracing, placed
 from gainstage.optimizers._step.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
-from gainstage.schedules import LearningRateSchedule
+from gainstage.optimizers.schedules import LearningRateSchedule
 
 
 class StepOptions(Options):

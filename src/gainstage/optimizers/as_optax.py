@@ -44,7 +44,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
-        >>> tx = gs.to_optax(gs.SGD(0.5, momentum=0.9))
+        >>> tx = gs.optimizers.to_optax(gs.optimizers.SGD(0.5, momentum=0.9))
         >>> params = {"w": jnp.ones(2)}
         >>> state = tx.init(params)
         >>> updates, state = tx.update({"w": jnp.ones(2)}, state, params)

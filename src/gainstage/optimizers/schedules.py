@@ -63,6 +63,17 @@ class LearningRateSchedule(Fields, abc.ABC):
     The schedules here take a variable of Gainstage or Keras for a number, such as the rate of an
     optimizer. They store its current value.
 
+    Examples:
+        >>> import dataclasses
+        >>> from gainstage.optimizers import schedules
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Inverse(schedules.LearningRateSchedule):
+        ...     first: float
+        ...     def __call__(self, step):
+        ...         return self.first / (1 + step)
+        >>> print(Inverse(0.5)(4))
+        0.1
+
     Source: `keras.optimizers.schedules.LearningRateSchedule`.
     """
 
@@ -102,7 +113,7 @@ class ExponentialDecay(LearningRateSchedule):
 
     Examples:
         >>> import gainstage as gs
-        >>> rate = gs.schedules.ExponentialDecay(0.4, decay_steps=1, decay_rate=0.5)
+        >>> rate = gs.optimizers.schedules.ExponentialDecay(0.4, decay_steps=1, decay_rate=0.5)
         >>> print(rate(0), rate(2))
         0.4 0.1
 
@@ -142,7 +153,7 @@ class InverseTimeDecay(LearningRateSchedule):
 
     Examples:
         >>> import gainstage as gs
-        >>> rate = gs.schedules.InverseTimeDecay(0.5, decay_steps=1, decay_rate=0.5)
+        >>> rate = gs.optimizers.schedules.InverseTimeDecay(0.5, decay_steps=1, decay_rate=0.5)
         >>> print(rate(0), rate(2))
         0.5 0.25
 
@@ -179,8 +190,8 @@ class PolynomialDecay(LearningRateSchedule):
         ValueError: an argument is out of range.
 
     Examples:
-        >>> import gainstage as gs
-        >>> rate = gs.schedules.PolynomialDecay(1.0, decay_steps=4, end_learning_rate=0.0)
+        >>> from gainstage.optimizers import schedules
+        >>> rate = schedules.PolynomialDecay(1.0, decay_steps=4, end_learning_rate=0.0)
         >>> print(rate(1), rate(9))
         0.75 0.0
 
@@ -223,7 +234,7 @@ class CosineDecay(LearningRateSchedule):
 
     Examples:
         >>> import gainstage as gs
-        >>> rate = gs.schedules.CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=10)
+        >>> rate = gs.optimizers.schedules.CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=10)
         >>> print(rate(5), rate(10), rate(20))
         0.5 1.0 0.0
 
@@ -267,7 +278,7 @@ class CosineDecayRestarts(LearningRateSchedule):
 
     Examples:
         >>> import gainstage as gs
-        >>> rate = gs.schedules.CosineDecayRestarts(1.0, first_decay_steps=2, m_mul=0.5)
+        >>> rate = gs.optimizers.schedules.CosineDecayRestarts(1.0, first_decay_steps=2, m_mul=0.5)
         >>> print(rate(0), rate(2), rate(6))
         1.0 0.5 0.25
 
@@ -316,7 +327,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 
     Examples:
         >>> import gainstage as gs
-        >>> rate = gs.schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25])
+        >>> rate = gs.optimizers.schedules.PiecewiseConstantDecay([10, 20], [1.0, 0.5, 0.25])
         >>> print(rate(10), rate(11), rate(30))
         1.0 0.5 0.25
 
@@ -351,6 +362,15 @@ class PiecewiseConstantDecay(LearningRateSchedule):
 def serialize(schedule: LearningRateSchedule) -> dict[str, Any]:
     """Returns the configuration of a schedule, with the name of its class.
 
+    Raises:
+        TypeError: `schedule` is no schedule.
+
+    Examples:
+        >>> from gainstage.optimizers import schedules
+        >>> config = schedules.serialize(schedules.ExponentialDecay(0.1, 1000, 0.5))
+        >>> print(config["class_name"], schedules.deserialize(config)(1000))
+        ExponentialDecay 0.05
+
     Source: `keras.optimizers.schedules.serialize`.
     """
     if not isinstance(schedule, LearningRateSchedule):
@@ -361,7 +381,14 @@ def serialize(schedule: LearningRateSchedule) -> dict[str, Any]:
 def deserialize(
     config: Mapping[str, Any], custom_objects: Mapping[str, type] | None = None
 ) -> LearningRateSchedule:
-    """Returns the schedule of a configuration; `custom_objects` are your own classes by name.
+    """Returns the schedule of a configuration, the inverse of `serialize`.
+
+    Args:
+        config: the result of `serialize`, or of Keras for a schedule of the same name.
+        custom_objects: your own classes by name.
+
+    Raises:
+        ValueError: `config` is no such configuration, or its class is unknown.
 
     Source: `keras.optimizers.schedules.deserialize`.
     """

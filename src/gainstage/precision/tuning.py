@@ -24,20 +24,20 @@ from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
-from gainstage.precision.plan import DTYPES, Operation, PrecisionPlan, operations_of
+from gainstage.precision.plan import DTYPES, Operation, Plan, operations_of
 from gainstage.precision.tune_sums import SumFinder
 from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
-__all__ = ["tune_precision"]
+__all__ = ["tune"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
-MAX_ERROR = 0.005  # the default of `tune_precision`
+MAX_ERROR = 0.005  # the default of `precision.tune`
 TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 
 
-def tune_precision(
+def tune(
     fun: Callable[..., Any],
     *args: PyTree,
     dtype: str = "float16",
@@ -45,7 +45,7 @@ def tune_precision(
     has_aux: bool = False,
     using: Using | None = None,
     progress: bool = True,
-) -> PrecisionPlan:
+) -> Plan:
     """Measures which operations of a float32 function may be in half precision.
 
     One program has a switch for each operation. With a single switch on, the difference of the
@@ -65,7 +65,7 @@ def tune_precision(
         progress: whether to show a progress bar, in a terminal.
 
     Returns:
-        A `PrecisionPlan` for `gainstage.autocast`; `print` it.
+        A `Plan` for `gainstage.autocast`; `print` it.
 
     Raises:
         TypeError, ValueError: an argument is invalid, the loss is not a scalar, or the loss or a
@@ -74,12 +74,12 @@ def tune_precision(
     Examples:
         >>> import gainstage as gs
         >>> import jax, jax.numpy as jnp
-        >>> from gainstage.diagnostics import tune_precision
+        >>> from gainstage.precision import tune
         >>> def loss_fn(w, x):  # features with an offset, which is subtracted again
         ...     return jnp.mean(jnp.tanh(x @ w - 300 * w.sum(0)) ** 2)
         >>> w = jax.random.normal(jax.random.key(0), (16, 4)) / 4
         >>> x = 300 + jax.random.normal(jax.random.key(1), (64, 16))
-        >>> plan = tune_precision(loss_fn, w, x)
+        >>> plan = tune(loss_fn, w, x)
         >>> print([o.name for o in plan.operations if o.dtype == "float32"][0])
         dot_general
         >>> step = jax.grad(gs.autocast(loss_fn, plan))
@@ -96,7 +96,7 @@ def tune_precision(
             f"Pass the function that autocast was given: fun.__wrapped__."
         )
     tuner = _Tuner(fun, args, DTYPES[dtype], has_aux, using)
-    with counted(tuner.groups, "tune_precision", shows=progress) as tick:
+    with counted(tuner.groups, "tune", shows=progress) as tick:
         tuner.measure(tick)
     plan = tuner.plan(dtype, max_error)
     if not plan.measured <= max_error:
@@ -112,7 +112,7 @@ def tune_precision(
 class PlanTrial(NamedTuple):
     """A plan that was measured on the arguments of a bad step, and its outcome there."""
 
-    plan: PrecisionPlan
+    plan: Plan
     lines: tuple[str, ...]  # of the operations whose numbers come near the largest one
     scale: float  # that of the step, or a lower one at which all is finite
     is_finite: bool
@@ -132,15 +132,15 @@ def try_plan(
 
     Args:
         fun: a function under `autocast`. What its own plan keeps in float32 stays so.
-        args, has_aux, using, progress: as for `tune_precision`.
+        args, has_aux, using, progress: as for `precision.tune`.
         scale: the loss scale of the step.
     """
     before: Any = plan_of(fun)
-    known = isinstance(before, PrecisionPlan)
+    known = isinstance(before, Plan)
     dtype = before.dtype if known else before
     written: Any = inspect.unwrap(fun, stop=lambda f: plan_of(f) is None)
     tuner = _Tuner(written, args, DTYPES[dtype], has_aux, using, before if known else None)
-    with counted(tuner.groups, "tune_precision", shows=progress) as tick:
+    with counted(tuner.groups, "tune", shows=progress) as tick:
         tuner.measure(tick)
     plan = tuner.plan(dtype, MAX_ERROR)
     hot = (o.line for o in plan.operations if o.dtype != dtype and o.path in tuner.hot)
@@ -162,7 +162,7 @@ class _Tuner:
         dtype: np.dtype,
         has_aux: bool,
         using: Using | None,
-        before: PrecisionPlan | None = None,
+        before: Plan | None = None,
     ):
         self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
         self._arrays, self._static = partition(tuple(args))
@@ -214,14 +214,14 @@ class _Tuner:
         """The error of the gradients, which stand behind the loss."""
         return whole_error(found[1:], 1.0, self._exact[1:], 1.0)
 
-    def plan(self, dtype: str, max_error: float) -> PrecisionPlan:
+    def plan(self, dtype: str, max_error: float) -> Plan:
         """The first plan whose error is below the bound, as measured."""
         # Sometimes the shares add up to more than predicted.
         tried = (self._verified(dtype, max_error / part) for part in (1, 3, 10))
         fits = (plan for plan in tried if plan.measured <= max_error)
         return next(fits, None) or self._verified(dtype, 0.0)
 
-    def _verified(self, dtype: str, bound: float) -> PrecisionPlan:
+    def _verified(self, dtype: str, bound: float) -> Plan:
         """Chooses by the shares, and measures the choice."""
         chosen, predicted = self._chosen(bound)
         halves = {path for path, group in self._group.items() if group in chosen} - self._wide
@@ -229,7 +229,7 @@ class _Tuner:
         measured = self.error(self.run(plan, self._scale))
         return self._table(dtype, halves, predicted, measured)
 
-    def run(self, plan: PrecisionPlan, scale: jax.Array) -> list[jax.Array]:
+    def run(self, plan: Plan, scale: jax.Array) -> list[jax.Array]:
         """The loss and the gradients with a plan, at a loss scale."""
         program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
         return program(scale, self._arrays)
@@ -317,9 +317,7 @@ class _Tuner:
                 chosen.add(group)
         return chosen, total**0.5
 
-    def _table(
-        self, dtype: str, halves: set[Any], predicted: float, measured: float
-    ) -> PrecisionPlan:
+    def _table(self, dtype: str, halves: set[Any], predicted: float, measured: float) -> Plan:
         rows = []
         for path, eqn in self._equations.items():
             largest, share = self._largest[path], self._shares[self._group[path]]
@@ -333,7 +331,7 @@ class _Tuner:
             rows.append(
                 Operation(path, eqn.primitive.name, own, *place, float(share), largest, reason)
             )
-        return PrecisionPlan(dtype, rows, predicted, measured, self._shapes)
+        return Plan(dtype, rows, predicted, measured, self._shapes)
 
 
 def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:

@@ -21,8 +21,15 @@ from gainstage.optimizers._step.options import WrapperOptions
 from gainstage.optimizers.optimizer import Optimizer
 
 
-class Optax(Optimizer):
-    """An optax transformation as an optimizer, with all that an `Optimizer` adds: loss scaling,
+def from_optax(
+    tx: Transformation,
+    name: str | None = None,
+    learning_rate: Rate = 1.0,
+    *,
+    master_weights: bool = False,
+    **options: Unpack[WrapperOptions],
+) -> Optimizer:
+    """Makes an optax transformation an optimizer, with all that an `Optimizer` adds: loss scaling,
     averaging, accumulation, clipping.
 
     The transformation gets all variables at once, as a list, in float32 or wider. A missing
@@ -50,13 +57,18 @@ class Optax(Optimizer):
     Examples:
         >>> import gainstage as gs, optax
         >>> var = gs.Variable(10.0)
-        >>> opt = gs.LossScaleOptimizer(gs.Optax(optax.adamw(0.1)))
+        >>> opt = gs.LossScaleOptimizer(gs.optimizers.from_optax(optax.adamw(0.1)))
         >>> loss = opt.minimize(lambda: (var ** 2) / 2.0, [var])
         >>> print(round(float(var), 4))
         9.8999
 
     Source: `optax.GradientTransformation`.
     """
+    return Optax(tx, name, learning_rate, master_weights=master_weights, **options)
+
+
+class Optax(Optimizer):
+    """What `from_optax` returns."""
 
     def __init__(
         self,
@@ -69,7 +81,7 @@ class Optax(Optimizer):
     ):
         checks.transformation("tx", tx)
         if unknown := options.keys() - WrapperOptions.__annotations__.keys():
-            raise TypeError(f"Expected no {sorted(unknown)[0]} for Optax; got {options}.")
+            raise TypeError(f"Expected no {sorted(unknown)[0]} for from_optax; got {options}.")
         super().__init__(learning_rate, name=name, master_weights=master_weights, **options)
         self.tx = tx
         self._state: OptState = None
@@ -177,8 +189,8 @@ class Optax(Optimizer):
                 f"apply(..., loss=loss)."
             )
         return TypeError(
-            f"The tx of {self.name!r} needs {needs[1] or needs[2]}; gainstage.Optax passes only "
-            f"the loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
+            f"The tx of {self.name!r} needs {needs[1] or needs[2]}; from_optax passes only the "
+            f"loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
         )
 
     def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:

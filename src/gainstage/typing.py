@@ -1,0 +1,8 @@
+"""Types for annotations: states, and what a step returns."""
+
+from gainstage._scaling.step_telemetry import StepInfo
+from gainstage.rules import ScaleState
+from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.models import WithLossScale
+
+__all__ = ["LossScaledState", "ScaleState", "StepInfo", "WithLossScale"]
