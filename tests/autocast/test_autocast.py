@@ -726,3 +726,35 @@ def test_gradients_of_bounded_functions_of_products_are_right(bounded):
     np.testing.assert_allclose(
         jax.grad(gs.autocast(loss))(w), jax.grad(loss)(w), rtol=2e-2, atol=2e-3
     )
+
+
+def test_a_constant_that_half_precision_would_round_is_not_rounded():
+    """Nor is one of its subnormal numbers, which have fewer digits."""
+    x = np.linspace(0.5, 1, 16, dtype=np.float32).reshape(4, 4)
+    table = np.float32(1.1e-6) * (1 + np.arange(4, dtype=np.float32) / 7)
+
+    def loss(w):
+        return ((x @ w) * table).sum()
+
+    w = np.eye(4, dtype=np.float32)
+    exact, half = loss(w), gs.autocast(loss)(w)
+    np.testing.assert_allclose(half, exact, rtol=1e-3)
+
+    def scaled(fun):
+        return jax.grad(lambda w: fun(w) * 2.0**15)(w)
+
+    np.testing.assert_allclose(scaled(gs.autocast(loss)), scaled(loss), rtol=2e-3)
+
+
+def test_a_call_outside_of_a_program_reads_variables_through_all_that_is_around_it():
+    """A loss of `self_scaled` under `autocast`, and autocast within autocast, close over one."""
+    v = gs.Variable(np.linspace(-1, 1, 12).reshape(4, 3))
+    x = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
+
+    def loss(x):
+        return jnp.mean((x @ v.value()) ** 2)
+
+    for wrapped in (gs.self_scaled(gs.autocast(loss)), gs.autocast(gs.autocast(loss))):
+        np.testing.assert_allclose(wrapped(x), loss(x), rtol=1e-3)
+        v.assign(v * 2)
+        np.testing.assert_allclose(wrapped(x), loss(x), rtol=1e-3)

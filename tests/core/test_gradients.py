@@ -318,3 +318,16 @@ def test_a_gradient_whose_squares_are_all_flushed_is_clipped():
     w = gs.Variable(np.zeros(2**14))
     SGD(1.0, clipnorm=2.0**-59).apply([np.full(2**14, 2.0**-63.5, np.float32)], [w])
     np.testing.assert_allclose(w.numpy(), np.full(2**14, -(2.0**-66)), rtol=1e-5)
+
+
+def test_a_gpu_leaves_out_a_microbatch_whose_sum_overflows(monkeypatch):
+    """Two microbatches of 3e38 are finite, and their sum is not: the second one is not added."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    w = gs.Variable(np.zeros((52, 80), np.float32))
+    opt = gs.LossScaleOptimizer(
+        SGD(1.0, gradient_accumulation_steps=2), rule=gs.FixedLossScale(1.0)
+    )
+    for value in (3e38, 3e38, -3e38):
+        opt.apply([np.full(w.shape, value, np.float32)], [w])
+    np.testing.assert_array_equal(w.numpy(), np.zeros(w.shape))
+    assert int(opt.iterations) == 1

@@ -469,3 +469,13 @@ def test_a_loop_of_ones_own():
         weights, state, loss, others = step(weights, state, others, *data())
         first = loss if first is None else first
     assert loss < first / 2
+
+
+def test_a_model_that_has_predicted_predicts_in_half_precision():
+    """`autocast` reaches programs that Keras compiled before it."""
+    model, x = built("sequential", None), data()[0]
+    exact = model.predict(x, verbose=0)
+    autocast(model)
+    half = model.predict(x, verbose=0)
+    assert (half != exact).any()
+    np.testing.assert_allclose(half, exact, rtol=0.02, atol=0.02)

@@ -97,6 +97,21 @@ def test_a_loss_that_is_maximized_carries_its_scale_too():
         assert float(up.loss_scale) == float(down.loss_scale)
 
 
+def test_of_two_carried_scales_that_of_the_trained_parameters_counts():
+    """A teacher beside a student may carry a scale too; the student's decides and reports."""
+
+    def loss(teacher, student, x):
+        return loss_fn(student, x, x @ teacher["w"])
+
+    alone = jax.grad(gs.self_scaled(lambda student, x: loss({"w": TRUE}, student, x)))
+    expected = alone(fresh(2.0**40), X)
+    teacher = gs.with_loss_scale({"w": TRUE}, 2.0**15)
+    grads = jax.grad(gs.self_scaled(loss), argnums=1)(teacher, fresh(2.0**40), X)
+    assert float(grads.loss_scale) == float(expected.loss_scale)
+    assert float(grads.loss_scale) != float(alone(fresh(), X).loss_scale)
+    np.testing.assert_allclose(grads.params["w"], expected.params["w"], rtol=1e-5)
+
+
 def test_the_scale_grows():
     """After a run of finite steps it doubles, in the state and among the parameters."""
     tx = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0, 2))

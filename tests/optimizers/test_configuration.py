@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 import inspect
 import json
 import pickle
@@ -308,3 +309,19 @@ def test_from_config_leaves_its_argument_alone():
         config = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()).get_config()
         keras.optimizers.LossScaleOptimizer.from_config(config)
         fails(keras, "inner_optimizer" not in config)
+
+
+@pytest.mark.parametrize("module", [None, "keras.optimizers", "tf_keras.optimizers"])
+def test_a_configuration_of_keras_is_of_our_class(module):
+    """Also where a class of the user, which Keras has not registered, has the same name."""
+
+    class Lion(gs.optimizers.Optimizer):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign(variable, variable)
+
+    written = {"class_name": "Lion", "module": module, "config": {"learning_rate": 0.5}}
+    made = gs.optimizers.deserialize(written)
+    assert type(made) is gs.optimizers.Lion is not Lion
+    assert float(made.learning_rate.value()) == 0.5
+    del Lion
+    gc.collect()  # other tests look among all subclasses

@@ -190,6 +190,9 @@ def test_wrong_combinations_are_errors():
         MultiOptimizer([(gs.optimizers.SGD(0.1), [w]), (gs.optimizers.Adam(0.1), [w])])
     with pytest.raises(ValueError, match="weight_decay on an optimizer"):
         multi(gs.optimizers.SGD(0.1), weight_decay=0.1).apply([1.0], [w])
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    with pytest.raises(ValueError, match="mesh"):
+        multi(gs.optimizers.SGD(0.1, mesh=mesh)).build([w])
     with pytest.raises(ValueError, match="one loss has one scale"):
         multi(from_optax(gs.loss_scaled(optax.sgd(0.1)))).build([w])
     with pytest.raises(

@@ -92,6 +92,14 @@ def test_boundaries_between_steps():
     assert [float(schedule(jnp.int32(step))) for step in range(5)] == [1, 1, 1, 0.25, 0.25]
 
 
+@pytest.mark.parametrize("steps", [2**31 - 1, 2**31, 2**40])
+def test_a_schedule_may_be_longer_than_int32_counts(steps):
+    """A decay over that many steps has hardly begun at any step that can be counted."""
+    schedule = gs.optimizers.schedules.ExponentialDecay(0.5, decay_steps=steps, decay_rate=0.5)
+    assert float(schedule(jnp.int32(0))) == 0.5
+    assert 0.49 < float(jax.jit(schedule)(jnp.int32(10_000))) <= 0.5
+
+
 # Asked for in pytorch#67590.
 def test_a_skipped_step_does_not_move_the_schedule():
     """After two skipped steps of five, the rates were those of three steps."""

@@ -189,6 +189,13 @@ def test_a_multiplier_of_1_moves_no_scale():
     assert set(run(rule, [True, False, True]).scale.tolist()) == {0.25}
 
 
+def test_a_loaded_scale_below_the_floor_is_back_after_a_step():
+    """Also where the floor is the first scale."""
+    rule = gs.DynamicLossScale(0.5)
+    state = rule.init()._replace(scale=jnp.float32(0.25))
+    assert rule.min_scale == float(rule.update(state, True).scale) == 0.5
+
+
 @pytest.mark.parametrize(
     "rule", [gs.FixedLossScale(3), gs.DynamicLossScale(4, 5, 3, backoff_factor=0.25, hysteresis=2)]
 )

@@ -848,3 +848,13 @@ def test_an_output_that_is_there_is_not_touched_before_the_work(suffix, capsys):
     assert "Expected the file of a run" in capsys.readouterr().err
     assert link.is_symlink()
     assert link.read_bytes() == b""
+
+
+def test_a_number_is_recorded_as_it_is_at_its_step(tmp_path):
+    """An array that the loop adds to in place changes no earlier record."""
+    total = np.zeros(())
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        for n in range(4):
+            total += 1
+            run.write(n, total=total)
+    assert read_run(tmp_path / "run.jsonl").get("total").tolist() == [1, 2, 3, 4]

@@ -275,6 +275,16 @@ def test_one_bad_batch_is_not_held_against_the_scale():
     assert outcome.bits > 0
 
 
+def test_an_overflow_is_outvoted_by_finite_steps_within_a_hundred():
+    """20 steps were finite at 2**16, and 70 steps later one was not: that was one bad batch, for
+    all steps within 100 of two of the finite ones."""
+    scales = [2.0**16] * 20 + [2.0**15] * 70 + [2.0**16] + [2.0**15] * 40
+    finite = [1] * 90 + [0] + [1] * 40
+    outcome = replay(recorded(scales, finite), {"fixed": gs.FixedLossScale(2.0**16)})
+    skips = np.flatnonzero(outcome.outcomes["fixed"].skips)
+    assert [step for step in skips if step <= 118] == [90]
+
+
 def test_a_limit_that_was_met_again_and_again_is_presumed_between():
     """A run that overflows each time it is doubled: a rule that doubles ten times as often is not
     presumed to fit where nobody has tried."""

@@ -541,3 +541,15 @@ def test_partial_functions_have_no_names_of_arguments():
     """What has no signature still has places."""
     x = look(functools.partial(lambda k, w: (w * k).sum(), jnp.nan), jnp.ones(2))
     assert x.causes[0].kind in ("invalid", "constant")
+
+
+def test_the_error_of_large_gradients_is_measured():
+    """Gradients near 1e20, whose squares overflow float32, are compared too."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
+
+    def loss(w, x):
+        product = x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
+        return (product.astype(jnp.float32) ** 2).mean() * 1e20
+
+    found = xray(loss, jnp.ones((8, 4)) / 3, x, scale=1.0)
+    assert 1e-4 < max(found.gradient_errors.values()) < 0.1
