@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 import gainstage as gs
-from gainstage.diagnostics import Capsule, JsonLines, described
+from gainstage.diagnostics import JsonLines, StepRecorder, described
 
 HALF, FULL = jnp.float16, jnp.float32
 RULE = gs.DynamicLossScale(2.0**20, increment_period=100, min_scale=1.0)
@@ -95,7 +95,7 @@ class LanguageModel(nnx.Module):
 
 
 def make_model(settings=Settings()):  # noqa: B008 - a NamedTuple does not change
-    """A new model; `gainstage autopsy --like language_model:make_model` calls it too."""
+    """A new model; `gainstage xray --like language_model:make_model` calls it too."""
     return LanguageModel(settings, nnx.Rngs(0))
 
 
@@ -208,7 +208,7 @@ def train(settings, folder, devices):
     step = gs.train_step(loss_fn, tx)
     text, held_out = read_texts()
     unseen = np.stack([draw(held_out, settings, n) for n in range(8)])
-    capsule, began = Capsule(folder / "bad.npz", keep=3), time.perf_counter()
+    recorder, began = StepRecorder(folder / "bad.npz", keep=3), time.perf_counter()
     params = nnx.state(model, nnx.Param)
     with JsonLines(folder / "run.jsonl", rule=RULE, params=params) as record:
         for n in range(done + 1, settings.steps + 1):
@@ -216,7 +216,7 @@ def train(settings, folder, devices):
             model, opt_state, loss = step(model, opt_state, tokens)
             info = jax.device_get(gs.telemetry(opt_state))  # the next step reuses its memory
             record.write(n, info, loss=loss)
-            capsule.write(n, info, model, tokens)
+            recorder.write(n, info, model, tokens)
             if n % settings.every == 0:
                 record.flush()
                 checkpoints.save(n, args=ocp.args.StandardSave(named((model, opt_state))))

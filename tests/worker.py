@@ -110,7 +110,7 @@ def retried(mesh, steps):
 
 
 def recorded(mesh, folder):
-    """Ten steps, the seventh of which overflows, with their records and capsules in one folder:
+    """Ten steps, the seventh of which overflows, with their records and step files in one folder:
     one whose arguments every process holds, and one whose batch is spread over all of them."""
     whole, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     tx = gs.loss_scaled(optax.sgd(0.01), telemetry=True)
@@ -118,8 +118,8 @@ def recorded(mesh, folder):
     w = jax.make_array_from_callback((4,), whole, np.full(4, 0.1, np.float16).__getitem__)
     opt_state, written = tx.init(w), []
     records = gs.diagnostics.JsonLines(folder / "run.jsonl")
-    capsule = gs.diagnostics.Capsule(folder / "bad.npz")
-    spread = gs.diagnostics.Capsule(folder / "spread.npz")
+    recorder = gs.diagnostics.StepRecorder(folder / "bad.npz")
+    spread = gs.diagnostics.StepRecorder(folder / "spread.npz")
     with records, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for n in range(10):
@@ -128,7 +128,7 @@ def recorded(mesh, folder):
             w, opt_state, loss = step(w, opt_state, batch)
             info = gs.telemetry(opt_state)
             records.write(n, info, loss=loss)
-            written.append([capsule.write(n, info, w, x), spread.write(n, info, w, batch)])
+            written.append([recorder.write(n, info, w, x), spread.write(n, info, w, batch)])
     return written, [str(warning.message) for warning in told]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`, `doctor`, `report` and `autopsy`."""
+"""The command line: `gainstage demo`, `doctor`, `report` and `xray`."""
 
 import argparse
 import importlib
@@ -34,22 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
             report = importlib.import_module("gainstage.runs.report")
             page = arguments.output or arguments.run.with_suffix(".html")
-            autopsy = importlib.import_module("gainstage.xray.autopsy")
-            return report.main(arguments.run, page, autopsy.commands(arguments.run.parent))
-        if arguments.command == "autopsy":
+            from_file = importlib.import_module("gainstage.xray.from_file")
+            return report.main(arguments.run, page, from_file.commands(arguments.run.parent))
+        if arguments.command == "xray":
             import jax
 
             if not os.environ.get("JAX_PLATFORMS"):
                 jax.config.update("jax_platforms", "cpu")  # as for a report
-            autopsy = importlib.import_module("gainstage.xray.autopsy")
+            from_file = importlib.import_module("gainstage.xray.from_file")
             where = (arguments.loss, arguments.like, arguments.output)
             how = (arguments.has_aux, arguments.using, arguments.plan)
-            return autopsy.main(arguments.capsule, *where, *how)
+            return from_file.main(arguments.path, *where, *how)
         demo = importlib.import_module("gainstage.demo")
         about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
         demo.main(arguments.output, *about)
     except ModuleNotFoundError as error:
-        extra = {"autopsy": "report"}.get(words[0], words[0])
+        extra = {"xray": "report"}.get(words[0], words[0])
         wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
         print(wanted, file=sys.stderr)
         return 1
@@ -112,43 +112,43 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="the page's file, .html, or a picture's, .png, .pdf or .svg (default: RUN.html)",
     )
-    autopsy = commands.add_parser(
-        "autopsy",
+    xray = commands.add_parser(
+        "xray",
         help="find the cause of a bad step that a run has kept",
-        description="Reads a capsule that gainstage.diagnostics.Capsule has written, computes its "
+        description="Reads a file that gainstage.diagnostics.StepRecorder wrote, computes the "
         "step again and prints which operation was not finite, in which layer, and what to do. "
         "Runs on the CPU unless the environment variable JAX_PLATFORMS says otherwise.",
-        epilog="example: gainstage autopsy bad.npz --loss train:loss_fn --output bad.html",
+        epilog="example: gainstage xray bad.npz --loss train:loss_fn --output bad.html",
     )
-    autopsy.add_argument("capsule", type=Path, metavar="PATH", help="the file of the capsule")
+    xray.add_argument("path", type=Path, metavar="PATH", help="the file of the step")
     function = "MODULE:FUNCTION"
-    autopsy.add_argument(
+    xray.add_argument(
         "--loss",
         required=True,
         metavar=function,
         help="the loss function; its module is imported, from this directory too, so a script must "
         'train under `if __name__ == "__main__":` only',
     )
-    autopsy.add_argument(
+    xray.add_argument(
         "--like",
         metavar=function,
         help="a function without arguments that returns a model like that of the run, or a tuple "
         "of such arguments; needed for NNX and Equinox models",
     )
-    autopsy.add_argument(
+    xray.add_argument(
         "--plan",
         type=Path,
         metavar="PLAN.json",
         help="the file for a plan that keeps in float32 what was not finite, if the loss function "
         "is what gainstage.autocast returned (default: none)",
     )
-    autopsy.add_argument(
+    xray.add_argument(
         "--output", type=_html, metavar="PAGE.html", help="the page's file (default: none)"
     )
-    autopsy.add_argument(
+    xray.add_argument(
         "--has-aux", action="store_true", help="the loss function returns (loss, aux)"
     )
-    autopsy.add_argument(
+    xray.add_argument(
         "--using",
         metavar=function,
         help="the function that differentiates, such as train:my_value_and_grad (default: that of "

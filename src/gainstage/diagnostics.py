@@ -9,7 +9,7 @@ from gainstage.runs.log_probabilities import Mismatch, logprob_mismatch
 from gainstage.runs.recording import Run, read_run
 from gainstage.runs.telemetry import Report, Underflow, report
 from gainstage.runs.writers import JsonLines, Writer, described
-from gainstage.xray.capsule import BadStep, Capsule, read_capsule
+from gainstage.xray.step_recorder import BadStep, StepRecorder, read_step
 from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ __all__ = [
     "Alarm",
     "Alarms",
     "BadStep",
-    "Capsule",
     "Cause",
     "JsonLines",
     "Mismatch",
     "Remedy",
     "Report",
     "Run",
+    "StepRecorder",
     "Underflow",
     "Window",
     "Writer",
@@ -34,8 +34,8 @@ __all__ = [
     "described",
     "largest_scale",
     "logprob_mismatch",
-    "read_capsule",
     "read_run",
+    "read_step",
     "report",
     "xray",
 ]

@@ -8,7 +8,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import Capsule, xray
+from gainstage.diagnostics import StepRecorder, xray
 from gainstage.precision import Plan
 
 MODULE = """
@@ -99,13 +99,13 @@ def test_a_loss_without_autocast_has_no_plan(module):
     assert xray(module["loss_fn"], fine, X, scale=2.0**15, compiled=False).plan is None
 
 
-def test_an_autopsy_writes_the_plan(module, capsys):
-    """From the capsule of a skipped step to a file that autocast takes."""
+def test_an_xray_of_a_file_writes_the_plan(module, capsys):
+    """From the step file of a skipped step to a file that autocast takes."""
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     step, state = gs.train_step(module["loss_fn"], tx, donate=False), tx.init(PARAMS)
     _, state, _ = step(PARAMS, state, X)
-    assert Capsule("bad.npz").write(0, gs.telemetry(state), PARAMS, X)
-    words = ["autopsy", "bad.npz", "--loss", "overflows:loss_fn", "--plan", "plan.json"]
+    assert StepRecorder("bad.npz").write(0, gs.telemetry(state), PARAMS, X)
+    words = ["xray", "bad.npz", "--loss", "overflows:loss_fn", "--plan", "plan.json"]
     assert main(words) == 0
     assert "See plan.json" in capsys.readouterr().out
     plan = Plan.load("plan.json")
@@ -114,12 +114,12 @@ def test_an_autopsy_writes_the_plan(module, capsys):
     assert gs.telemetry(step(PARAMS, tx.init(PARAMS), X)[1]).applied
 
 
-def test_an_autopsy_without_a_plan_says_so(module, capsys, tmp_path):
-    """A capsule whose loss is not under autocast: one line, and no file."""
+def test_an_xray_of_a_file_without_a_plan_says_so(module, capsys, tmp_path):
+    """A step file whose loss is not under autocast: one line, and no file."""
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     step, state = gs.train_step(module["loss_fn"], tx, donate=False), tx.init(PARAMS)
     _, state, _ = step(PARAMS, state, X)
-    assert Capsule("bad.npz").write(0, gs.telemetry(state), PARAMS, X)
-    assert main(["autopsy", "bad.npz", "--loss", "overflows:written", "--plan", "plan.json"]) == 0
+    assert StepRecorder("bad.npz").write(0, gs.telemetry(state), PARAMS, X)
+    assert main(["xray", "bad.npz", "--loss", "overflows:written", "--plan", "plan.json"]) == 0
     assert "There is no plan for plan.json" in capsys.readouterr().out
     assert not (tmp_path / "plan.json").exists()

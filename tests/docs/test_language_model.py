@@ -52,7 +52,7 @@ def saved(folder, step=40):
 
 
 def test_the_language_model_learns_and_leaves_a_record(tmp_path):
-    """The loss falls, every step is recorded, and an overflowed one is kept in a capsule."""
+    """The loss falls, every step is recorded, and an overflowed one is kept in a step file."""
     pytest.importorskip("flax")
     pytest.importorskip("orbax.checkpoint")
     printed = run("language_model.py", tmp_path / "run", devices=2)

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import gainstage as gs
-from gainstage.diagnostics import Capsule, JsonLines
+from gainstage.diagnostics import JsonLines, StepRecorder
 from gainstage.optimizers import SGD
 from gainstage.precision import tune
 
@@ -39,17 +39,17 @@ def loss_fn(params, x):
 
 
 def recorded(folder):
-    """A run of three steps, the last one skipped: its record and its capsule."""
+    """A run of three steps, the last one skipped: its record and its step file."""
     tx = gs.loss_scaled(optax.sgd(0.01), gs.DynamicLossScale(2.0**4), telemetry=True)
     take = gs.train_step(loss_fn, tx)
     params = {"w": jnp.ones(3)}
-    opt_state, capsule = tx.init(params), Capsule(folder / "capsule.npz")
+    opt_state, recorder = tx.init(params), StepRecorder(folder / "step.npz")
     with JsonLines(folder / "run.jsonl") as record:
         for n, size in enumerate([0.5, 0.25, 40.0]):
             x = jnp.full((2, 3), size)
             params, opt_state, loss = take(params, opt_state, x)
             record.write(n, gs.telemetry(opt_state), loss=loss)
-            capsule.write(n, gs.telemetry(opt_state), params, x)
+            recorder.write(n, gs.telemetry(opt_state), params, x)
 
 
 def model():

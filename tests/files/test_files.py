@@ -10,7 +10,7 @@ import pytest
 from files import make
 
 import gainstage as gs
-from gainstage.diagnostics import read_capsule, read_run
+from gainstage.diagnostics import read_run, read_step
 from gainstage.precision import Plan
 
 VERSIONS = sorted(path for path in Path(__file__).parent.glob("[0-9]*") if path.is_dir())
@@ -72,9 +72,9 @@ def test_a_recording_is_read(folder):
     assert {"gainstage", "jax"} <= set(run.made["versions"])
 
 
-def test_a_capsule_is_read_and_looked_into(folder):
+def test_a_step_file_is_read_and_looked_into(folder):
     """The arguments of the bad step are bit for bit there, and its cause is found."""
-    bad = read_capsule(folder / "capsule.npz")
+    bad = read_step(folder / "step.npz")
     assert (bad.step, bad.scale) == (2, 16.0)
     params, x = bad.args
     assert params["w"].dtype == x.dtype == np.float32

@@ -12,7 +12,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import Capsule, xray
+from gainstage.diagnostics import StepRecorder, xray
 from gainstage.transforms import models
 
 nnx, eqx = pytest.importorskip("flax.nnx"), pytest.importorskip("equinox")
@@ -77,7 +77,7 @@ EACH = pytest.mark.parametrize("kind", KINDS)
 
 
 def make_nnx():
-    """What `--like` of the autopsy calls."""
+    """What `--like` of the X-ray of a file calls."""
     return nnx_model()
 
 
@@ -294,18 +294,18 @@ def test_an_x_ray_takes_a_model(kind):
 
 
 @EACH
-def test_an_autopsy_takes_a_model(kind, tmp_path, monkeypatch, capsys):
-    """The autopsy of a capsule that `train_step` filled needs `--like`, and no `--using`."""
+def test_an_xray_of_a_file_takes_a_model(kind, tmp_path, monkeypatch, capsys):
+    """The X-ray of a step file that `train_step` filled needs `--like`, and no `--using`."""
     make, loss, _, _ = KINDS[kind]
     tx, model = transformation(), make()
     state, step = tx.init(model), gs.train_step(loss, tx)
-    capsule = Capsule(tmp_path / "bad.npz")
+    recorder = StepRecorder(tmp_path / "bad.npz")
     model, state, _ = step(model, state, BAD, Y)
-    assert capsule.write(0, gs.telemetry(state), model, BAD, Y)
+    assert recorder.write(0, gs.telemetry(state), model, BAD, Y)
     monkeypatch.chdir(tmp_path)
     name = __name__
     words = ["--loss", f"{name}:{loss.__name__}", "--like", f"{name}:{make.__name__}"]
-    status = main(["autopsy", "bad.npz", *words])
+    status = main(["xray", "bad.npz", *words])
     said = capsys.readouterr()
     assert (status, said.err) == (0, "")
     assert "NOT finite" in said.out
@@ -315,20 +315,20 @@ def aux_loss(model, x, y):
     return nnx_loss(model, x, y), {"mean": x.mean()}
 
 
-def test_an_autopsy_of_a_loss_with_aux_names_its_option(tmp_path, monkeypatch, capsys):
+def test_an_xray_of_a_file_of_a_loss_with_aux_names_its_option(tmp_path, monkeypatch, capsys):
     """Without `--has-aux` the error names the option, without a traceback; with it, it runs."""
-    capsule = Capsule(tmp_path / "bad.npz")
+    recorder = StepRecorder(tmp_path / "bad.npz")
     tx, model = transformation(), nnx_model()
     state = tx.init(model)
     model, state, *_ = gs.train_step(aux_loss, tx, has_aux=True)(model, state, BAD, Y)
-    assert capsule.write(0, gs.telemetry(state), model, BAD, Y)
+    assert recorder.write(0, gs.telemetry(state), model, BAD, Y)
     monkeypatch.chdir(tmp_path)
     words = ["bad.npz", "--loss", f"{__name__}:aux_loss", "--like", f"{__name__}:make_nnx"]
-    assert main(["autopsy", *words]) == 1
+    assert main(["xray", *words]) == 1
     said = capsys.readouterr().err
     assert f"{__name__}:aux_loss returns (loss, aux), pass --has-aux." in said
     assert "Traceback" not in said
-    assert main(["autopsy", *words, "--has-aux"]) == 0
+    assert main(["xray", *words, "--has-aux"]) == 0
     assert "NOT finite" in capsys.readouterr().out
 
 

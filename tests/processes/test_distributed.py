@@ -113,7 +113,7 @@ def test_processes_retry_together(uninterrupted):
     np.testing.assert_allclose(np.array(first)[:, :3], np.array(alone)[:, :3], rtol=1e-3)
 
 
-def test_two_processes_write_one_record_and_one_capsule(uninterrupted):
+def test_two_processes_write_one_record_and_one_step_file(uninterrupted):
     """The first alone writes: each step once, and the bad step whole. A batch of which it holds a
     part is not saved, with a warning, and the run goes on."""
     (first, other), checkpoints, _ = uninterrupted
@@ -128,7 +128,7 @@ def test_two_processes_write_one_record_and_one_capsule(uninterrupted):
     run = gs.diagnostics.read_run(folder / "run.jsonl")
     assert run.steps.tolist() == list(range(10))
     assert run.get("applied").tolist() == [1] * 6 + [0] + [1] * 3
-    bad = gs.diagnostics.read_capsule(folder / "bad.npz")
+    bad = gs.diagnostics.read_step(folder / "bad.npz")
     assert (bad.step, bad.scale) == (6, 2.0**15)
     assert (bad.args[1] == 1e4).all()
     assert {path.name for path in folder.glob("*.npz*")} == {"bad.npz"}

@@ -625,10 +625,10 @@ def test_a_recording_has_its_duration_and_device(tmp_path, monkeypatch):
     assert headline["Device"] == f"{len(jax.devices())} cpu"
 
 
-def test_a_capsule_beside_the_recording_is_offered(tmp_path, capsys):
-    """The report has the command for the capsule of a step that the run has skipped."""
+def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
+    """The report has the command for the step file of a step that the run has skipped."""
     pytest.importorskip("rich")
-    path, bad = tmp_path / "run.jsonl", gs.diagnostics.Capsule(tmp_path / "bad step.npz")
+    path, bad = tmp_path / "run.jsonl", gs.diagnostics.StepRecorder(tmp_path / "bad step.npz")
     (tmp_path / "other.npz").write_bytes(b"something else")
     with JsonLines(path) as run:
         for step in range(3):
@@ -636,7 +636,7 @@ def test_a_capsule_beside_the_recording_is_offered(tmp_path, capsys):
             bad.write(step, info(finite=step != 1), np.ones(2))
     assert main(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Step 1 is kept in a capsule. Find its cause: gainstage autopsy" in said
+    assert "Step 1 is kept in a step file. Find its cause: gainstage xray" in said
     assert "bad step.npz' --loss MODULE:FUNCTION" in said
     assert "other.npz" not in said
 

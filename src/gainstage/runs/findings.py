@@ -52,17 +52,17 @@ class Findings(NamedTuple):
         return [self.skips, self.overflows, self.underflow, self.numbers, self.replay]
 
 
-def findings(run: Run, capsules: Mapping[str, int] = NOTHING) -> Findings:
+def findings(run: Run, step_files: Mapping[str, int] = NOTHING) -> Findings:
     """Returns the findings on a run: its numbers, its alarms, and what other rules would do.
 
     Args:
         run: the recorded run.
-        capsules: the steps of the capsules beside it, by the commands that look into them.
+        step_files: the steps of the step files beside it, by the commands that look into them.
     """
     skipped = run.steps[run.skipped]
     sentences = [
-        printable(f"Step {step} is kept in a capsule. Find its cause: {command}", 10 * LONGEST)
-        for command, step in capsules.items()
+        printable(f"Step {step} is kept in a step file. Find its cause: {command}", 10 * LONGEST)
+        for command, step in step_files.items()
         if step in skipped
     ]
     replayed, better = _replay(run)

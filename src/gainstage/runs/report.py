@@ -19,13 +19,13 @@ WIDTH = 78  # of the text, for a terminal of 80 columns
 LONG_RULE = 34  # characters of a rule, after which it is broken behind its bracket
 
 
-def main(path: Path, output: Path, capsules: Mapping[str, int] = NOTHING) -> int:
+def main(path: Path, output: Path, step_files: Mapping[str, int] = NOTHING) -> int:
     """Reads a run, prints its tables, and writes its page or its plot.
 
     Args:
         path: the file that `JsonLines` wrote.
         output: the file of the page, `.html`, or of the plot.
-        capsules: the steps of the capsules beside it, by the commands that look into them.
+        step_files: the steps of the step files beside it, by the commands that look into them.
 
     Returns:
         The exit status: 0, or 1 if the run cannot be read or the output cannot be written.
@@ -35,7 +35,7 @@ def main(path: Path, output: Path, capsules: Mapping[str, int] = NOTHING) -> int
         run = read_run(path)
         if output.exists() and output.samefile(path):
             raise ValueError(f"Expected another file than the run for the page; got {output}.")
-        found = findings(run, capsules)
+        found = findings(run, step_files)
         if output.suffix.lower() == ".html":
             output.write_text(page(run, found, title), encoding="utf-8")
         else:

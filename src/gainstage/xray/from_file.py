@@ -1,4 +1,4 @@
-"""`gainstage autopsy`: the X-ray of a bad step from a capsule."""
+"""`gainstage xray`: the X-ray of a bad step from a step file."""
 
 import contextlib
 import importlib
@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 from gainstage._base.checks import as_power
-from gainstage.xray import capsule_file
-from gainstage.xray.capsule import BadStep, bad_step, made, settings, versions
+from gainstage.xray import step_file
+from gainstage.xray.step_recorder import BadStep, bad_step, made, settings, versions
 from gainstage.xray.xray import xray
 
 
@@ -27,12 +27,12 @@ def main(
     using: str | None = None,
     plan: Path | None = None,
 ) -> int:
-    """Prints the X-ray of a capsule, and writes its page.
+    """Prints the X-ray of a step file, and writes its page.
 
     Args:
-        path: the capsule.
+        path: the step file.
         loss: the loss function, as "module:function".
-        like: what `read_capsule` takes as `like`, as "module:function".
+        like: what `read_step` takes as `like`, as "module:function".
         output: the page's file; None for none.
         has_aux: whether the loss function returns (loss, aux).
         using: the function that differentiates, as "module:function"; by default as
@@ -43,11 +43,11 @@ def main(
         The exit status: 0, or 1 after an error, which is printed.
     """
     try:
-        _configure(capsule_file.description(path))
+        _configure(step_file.description(path))
         loss_fn = _users("--loss", loss)
         options = {} if using is None else {"using": _users("--using", using)}
         template = None if like is None else _users("--like", like, made)
-        bad = bad_step(*capsule_file.read(path), template, "--like")
+        bad = bad_step(*step_file.read(path), template, "--like")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -82,12 +82,12 @@ def main(
 
 
 def commands(folder: Path) -> dict[str, int]:
-    """Returns the steps of the capsules in a folder, by the commands that look into them."""
+    """Returns the steps of the step files in a folder, by the commands that look into them."""
     found = {}
     for path in sorted(folder.glob("*.npz")):
         with contextlib.suppress(OSError, ValueError):  # another file
-            step = int(capsule_file.description(path)["step"])
-            found[f"gainstage autopsy {shlex.quote(str(path))} --loss MODULE:FUNCTION"] = step
+            step = int(step_file.description(path)["step"])
+            found[f"gainstage xray {shlex.quote(str(path))} --loss MODULE:FUNCTION"] = step
     return found
 
 
@@ -104,7 +104,7 @@ def _configure(about: dict[str, Any]) -> None:
             jax.config.update(name, value)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"Expected a value that jax {jax.__version__} takes for the capsule's setting "
+                f"Expected a value that jax {jax.__version__} takes for the step file's setting "
                 f"{name!r}; got {value!r}. Read it with jax {about['versions'].get('jax')}."
             ) from error
 
@@ -137,7 +137,7 @@ def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: fo
 
 
 def _about(path: Path, bad: BadStep) -> str:
-    """Describes a capsule, and the versions that differ here."""
+    """Describes a step file, and the versions that differ here."""
     of_run = ", ".join(f"{name} {version}" for name, version in bad.versions.items())
     lines = [f"{path}: step {bad.step} at scale {as_power(bad.scale)}, of {of_run}"]
     other = {n: v for n, v in versions().items() if v != bad.versions.get(n)}
@@ -152,7 +152,7 @@ def _shown(args: Sequence[Any]) -> str:
     lines = []
     for number, arg in enumerate(args):
         leaves = jax.tree_util.tree_flatten_with_path(arg)[0]
-        shown = [f"{capsule_file.name_of(path)} {_kind(leaf)}".strip() for path, leaf in leaves[:5]]
+        shown = [f"{step_file.name_of(path)} {_kind(leaf)}".strip() for path, leaf in leaves[:5]]
         lines.append(f"{number}: {', '.join(shown)}{', ...' * (len(leaves) > 5)}")
     return "\n".join(lines)
 

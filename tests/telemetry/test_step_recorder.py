@@ -1,4 +1,4 @@
-"""Capsules: what a run keeps of a bad step, and the command that reads it."""
+"""What a run keeps of a bad step, and the command that looks into it."""
 
 import contextlib
 import errno
@@ -25,10 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import Capsule, read_capsule
+from gainstage.diagnostics import StepRecorder, read_step
 from gainstage.optimizers import SGD
-from gainstage.xray import autopsy
-from gainstage.xray import capsule as capsule_module
+from gainstage.xray import from_file
+from gainstage.xray import step_recorder as writer
 
 from misuse.test_fuzz import QUICK, damaged, outcome
 
@@ -47,11 +47,11 @@ if __name__ == "__main__":
     step = gs.train_step(loss_fn, tx)
     params = {"w": jnp.ones(3)}
     opt_state = tx.init(params)
-    capsule = gs.diagnostics.Capsule(sys.argv[2])
+    recorder = gs.diagnostics.StepRecorder(sys.argv[2])
     for n in range(5):
         batch = {"x": jnp.full((2, 3), 40.0 if n == 3 else 0.5)}
         params, opt_state, loss = step(params, opt_state, batch)
-        if capsule.write(n, gs.telemetry(opt_state), params, batch):
+        if recorder.write(n, gs.telemetry(opt_state), params, batch):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -67,16 +67,16 @@ def info(finite=True, scale=8.0):
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a capsule of some arguments; returns its path."""
+    """Writes a step file of some arguments; returns its path."""
 
     def write(*args, path=tmp_path / "bad.npz"):
-        assert Capsule(path).write(0, info(False), *args)
+        assert StepRecorder(path).write(0, info(False), *args)
         return path
 
     return write
 
 
-def test_a_run_that_is_killed_leaves_a_whole_capsule_or_none(tmp_path):
+def test_a_run_that_is_killed_leaves_a_whole_step_file_or_none(tmp_path):
     """Killed right after a bad step it has left what repeats the step; killed before the file has
     its name, nothing that a later run would not replace."""
     (tmp_path / "train.py").write_text(TRAIN)
@@ -84,7 +84,7 @@ def test_a_run_that_is_killed_leaves_a_whole_capsule_or_none(tmp_path):
     words = [sys.executable, str(tmp_path / "train.py")]
     runs = [subprocess.Popen([*words, when, str(path)]) for when, path in paths.items()]
     assert [run.wait(100) for run in runs] == [-signal.SIGKILL] * 2
-    bad = read_capsule(paths["late"])
+    bad = read_step(paths["late"])
     assert (bad.step, bad.scale) == (3, 16.0)
     params, batch = bad.args
 
@@ -97,43 +97,45 @@ def test_a_run_that_is_killed_leaves_a_whole_capsule_or_none(tmp_path):
     assert not jnp.isfinite(grads[bad.scale]).all()
     assert not paths["early"].exists()
     assert (tmp_path / "early.npz.part").exists()
-    Capsule(paths["early"])
+    StepRecorder(paths["early"])
     assert not (tmp_path / "early.npz.part").exists()
 
 
-def test_a_capsule_that_is_cut_short_is_an_error(write):
+def test_a_step_file_that_is_cut_short_is_an_error(write):
     """Whatever is missing at its end, reading it raises a ValueError that says so."""
     path = write(np.arange(100.0), {"x": jnp.ones((3, 4))})
     whole = path.read_bytes()
     for length in {*range(0, len(whole), 97), len(whole) - 1, len(whole) - 22}:
         path.write_bytes(whole[:length])
         wanted = "cut short or damaged" if length > 3 else "(an empty file|at its beginning)"
-        with pytest.raises(ValueError, match=rf"Expected a .*capsule at .*bad.npz; got .*{wanted}"):
-            read_capsule(path)
+        with pytest.raises(
+            ValueError, match=rf"Expected a .*step file at .*bad.npz; got .*{wanted}"
+        ):
+            read_step(path)
     path.write_bytes(whole)
-    assert read_capsule(path).step == 0
+    assert read_step(path).step == 0
 
 
-def test_a_damaged_capsule_is_never_read_as_another(write, rng):
+def test_a_damaged_step_file_is_never_read_as_another(write, rng):
     """One wrong byte is a ValueError, unless it stands where nothing is read from."""
     path = write(np.arange(20.0), {"x": jnp.ones((3, 4))})
     whole = path.read_bytes()
-    right, harmless = read_capsule(path), 0
+    right, harmless = read_step(path), 0
     for place in rng.choice(len(whole), 200, replace=False):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         with contextlib.suppress(ValueError):
-            jax.tree.map(np.testing.assert_array_equal, read_capsule(path), right)
+            jax.tree.map(np.testing.assert_array_equal, read_step(path), right)
             harmless += 1
     assert harmless < 100
 
 
 def rewritten(path, change=lambda about: about, tail=b"", compression=zipfile.ZIP_STORED):
-    """Writes a capsule again: another description, more bytes behind its first array."""
+    """Writes a step file again: another description, more bytes behind its first array."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    about = change(json.loads(members["capsule.json"]))
+    about = change(json.loads(members["step.json"]))
     with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, content in {**members, "capsule.json": json.dumps(about)}.items():
+        for name, content in {**members, "step.json": json.dumps(about)}.items():
             archive.writestr(name, content + tail if name == "0.npy" else content)
     return path
 
@@ -146,12 +148,12 @@ def rewritten(path, change=lambda about: about, tail=b"", compression=zipfile.ZI
     ],
     ids=["compressed", "tail"],
 )
-def test_a_capsule_takes_no_more_memory_than_its_arrays(write, monkeypatch, options, message):
+def test_a_step_file_takes_no_more_memory_than_its_arrays(write, monkeypatch, options, message):
     """A compressed member, or bytes behind an array, is an error before any array is read."""
     path = rewritten(write(np.arange(10, dtype="float32")), **options)
     monkeypatch.setattr(np.lib.format, "read_array", None)
-    with pytest.raises(ValueError, match=rf"Expected a .*capsule .*bad\.npz; got .*{message}"):
-        read_capsule(path)
+    with pytest.raises(ValueError, match=rf"Expected a .*step file .*bad\.npz; got .*{message}"):
+        read_step(path)
 
 
 def with_leaf(leaf):
@@ -173,7 +175,7 @@ def without(key):
         (without("settings"), "got None for 'settings'"),
         (lambda about: about | {"versions": {"jax": 1}}, "got {'jax': 1} for 'versions'"),
         (lambda about: about | {"settings": ["x"]}, r"got \['x'\] for 'settings'"),
-        (lambda about: about | {"gainstage capsule": True}, "got format True"),
+        (lambda about: about | {"gainstage step": True}, "got format True"),
         (with_leaf({"scalar": ["bool", 1]}), "1 in the place of a bool"),
         (with_leaf({"scalar": ["bool", "no"]}), "'no' in the place of a bool"),
         (with_leaf({"scalar": ["int", 1.5]}), "1.5 in the place of a int"),
@@ -182,11 +184,11 @@ def without(key):
         (with_tree({"twig": 0}), "{'twig': 0} in the place of"),
     ],
 )
-def test_a_description_that_no_capsule_has_is_one_line(write, command, change, message):
+def test_a_description_that_no_step_file_has_is_one_line(write, command, change, message):
     """A missing or impossible entry is a ValueError that names it, also from the command."""
     path = rewritten(write(7), change)
-    with pytest.raises(ValueError, match=f"Expected a .*capsule .*{message}"):
-        read_capsule(path)
+    with pytest.raises(ValueError, match=f"Expected a .*step file .*{message}"):
+        read_step(path)
     status, said = command(path, "--loss", "train_it:loss")
     assert (status, said.out, said.err.count("\n")) == (1, "", 1)
     assert re.search(message, said.err)
@@ -199,29 +201,29 @@ def test_a_description_from_anywhere_is_a_clear_error(tmp_path_factory, data):
     damaged."""
     path = tmp_path_factory.getbasetemp() / "described.npz"
     path.unlink(missing_ok=True)
-    capsule = Capsule(path)
+    recorder = StepRecorder(path)
     args = {"w": [jnp.ones(3), np.ones(2, "bfloat16")], "n": (1, None)}, jax.random.key(0)
-    assert capsule.write(0, info(False), *args)
+    assert recorder.write(0, info(False), *args)
     rewritten(path, lambda about: data.draw(damaged(about, JSON)))
-    outcome(lambda: read_capsule(path))
+    outcome(lambda: read_step(path))
 
 
-def test_what_is_no_capsule_is_refused(tmp_path):
-    """Another file is neither read as a capsule nor replaced by one."""
+def test_what_is_no_step_file_is_refused(tmp_path):
+    """Another file is neither read as a step file nor replaced by one."""
     np.savez(tmp_path / "weights.npz", w=np.ones(3))
     (tmp_path / "notes.txt").write_text("important")
     with zipfile.ZipFile(tmp_path / "newer.npz", "w") as archive:
-        archive.writestr("capsule.json", json.dumps({"gainstage capsule": 2, "versions": "9.0"}))
+        archive.writestr("step.json", json.dumps({"gainstage step": 2, "versions": "9.0"}))
     wanted = {"weights.npz": r"an archive of \['w.npy'\]", "notes.txt": "b'impo' at its beginning",
               "newer.npz": "format 2. Read it with the gainstage that wrote it, 9.0"}  # fmt: skip
     for name, message in wanted.items():
-        for use in (read_capsule, Capsule):
-            with pytest.raises(ValueError, match=rf"Expected a capsule .*{name}; got {message}"):
+        for use in (read_step, StepRecorder):
+            with pytest.raises(ValueError, match=rf"Expected a step file .*{name}; got {message}"):
                 use(tmp_path / name)
     with pytest.raises(FileNotFoundError):
-        read_capsule(tmp_path / "missing.npz")
+        read_step(tmp_path / "missing.npz")
     with pytest.raises(FileNotFoundError):
-        Capsule(tmp_path / "no folder" / "bad.npz")
+        StepRecorder(tmp_path / "no folder" / "bad.npz")
 
 
 DTYPES = [*"?bhiqBHIQefdFD", *(np.dtype(getattr(ml_dtypes, name)) for name in (
@@ -241,7 +243,7 @@ def test_arrays_of_every_dtype_come_back(write):
         np.ones((4, 4), order="F")[::2],
         np.nan,
     ]
-    (found,) = read_capsule(write([numpy, ours, others])).args
+    (found,) = read_step(write([numpy, ours, others])).args
     for old, new in zip(*map(jax.tree.leaves, ([numpy, ours, others], found)), strict=True):
         if isinstance(old, float):
             assert type(new) is type(old)
@@ -256,14 +258,14 @@ def test_arguments_of_every_plain_kind_come_back(write):
     """Dictionaries, lists, tuples, None, numbers, strings and Variables are as they were."""
     args = ({"b": [1, 2.5, True, None], "a": {3: (), 2: {}}}, -np.inf, "mode", 1 + 2j, ([],))
     path = write(*args, gs.Variable(4.0))
-    assert read_capsule(path).args == (*args, jnp.float32(4.0))
-    assert json.loads(zipfile.ZipFile(path).read("capsule.json"))["versions"]["jax"]
+    assert read_step(path).args == (*args, jnp.float32(4.0))
+    assert json.loads(zipfile.ZipFile(path).read("step.json"))["versions"]["jax"]
 
 
 def test_keys_come_back(write):
     """A random key draws the same numbers, of whichever generator it is."""
     keys = [jax.random.key(1), jax.random.split(jax.random.key(2, impl="rbg"), 3)]
-    (found,) = read_capsule(write(keys)).args
+    (found,) = read_step(write(keys)).args
     assert [key.dtype for key in found] == [key.dtype for key in keys]
     np.testing.assert_array_equal(*(jax.random.normal(k[0], (5,)) for k in (found, keys)))
 
@@ -272,20 +274,20 @@ def test_sharded_arrays_are_gathered(write):
     """An array on a mesh is kept whole."""
     mesh = Mesh(jax.devices()[:4], ("data",))
     batch = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
-    np.testing.assert_array_equal(read_capsule(write(batch)).args[0], np.arange(8.0))
+    np.testing.assert_array_equal(read_step(write(batch)).args[0], np.arange(8.0))
 
 
 def test_64_bits_need_the_setting_of_the_run(write):
     """A 64-bit array of JAX is an error where `jax_enable_x64` is off, and not rounded."""
     with jax.enable_x64(True):
         path = write(jnp.ones(3, "float64"))
-        found = read_capsule(path)
+        found = read_step(path)
         assert (found.args[0].dtype, found.settings["jax_enable_x64"]) == (np.float64, True)
     with pytest.raises(ValueError, match=r"Expected jax_enable_x64.* float64 was made; got False"):
-        read_capsule(path)
+        read_step(path)
 
 
-def test_a_capsule_keeps_the_settings_that_change_a_loss(write):
+def test_a_step_file_keeps_the_settings_that_change_a_loss(write):
     """The kind of random keys, the precision of products and how dtypes are promoted, too."""
     with (
         jax.default_prng_impl("rbg"),
@@ -294,7 +296,7 @@ def test_a_capsule_keeps_the_settings_that_change_a_loss(write):
         jax.threefry_partitionable(False),
     ):
         path = write(jnp.ones(3))
-    assert read_capsule(path).settings == {
+    assert read_step(path).settings == {
         "jax_enable_x64": False,
         "jax_default_matmul_precision": "highest",
         "jax_numpy_dtype_promotion": "strict",
@@ -319,29 +321,29 @@ def test_other_structures_are_rebuilt_with_like(write):
         lambda: planned,
         functools.partial(Pair, *planned),
     ):
-        pair, number = read_capsule(path, like).args
+        pair, number = read_step(path, like).args
         assert (type(pair), number, float(pair.right["w"].sum())) == (Pair, 7, 0.0)
     with pytest.raises(ValueError, match=r"Expected like= .* argument 0, a .*Pair with the leaves "
                        r"left, right/w; got none"):  # fmt: skip
-        read_capsule(path)
+        read_step(path)
     with pytest.raises(ValueError, match=r"\['right/w'\] missing and \['right/v'\] unknown"):
-        read_capsule(path, Pair(planned.left, {"v": jnp.ones(3)}))
+        read_step(path, Pair(planned.left, {"v": jnp.ones(3)}))
     with pytest.raises(ValueError, match=r"Expected shape \(2,\) in like for left .*; got \(3,\)"):
-        read_capsule(path, Pair(jnp.ones(3), planned.right))
+        read_step(path, Pair(jnp.ones(3), planned.right))
     with pytest.raises(ValueError, match="at most 2 arguments in like; got 3"):
-        read_capsule(path, (planned, 0, 0))
+        read_step(path, (planned, 0, 0))
 
 
 def test_leaves_that_are_no_arrays_are_those_of_like(write):
     """A function and an array of Python objects are not stored, and `like` stands in for them."""
     objects = np.array([None, print])
     path = write({"activation": max, "objects": objects, "w": jnp.ones(2)})
-    (found,) = read_capsule(path, {"activation": min, "objects": objects, "w": jnp.zeros(2)}).args
+    (found,) = read_step(path, {"activation": min, "objects": objects, "w": jnp.zeros(2)}).args
     assert found["activation"] is min
     assert found["objects"] is objects
     np.testing.assert_array_equal(found["w"], [1.0, 1.0])
     with pytest.raises(ValueError, match=r"Expected like= .*, a builtins.dict with activation, a "):
-        read_capsule(path)
+        read_step(path)
 
 
 def test_models_come_back_with_like(write):
@@ -356,10 +358,10 @@ def test_models_come_back_with_like(write):
         model = make(0)
         path = write(model, x)
         for like in (make(1), lambda make=make: make(1)):
-            other, _ = read_capsule(path, like).args
+            other, _ = read_step(path, like).args
             np.testing.assert_array_equal(other(x), model(x))
     with pytest.raises(ValueError, match=r"Expected like= .* argument 0, a .*Linear with"):
-        read_capsule(path)
+        read_step(path)
 
 
 def loss_fn(params, x):
@@ -405,24 +407,24 @@ def trained_by(kind, write):
 
 
 @pytest.mark.parametrize("kind", ["train_step", "loop", "LossScaleOptimizer"])
-def test_a_capsule_repeats_the_bad_step_of_every_kind_of_training(tmp_path, kind):
+def test_a_step_file_repeats_the_bad_step_of_every_kind_of_training(tmp_path, kind):
     """It holds the parameters and the scale of the loss that overflowed, also where the step reuses
     their memory, and changes no step after it."""
     seen = [[], []]
     trained_by(
         kind, lambda n, info, params, x: seen[0].append(jax.device_get((info, +params["w"])))
     )
-    capsule = Capsule(tmp_path / "bad.npz")
+    recorder = StepRecorder(tmp_path / "bad.npz")
     written = []
 
     def write(n, info, params, x):
-        written.append(capsule.write(n, info, params, x))
+        written.append(recorder.write(n, info, params, x))
         seen[1].append(jax.device_get((info, +params["w"])))
 
     trained_by(kind, write)
     jax.tree.map(np.testing.assert_array_equal, *seen)
     assert written == [False, False, False, True, False]
-    bad = read_capsule(tmp_path / "bad.npz")
+    bad = read_step(tmp_path / "bad.npz")
     assert (bad.step, bad.scale) == (3, 32.0)  # it grew after two finite steps, and has fallen now
     np.testing.assert_array_equal(bad.args[0]["w"], seen[0][2][1])
     gradient = jax.grad(lambda p: loss_fn(p, bad.args[1]) * bad.scale)(bad.args[0])
@@ -432,142 +434,145 @@ def test_a_capsule_repeats_the_bad_step_of_every_kind_of_training(tmp_path, kind
 def test_a_healthy_run_leaves_nothing_and_keeps_its_memory(tmp_path):
     """No file is written, nothing but a flag is read, and donated memory is used again."""
     tx = gs.loss_scaled(optax.sgd(0.001), gs.DynamicLossScale(2.0**4), telemetry=True)
-    step, capsule = gs.train_step(loss_fn, tx), Capsule(tmp_path / "bad.npz")
+    step, recorder = gs.train_step(loss_fn, tx), StepRecorder(tmp_path / "bad.npz")
     params = {"w": jnp.ones(3)}
     opt_state, x = tx.init(params), jnp.ones((2, 3))
     for n in range(3):
         before = params["w"]
         params, opt_state, _ = step(params, opt_state, x)
-        assert not capsule.write(n, gs.telemetry(opt_state), params, x)
+        assert not recorder.write(n, gs.telemetry(opt_state), params, x)
         assert before.is_deleted()
     assert list(tmp_path.iterdir()) == []
 
 
-def steps_written(capsule, flags):
+def steps_written(recorder, flags):
     """The numbers of the steps that are written, given which are finite."""
-    return [n for n, finite in enumerate(flags) if capsule.write(n, info(finite), jnp.ones(2))]
+    return [n for n, finite in enumerate(flags) if recorder.write(n, info(finite), jnp.ones(2))]
 
 
 def test_only_the_first_of_a_few_bad_steps_is_kept(tmp_path):
-    """The next capsule follows after `healthy` finite steps in a row, and not before."""
+    """The next step file follows after `healthy` finite steps in a row, and not before."""
     flags = [False, False, True, False, *[True] * 3, False, False, True, True, False]
-    assert steps_written(Capsule(tmp_path / "a.npz", healthy=3), flags) == [0, 7]
-    assert steps_written(Capsule(tmp_path / "b.npz", healthy=1), flags) == [0, 3, 7, 11]
-    assert steps_written(Capsule(tmp_path / "c.npz"), [*flags, *[True] * 100, False]) == [0, 112]
-    assert read_capsule(tmp_path / "c.npz").step == 112
+    assert steps_written(StepRecorder(tmp_path / "a.npz", healthy=3), flags) == [0, 7]
+    assert steps_written(StepRecorder(tmp_path / "b.npz", healthy=1), flags) == [0, 3, 7, 11]
+    assert steps_written(StepRecorder(tmp_path / "c.npz"), [*flags, *[True] * 100, False]) == [
+        0,
+        112,
+    ]
+    assert read_step(tmp_path / "c.npz").step == 112
 
 
 def test_a_row_of_ten_bad_steps_is_kept(tmp_path):
     """A run that fails for good soon after a bad step is not missed: the tenth step is kept."""
     flags = [False, *[True] * 5, *[False] * 30, True, *[False] * 12]
-    assert steps_written(Capsule(tmp_path / "bad.npz"), flags) == [0, 15, 46]
-    assert steps_written(Capsule(tmp_path / "bad.npz"), [False] * 30) == [0]
+    assert steps_written(StepRecorder(tmp_path / "bad.npz"), flags) == [0, 15, 46]
+    assert steps_written(StepRecorder(tmp_path / "bad.npz"), [False] * 30) == [0]
 
 
-def test_the_latest_capsules_are_kept(tmp_path):
+def test_the_latest_step_files_are_kept(tmp_path):
     """With `keep=3` there are three files and the first, the newest under the given name."""
-    capsule = Capsule(tmp_path / "bad.npz", keep=3, healthy=1)
+    recorder = StepRecorder(tmp_path / "bad.npz", keep=3, healthy=1)
     for n in range(5):
-        assert capsule.write(2 * n, info(False), n)
-        capsule.write(2 * n + 1, info(), n)
+        assert recorder.write(2 * n, info(False), n)
+        recorder.write(2 * n + 1, info(), n)
     names = ["bad.npz", "bad.1.npz", "bad.2.npz"]
     assert {path.name for path in tmp_path.iterdir()} == {*names, "bad.first.npz"}
-    assert [read_capsule(tmp_path / name).step for name in names] == [8, 6, 4]
+    assert [read_step(tmp_path / name).step for name in names] == [8, 6, 4]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_first_capsule_of_a_run_is_never_lost(tmp_path, keep):
+def test_the_first_step_file_of_a_run_is_never_lost(tmp_path, keep):
     """Whatever is kept later, the first stays under a given name; a later run replaces it."""
     path, first = tmp_path / "bad.npz", tmp_path / "bad.first.npz"
     for run in (100, 200):
-        capsule = Capsule(path, keep=keep, healthy=1)
+        recorder = StepRecorder(path, keep=keep, healthy=1)
         for n in range(6):
-            assert capsule.write(run + 2 * n, info(False), n)
-            capsule.write(run + 2 * n + 1, info(), n)
-            steps = {read_capsule(file).step for file in tmp_path.iterdir()}
+            assert recorder.write(run + 2 * n, info(False), n)
+            recorder.write(run + 2 * n + 1, info(), n)
+            steps = {read_step(file).step for file in tmp_path.iterdir()}
             assert run in steps
-            assert read_capsule(path).step == run + 2 * n
-        assert read_capsule(first).step == run
+            assert read_step(path).step == run + 2 * n
+        assert read_step(first).step == run
         assert len(list(tmp_path.iterdir())) == keep + 1
 
 
-def test_the_first_capsule_outlives_ten_bad_steps_in_a_row(tmp_path):
-    """With `keep=1`, the capsule of a run that fails for good does not replace the first."""
+def test_the_first_step_file_outlives_ten_bad_steps_in_a_row(tmp_path):
+    """With `keep=1`, the step file of a run that fails for good does not replace the first."""
     flags = [*[True] * 10, False, *[True] * 59, *[False] * 12]
-    assert steps_written(Capsule(tmp_path / "bad.npz"), flags) == [10, 79]
-    assert read_capsule(tmp_path / "bad.first.npz").step == 10
-    assert read_capsule(tmp_path / "bad.npz").step == 79
+    assert steps_written(StepRecorder(tmp_path / "bad.npz"), flags) == [10, 79]
+    assert read_step(tmp_path / "bad.first.npz").step == 10
+    assert read_step(tmp_path / "bad.npz").step == 79
 
 
 def test_arguments_that_are_too_large_are_told_at_the_first_step(tmp_path):
     """A warning says their size; nothing is written, and the run goes on."""
-    capsule = Capsule(tmp_path / "bad.npz", max_bytes=1024)
+    recorder = StepRecorder(tmp_path / "bad.npz", max_bytes=1024)
     with pytest.warns(UserWarning, match=r"have 3.91 KiB, more than max_bytes, 1 KiB; set max_b"):
-        assert not capsule.write(0, info(), jnp.ones(1000))
-    assert not capsule.write(1, info(False), jnp.ones(1000))
+        assert not recorder.write(0, info(), jnp.ones(1000))
+    assert not recorder.write(1, info(False), jnp.ones(1000))
     assert list(tmp_path.iterdir()) == []
-    assert capsule.write(2, info(False), jnp.ones(256))
+    assert recorder.write(2, info(False), jnp.ones(256))
 
 
 def test_a_donated_batch_is_told_at_the_first_step(tmp_path):
     """A warning names the argument that a bad step could not keep."""
     batch = jnp.ones(3)
     jax.jit(lambda x: x + 1, donate_argnums=0)(batch)
-    capsule = Capsule(tmp_path / "bad.npz")
+    recorder = StepRecorder(tmp_path / "bad.npz")
     with pytest.warns(UserWarning, match=r"No bad step can be kept: argument 1 \(x\) was donated"):
-        capsule.write(0, info(), 1.0, {"x": batch})
+        recorder.write(0, info(), 1.0, {"x": batch})
 
 
 def test_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch):
-    """A failed write is one warning, leaves the older capsule, and the next bad step is tried."""
+    """A failed write is one warning, leaves the older step file, and the next bad step is tried."""
     path = tmp_path / "bad.npz"
-    capsule, fsync = Capsule(path, healthy=1), os.fsync
-    assert capsule.write(0, info(False), 0)
-    assert not capsule.write(1, info(), 1)
+    recorder, fsync = StepRecorder(path, healthy=1), os.fsync
+    assert recorder.write(0, info(False), 0)
+    assert not recorder.write(1, info(), 1)
 
     def full(file):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="Step 2 was bad, and could not be kept: .* No space left"):
-        assert not capsule.write(2, info(False), 2)
-    assert not capsule.write(3, info(False), 3)
-    assert read_capsule(path).step == 0
+        assert not recorder.write(2, info(False), 2)
+    assert not recorder.write(3, info(False), 3)
+    assert read_step(path).step == 0
     assert list(tmp_path.iterdir()) == [path]
     monkeypatch.setattr(os, "fsync", fsync)
-    assert capsule.write(4, info(False), 4)
-    assert read_capsule(path).step == 4
+    assert recorder.write(4, info(False), 4)
+    assert read_step(path).step == 4
 
 
-def test_an_interrupted_write_leaves_the_older_capsule(tmp_path, monkeypatch):
+def test_an_interrupted_write_leaves_the_older_step_file(tmp_path, monkeypatch):
     """Ctrl-C in the middle of a write leaves no other file than before."""
     path = tmp_path / "bad.npz"
-    capsule = Capsule(path, healthy=1)
-    assert capsule.write(0, info(False), 0)
-    assert not capsule.write(1, info(), 1)
+    recorder = StepRecorder(path, healthy=1)
+    assert recorder.write(0, info(False), 0)
+    assert not recorder.write(1, info(), 1)
     monkeypatch.setattr(os, "fsync", lambda file: signal.raise_signal(signal.SIGINT))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            capsule.write(2, info(False), 2)
+            recorder.write(2, info(False), 2)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert read_capsule(path).step == 0
+    assert read_step(path).step == 0
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_no_telemetry_is_refused(tmp_path):
     """An optax state in the place of the telemetry, and one that is gone, are errors."""
-    capsule, given = Capsule(tmp_path / "bad.npz"), info()
+    recorder, given = StepRecorder(tmp_path / "bad.npz"), info()
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)
     with pytest.raises(TypeError, match=r"Expected what gainstage.telemetry returned for info"):
-        capsule.write(0, tx.init(1.0), 1.0)
+        recorder.write(0, tx.init(1.0), 1.0)
     jax.jit(lambda x: ~x, donate_argnums=0)(given.finite)
     with pytest.raises(ValueError, match="Call write before the next step"):
-        capsule.write(0, given, 1.0)
+        recorder.write(0, given, 1.0)
     for wrong in ({"keep": 0}, {"healthy": 0}, {"max_bytes": 0}, {"keep": 1.5}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            Capsule(tmp_path / "bad.npz", **wrong)
+            StepRecorder(tmp_path / "bad.npz", **wrong)
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────
@@ -606,24 +611,24 @@ def broken():
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Runs `gainstage autopsy` in a folder with a module; returns its status and what it said."""
+    """Runs `gainstage xray` in a folder with a module; returns its status and what it said."""
     (tmp_path / "train_it.py").write_text(MODULE)
     (tmp_path / "needs_it.py").write_text("import not_installed")
     (tmp_path / "script.py").write_text("raise SystemExit('which run?')")
-    monkeypatch.setattr(autopsy, "xray", Seen)
+    monkeypatch.setattr(from_file, "xray", Seen)
     monkeypatch.setattr(sys, "path", sys.path[:])
     for name in ("train_it", "needs_it", "script"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
-        return main(["autopsy", *map(str, words)]), capsys.readouterr()
+        return main(["xray", *map(str, words)]), capsys.readouterr()
 
     return run
 
 
-def test_an_autopsy_x_rays_the_step_with_the_loss_of_a_module(command, write, tmp_path):
-    """It prints what the capsule is, the X-ray, and writes the page if asked to."""
+def test_an_xray_of_a_file_x_rays_the_step_with_the_loss_of_a_module(command, write, tmp_path):
+    """It prints what the step file is, the X-ray, and writes the page if asked to."""
     path = write(jnp.float16(40000.0), 2)
     status, said = command(path, "--loss", "train_it:loss", "--output", "page.html", "--has-aux")
     assert (status, said.err) == (0, "")
@@ -633,11 +638,11 @@ def test_an_autopsy_x_rays_the_step_with_the_loss_of_a_module(command, write, tm
     assert (tmp_path / "page.html").read_text() == "page"
 
 
-def test_an_autopsy_says_what_is_different_here(command, write, monkeypatch):
+def test_an_xray_of_a_file_says_what_is_different_here(command, write, monkeypatch):
     """Other versions are named, and a step that is finite here is said to be."""
-    of_run = {**capsule_module.versions(), "jax": "0.9.0", "platform": "gpu"}
+    of_run = {**writer.versions(), "jax": "0.9.0", "platform": "gpu"}
     with monkeypatch.context() as patch:
-        patch.setattr(capsule_module, "versions", lambda: of_run)
+        patch.setattr(writer, "versions", lambda: of_run)
         path = write(2.0, 3)
     status, said = command(path, "--loss", "train_it:loss", "--using", "train_it:loss")
     assert status == 0
@@ -645,7 +650,7 @@ def test_an_autopsy_says_what_is_different_here(command, write, monkeypatch):
     assert "options: ['has_aux', 'using']\nThe step is finite here, and was not" in said.out
 
 
-def test_an_autopsy_rebuilds_a_model_with_like(command, write):
+def test_an_xray_of_a_file_rebuilds_a_model_with_like(command, write):
     """`--like` names a function that makes a model like that of the run, and so do its errors."""
     path = write(Pair(2.0, None)._replace(right=()), 3)
     status, said = command(path, "--loss", "train_it:model_loss")
@@ -683,7 +688,7 @@ def test_an_autopsy_rebuilds_a_model_with_like(command, write):
         ),
     ],
 )
-def test_a_mistake_in_an_autopsy_is_told(command, write, words, message):
+def test_a_mistake_in_an_xray_of_a_file_is_told(command, write, words, message):
     """The status is 1, and what was wrong with which option is said, after the user's error."""
     path = write(2.0, {"x": jnp.asarray(9), "w": jnp.ones(3)})
     status, said = command(path, *words.split())
@@ -691,17 +696,17 @@ def test_a_mistake_in_an_autopsy_is_told(command, write, words, message):
     assert re.search(message, said.err)
 
 
-def test_an_autopsy_of_no_capsule_is_told(command, tmp_path):
+def test_an_xray_of_another_file_is_told(command, tmp_path):
     """A missing file and one that is something else are one line, and the status is 1."""
     (tmp_path / "bad.npz").write_text("text")
-    for name, message in {"bad.npz": "Expected a capsule", "missing.npz": "No such file"}.items():
+    for name, message in {"bad.npz": "Expected a step file", "missing.npz": "No such file"}.items():
         status, said = command(name, "--loss", "train_it:loss")
         assert (status, said.out) == (1, "")
         assert message in said.err
         assert said.err.count("\n") == 1
 
 
-def test_an_autopsy_sets_jax_as_in_the_run(command, write):
+def test_an_xray_of_a_file_sets_jax_as_in_the_run(command, write):
     """A run with 64-bit numbers is repeated with them."""
     with jax.enable_x64(True):
         path = write(jnp.ones((), "float64"), 2.0)
@@ -713,23 +718,23 @@ def test_an_autopsy_sets_jax_as_in_the_run(command, write):
 
 
 @pytest.mark.parametrize("value", ["x", None, "no such precision"])
-def test_an_autopsy_refuses_a_setting_that_jax_does_not_know(command, write, value):
+def test_an_xray_of_a_file_refuses_a_setting_that_jax_does_not_know(command, write, value):
     """A setting of another type or with an unknown value is named in one line."""
     name = "jax_default_matmul_precision" if value == "no such precision" else "jax_enable_x64"
     path = rewritten(write(7), lambda about: about | {"settings": {name: value}})
     status, said = command(path, "--loss", "train_it:loss")
     assert (status, said.out, said.err.count("\n")) == (1, "", 1)
-    assert f"takes for the capsule's setting {name!r}; got {value!r}" in said.err
+    assert f"takes for the step file's setting {name!r}; got {value!r}" in said.err
 
 
-def test_an_autopsy_names_the_operation_of_a_killed_run(tmp_path, monkeypatch, capsys):
+def test_an_xray_of_a_file_names_the_operation_of_a_killed_run(tmp_path, monkeypatch, capsys):
     """The line that overflowed in a killed run is found in another process, with a page."""
     (tmp_path / "killed.py").write_text(TRAIN)
     words = [sys.executable, str(tmp_path / "killed.py"), "late", str(tmp_path / "bad.npz")]
     assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    status = main(["autopsy", "bad.npz", "--loss", "killed:loss_fn", "--output", "bad.html"])
+    status = main(["xray", "bad.npz", "--loss", "killed:loss_fn", "--output", "bad.html"])
     said = capsys.readouterr()
     assert status == 0, said.err
     assert "killed.py:7" in said.out  # the only line of its loss

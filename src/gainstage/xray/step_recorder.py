@@ -1,4 +1,4 @@
-"""Capsules: files from which a bad step can be repeated."""
+"""Files from which a bad step can be repeated, and what writes them during a run."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ from gainstage._base import checks
 from gainstage._base.signals import deferred_signals
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
-from gainstage.xray import capsule_file
+from gainstage.xray import step_file
 
 # Settings of JAX that change what a loss computes; names that a later JAX lacks are ignored.
 SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",
@@ -26,7 +26,7 @@ MANY = 10  # bad steps in a row: more than after a scale was doubled too soon
 
 
 class BadStep(NamedTuple):
-    """A bad step, as `read_capsule` returns it; `loss_fn(*args) * scale` is its scaled loss.
+    """A bad step, as `read_step` returns it; `loss_fn(*args) * scale` is its scaled loss.
 
     Args:
         args: the arguments of the loss: parameters and batch.
@@ -43,13 +43,13 @@ class BadStep(NamedTuple):
     settings: dict[str, Any]
 
 
-class Capsule:
+class StepRecorder:
     """Saves what is needed to repeat a bad step: the arguments of its loss, and its loss scale.
 
     Call `write` after every step. It saves the first step with non-finite gradients, and the first
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
-    it saved none of the nine. The first capsule of a run is never lost, because it tells most: once
-    `keep` newer ones replace it, it is "bad.first.npz". `gainstage autopsy`, or
+    it saved none of the nine. The first file of a run is never lost, because it tells most: once
+    `keep` newer ones replace it, it is "bad.first.npz". `gainstage xray`, or
     `gainstage.diagnostics.xray`, then finds the cause in another process.
 
     A skipped step returns the parameters unchanged, bit for bit. So they are the parameters of its
@@ -67,9 +67,9 @@ class Capsule:
     warns once and tries the next bad step. With several processes, only the first writes.
 
     Args:
-        path: the file of the latest capsule, such as "bad.npz"; an existing capsule is replaced.
+        path: the latest step file, such as "bad.npz"; an existing one is replaced.
             A run that is resumed is another run: name its file after its first step.
-        keep: the number of latest capsules to keep beside the first, >= 1. Older ones are
+        keep: the number of latest step files to keep beside the first, >= 1. Older ones are
             "bad.1.npz", "bad.2.npz".
         healthy: finite steps in a row after which the next bad step is saved, >= 1.
         max_bytes: the largest size of the arguments, by default 2 GiB. If they are larger, a
@@ -77,7 +77,7 @@ class Capsule:
 
     Raises:
         TypeError, ValueError: `keep`, `healthy` or `max_bytes` is not such an integer, or `path`
-            is a file that is not a capsule.
+            is a file that is not a step file.
         OSError: the file cannot be created.
 
     Examples:
@@ -89,13 +89,13 @@ class Capsule:
         >>> params = jnp.float32(1.0)
         >>> opt_state = tx.init(params)
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "bad.npz"
-        >>> capsule = gs.diagnostics.Capsule(path)
+        >>> recorder = gs.diagnostics.StepRecorder(path)
         >>> for n, x in enumerate([1.0, 1e30]):
         ...     params, opt_state, loss = step(params, opt_state, x)
-        ...     print(capsule.write(n, gs.telemetry(opt_state), params, x))
+        ...     print(recorder.write(n, gs.telemetry(opt_state), params, x))
         False
         True
-        >>> bad = gs.diagnostics.read_capsule(path)
+        >>> bad = gs.diagnostics.read_step(path)
         >>> print(bad.step, bad.scale, bad.args[1])
         1 32768.0 1e+30
     """
@@ -117,12 +117,12 @@ class Capsule:
         self._due = True  # whether the next bad step is saved
         self._kept = False  # whether one of the bad steps in a row was saved
         self._is_first = True  # whether no step was written yet
-        self._count = 0  # capsules so far
-        self._warned = False  # since the last capsule
+        self._count = 0  # step files so far
+        self._warned = False  # since the last step file
         self._writes = not jax.process_index()
         if self._writes:
             if self._path.exists():
-                capsule_file.description(self._path)  # raises if it is something else
+                step_file.description(self._path)  # raises if it is something else
             self._part.touch()
             self._part.unlink()
 
@@ -137,7 +137,7 @@ class Capsule:
                 The batch must not be donated.
 
         Returns:
-            Whether a capsule was saved.
+            Whether a step file was saved.
 
         Raises:
             TypeError: `info` is something else.
@@ -174,8 +174,8 @@ class Capsule:
         except ValueError as error:
             self._warn(f"No bad step can be kept: {error}")
 
-    def _packed(self, args: Sequence[Any]) -> capsule_file.Packed:
-        packed = capsule_file.packed(args)
+    def _packed(self, args: Sequence[Any]) -> step_file.Packed:
+        packed = step_file.packed(args)
         if packed.bytes > self._max_bytes:
             raise ValueError(
                 f"the arguments have {_size(packed.bytes)}, more than max_bytes, "
@@ -184,10 +184,10 @@ class Capsule:
         return packed
 
     def _wrote(self, step: int, scale: float, args: Sequence[Any]) -> bool:
-        """Writes a capsule; returns whether that succeeded."""
+        """Writes a step file; returns whether that succeeded."""
         about = {"step": step, "scale": scale, "versions": versions(), "settings": settings()}
         try:
-            capsule_file.write(self._part, about, self._packed(args))
+            step_file.write(self._part, about, self._packed(args))
             with deferred_signals():
                 paths = [self._path, *(self._named(n) for n in range(1, self._keep))]
                 if self._count == self._keep:  # the oldest is the first
@@ -215,8 +215,8 @@ class Capsule:
             warnings.warn(f"{message.rstrip('.')}. The run goes on.", stacklevel=4)
 
 
-def read_capsule(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> BadStep:
-    """Reads a capsule of a run.
+def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> BadStep:
+    """Reads a step file of a run.
 
     All checksums are verified. Nothing is unpickled, and no code of the run is imported.
 
@@ -229,26 +229,26 @@ def read_capsule(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is incomplete, damaged or not a capsule; `like` is missing, or has
+        ValueError: the file is incomplete, damaged or not a step file; `like` is missing, or has
             another structure or shape; 64-bit arrays need `jax_enable_x64`.
 
     Examples:
         Look for the cause in a notebook:
 
-            bad = gs.diagnostics.read_capsule("bad.npz")
+            bad = gs.diagnostics.read_step("bad.npz")
             print(gs.diagnostics.xray(loss_fn, *bad.args, scale=bad.scale))
     """
-    about, args = capsule_file.read(Path(path))
+    about, args = step_file.read(Path(path))
     return bad_step(about, args, made(like), "like")
 
 
 def bad_step(
-    about: dict[str, Any], args: Sequence[capsule_file.Argument], like: PyTree, option: str
+    about: dict[str, Any], args: Sequence[step_file.Argument], like: PyTree, option: str
 ) -> BadStep:
-    """The step in a capsule that was read; `option` is the name of `like` for the user."""
+    """The step in a step file that was read; `option` is the name of `like` for the user."""
     like = () if like is None else like if type(like) is tuple else (like,)
     known = {name: about[name] for name in BadStep._fields if name != "args"}
-    return BadStep(capsule_file.unpacked(args, like, option), **known)
+    return BadStep(step_file.unpacked(args, like, option), **known)
 
 
 def made(like: PyTree | Callable[[], PyTree]) -> PyTree:
@@ -258,7 +258,7 @@ def made(like: PyTree | Callable[[], PyTree]) -> PyTree:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a capsule stores, and the platform."""
+    """The versions that a step file stores, and the platform."""
     return {
         "gainstage": gainstage.__version__,
         "jax": jax.__version__,
@@ -269,7 +269,7 @@ def versions() -> dict[str, str]:
 
 
 def settings() -> dict[str, Any]:
-    """The JAX settings that a capsule stores."""
+    """The JAX settings that a step file stores."""
     return {name: getattr(jax.config, name) for name in SETTINGS if hasattr(jax.config, name)}
 
 

@@ -1,4 +1,4 @@
-"""The file of a capsule: a pytree of arguments as an .npz archive, with a JSON description."""
+"""The file of a bad step: a pytree of arguments as an .npz archive, with a JSON description."""
 
 # Nothing is pickled or compressed. Each array is a member `N.npy`. numpy has no names for bfloat16,
 # float8 and int4, so these are stored as unsigned integers, and PRNG keys as their data. Each
@@ -25,7 +25,7 @@ from gainstage._base._jax import Tracer
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 
-CAPSULE_FORMAT = 1
+STEP_FORMAT = 1
 # How to pass a missing `like`, in Python and on the command line.
 HOW_TO_PASS = {
     "like": "pass a tuple of the arguments up to this one, such as (model,), or a function that "
@@ -33,7 +33,7 @@ HOW_TO_PASS = {
     "--like": "pass MODULE:FUNCTION, a function without arguments that returns a model like that "
     "of the run, or a tuple of the arguments up to this one",
 }
-DESCRIPTION = "capsule.json"
+DESCRIPTION = "step.json"
 # The errors of reading a damaged archive, beside OSError.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
            EOFError, RuntimeError, MemoryError)  # fmt: skip
@@ -105,7 +105,7 @@ def write(path: Path, about: dict[str, Any], arguments: Packed) -> None:
             for number, array in enumerate(arguments.arrays):
                 with archive.open(f"{number}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, _in_numpy(array))
-            description = {"gainstage capsule": CAPSULE_FORMAT, **about, "args": arguments.args}
+            description = {"gainstage step": STEP_FORMAT, **about, "args": arguments.args}
             archive.writestr(DESCRIPTION, json.dumps(description))
         file.flush()
         os.fsync(file.fileno())
@@ -143,7 +143,7 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
     start = file.read(4)
     if start != b"PK\x03\x04":
         what = f"{start!r} at its beginning" if start else "an empty file"
-        raise ValueError(f"Expected a capsule at {path}; got {what}.")
+        raise ValueError(f"Expected a step file at {path}; got {what}.")
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -155,22 +155,22 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
         raise _damaged(path, error) from error
     if DESCRIPTION in names and compressed:  # a small file could fill the memory
         raise ValueError(
-            f"Expected a capsule without compression at {path}; got one with a compressed "
+            f"Expected a step file without compression at {path}; got one with a compressed "
             f"{compressed[0]!r}. Copy the file that the run wrote."
         )
-    form = found.get("gainstage capsule") if isinstance(found, dict) else None
+    form = found.get("gainstage step") if isinstance(found, dict) else None
     if found is None or form is None:
-        raise ValueError(f"Expected a capsule at {path}; got an archive of {names[:5]}.")
-    if type(form) is not int or form != CAPSULE_FORMAT:
+        raise ValueError(f"Expected a step file at {path}; got an archive of {names[:5]}.")
+    if type(form) is not int or form != STEP_FORMAT:
         raise ValueError(
-            f"Expected a capsule of format {CAPSULE_FORMAT} at {path}; got format {form!r}. Read "
+            f"Expected a step file of format {STEP_FORMAT} at {path}; got format {form!r}. Read "
             f"it with the gainstage that wrote it, {found.get('versions')}."
         )
     for name, kind in (("versions", str), ("settings", object)):
         values = found.get(name)
         if not (isinstance(values, dict) and all(isinstance(v, kind) for v in values.values())):
             raise ValueError(
-                f"Expected a complete capsule at {path}; got {values!r} for {name!r}. Copy the "
+                f"Expected a complete step file at {path}; got {values!r} for {name!r}. Copy the "
                 f"file that the run wrote."
             )
     return found
@@ -178,7 +178,7 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
 
 def _damaged(path: Path, error: BaseException) -> ValueError:
     return ValueError(
-        f"Expected a complete capsule at {path}; got one that is cut short or damaged ({error}). "
+        f"Expected a complete step file at {path}; got one that is cut short or damaged ({error}). "
         f"A run leaves only complete ones: copy the file again."
     )
 
@@ -210,7 +210,7 @@ def _rebuilt(number: int, arg: Argument, option: str) -> PyTree:
     missing = "like=" if option == "like" else option
     raise ValueError(
         f"Expected {missing} for argument {number}, a {arg.kind} with "
-        f"{other or 'the leaves ' + names}; got none. A capsule stores arrays and numbers in "
+        f"{other or 'the leaves ' + names}; got none. A step file stores arrays and numbers in "
         f"dictionaries, lists and tuples: {HOW_TO_PASS[option]}."
     )
 
@@ -321,8 +321,8 @@ def _value(leaf: dict[str, Any], arrays: Iterator[np.ndarray]) -> Any:
         return array if leaf["kind"] == "numpy" else array[()]
     if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
         raise _Needs64BitsError(
-            f"Expected jax_enable_x64, with which the capsule's {array.dtype} was made; got False. "
-            f'Call jax.config.update("jax_enable_x64", True) first.'
+            f"Expected jax_enable_x64, with which the step file's {array.dtype} was made; got "
+            f'False. Call jax.config.update("jax_enable_x64", True) first.'
         )
     weak = jnp.asarray(array.dtype.type(0).item())  # a Python number gives a weak type, ...
     if not leaf["weak"] or weak.dtype != array.dtype:
