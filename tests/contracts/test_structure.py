@@ -179,14 +179,6 @@ def test_optimizers_are_asked_through_one_file():
     assert found == PRIVATE
 
 
-def test_no_file_is_long():
-    """A file has at most 400 lines, the documented surface of an optimizer at most 800."""
-    lines = {path: len(path.read_text().splitlines()) for path in SRC.rglob("*.py")}
-    surface = SRC / "optimizers" / "optimizer.py"
-    assert lines.pop(surface) <= 800
-    assert {path: count for path, count in lines.items() if count > 400} == {}
-
-
 def test_one_table_of_options():
     """Type checkers and the documentation know the options of the table, with the same types."""
     table, keywords = get_type_hints(Arguments), get_type_hints(OptimizerOptions)

@@ -59,9 +59,7 @@ def test_all_libraries_train_alike(trained, library, dtype):
     np.testing.assert_allclose(losses, wanted, rtol=rtol, atol=rtol / 10)
 
 
-def test_examples_are_short():
-    """An example is read at one glance: at most 100 lines, and three of them are ours."""
+def test_three_lines_of_an_example_are_ours():
+    """The rest is the loop of the framework."""
     for path in EXAMPLES.glob("digits_*.py"):
-        text = path.read_text()
-        assert len(text.splitlines()) <= 100
-        assert text.count("# ours") == (1 if path.stem == "digits_keras" else 3)
+        assert path.read_text().count("# ours") == (1 if path.stem == "digits_keras" else 3)
