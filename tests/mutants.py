@@ -41,7 +41,7 @@ PARTS = {
     "scaling": (("_scaling/",), 0.2, CORE),
     "transforms": (("transforms/",), 0.2, CORE),
     "step": (("optimizers/_step/",), 0.15, CORE),
-    "optimizers": (("optimizers/", "schedules.py", "compat/"), 0.15, ELSEWHERE),
+    "optimizers": (("optimizers/", "compat/"), 0.15, ELSEWHERE),
     "interop": (("interop/", "_variables/"), 0.1, ELSEWHERE),
     "precision, runs, xray": (("precision/", "runs/", "xray/", "_programs/"), 0.1, ELSEWHERE),
 }
