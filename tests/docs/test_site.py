@@ -118,12 +118,13 @@ def test_every_public_name_is_on_the_site(site):
 
 
 def test_no_page_is_left_out(site):
-    """Every page of the folder is in the navigation."""
+    """Every page of the folder is in the navigation, and in the list of the home page."""
     index = (site / "index.html").read_text()
     for page in set(PAGES) | {DOCS / "migrating.md"}:
         if page.stem == "index":
             continue
         assert f'href="./{page.relative_to(DOCS).with_suffix("")}/"' in index, page
+        assert f"({page.relative_to(DOCS)})" in (DOCS / "index.md").read_text(), page
 
 
 def test_no_power_is_bold(site):
