@@ -858,3 +858,24 @@ def test_a_number_is_recorded_as_it_is_at_its_step(tmp_path):
             total += 1
             run.write(n, total=total)
     assert read_run(tmp_path / "run.jsonl").get("total").tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("info", [0.5, {"loss": 1.0}])
+def test_numbers_without_a_name_are_refused(info, tmp_path):
+    """In the place of the telemetry they are named, with the line to write."""
+    run = JsonLines(tmp_path / "run.jsonl")
+    with pytest.raises(TypeError, match=r"for info; got .*write\(3, loss=loss\)"):
+        run.write(3, info)
+    run.close()
+    assert (tmp_path / "run.jsonl").read_text() == ""
+
+
+def test_a_report_of_another_file_says_which_command_reads_it(tmp_path, capsys):
+    """A step file, and a file that is not there."""
+    np.savez(tmp_path / "bad.npz", a=np.ones(3))
+    assert main(["report", str(tmp_path / "bad.npz")]) == 1
+    assert "write: gainstage xray" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "missing.jsonl")]) == 1
+    said = capsys.readouterr().err
+    assert "Expected a run that gainstage.diagnostics.JsonLines wrote" in said
+    assert "missing.jsonl" in said

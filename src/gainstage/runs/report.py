@@ -1,6 +1,7 @@
 """`gainstage report RUN.jsonl`: tables in the terminal, and a page or a plot of a run."""
 
 import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,6 +33,12 @@ def main(path: Path, output: Path, step_files: Mapping[str, int] = NOTHING) -> i
     """
     title = printable(path.name)
     try:
+        if zipfile.is_zipfile(path):
+            raise ValueError(
+                f"Expected a run that gainstage.diagnostics.JsonLines wrote in {path}; got an "
+                f"archive. If it is a step file, write: gainstage xray {path} --loss "
+                f"MODULE:FUNCTION"
+            )
         run = read_run(path)
         if output.exists() and output.samefile(path):
             raise ValueError(f"Expected another file than the run for the page; got {output}.")
@@ -40,6 +47,13 @@ def main(path: Path, output: Path, step_files: Mapping[str, int] = NOTHING) -> i
             output.write_text(page(run, found, title), encoding="utf-8")
         else:
             draw(run, found.curves, found.causes, title).savefig(output)
+    except FileNotFoundError as error:
+        print(
+            f"Expected a run that gainstage.diagnostics.JsonLines wrote, and a folder for its "
+            f"page; there is no {error.filename}.",
+            file=sys.stderr,
+        )
+        return 1
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

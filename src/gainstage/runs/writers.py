@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base.checks import as_power
+from gainstage._base.checks import as_power, brief
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Repeats
@@ -81,9 +81,15 @@ class Writer(abc.ABC):
             **numbers: more scalars by name, such as `loss=loss`; arrays need not be ready.
 
         Raises:
-            TypeError: `step` is not an integer, or a number is not a scalar.
+            TypeError: `step` is not an integer, `info` is something else, or a number is not a
+                scalar.
             ValueError: a number has the name `tensors`, which reports use.
         """
+        if not isinstance(info, StepInfo | None):
+            raise TypeError(
+                f"Expected what gainstage.telemetry returned for info; got {brief(repr(info))}. "
+                f"Write other numbers by name: write({step!r}, loss=loss)."
+            )
         numbers = {**({} if info is None else info._asdict()), **numbers}
         if "tensors" in numbers:
             raise ValueError(

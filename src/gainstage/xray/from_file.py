@@ -71,8 +71,8 @@ def main(
         )
     if plan is not None and found.plan is not None:
         found.plan.save(plan)
-        print(f"See {plan}: gainstage.autocast(fun, Plan.load({str(plan)!r})), with")
-        print("Plan from gainstage.diagnostics.")
+        load = f"gainstage.precision.Plan.load({str(plan)!r})"
+        print(f"See {plan}. Write gainstage.autocast(fun, {load}).")
     elif plan is not None:
         print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
     if output is not None:

@@ -145,7 +145,10 @@ class StepRecorder:
         """
         step = checks.integer("step", step, low=0, high=2**53)
         if not isinstance(info, StepInfo):
-            raise TypeError(f"Expected what gainstage.telemetry returned for info; got {info!r}.")
+            raise TypeError(
+                f"Expected gainstage.telemetry(opt_state), or of an optimizer, for info; got "
+                f"{type(info).__name__}."
+            )
         if isinstance(info.finite, jax.Array) and info.finite.is_deleted():
             raise ValueError(
                 "Expected the info of the last step; got one that was donated to a later step. "
