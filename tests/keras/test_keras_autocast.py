@@ -345,7 +345,7 @@ def test_layers_that_the_policy_breaks():
 
 
 def test_a_plan_is_measured_on_the_loss_of_compile():
-    """`precision.tune` keeps in float32 what rounding would spoil; `fit` then uses its plan."""
+    """`tune` keeps in float32 what rounding would spoil; `fit` then uses its plan."""
     x, y = data()
     x = 300 + x  # features with an offset
     losses, plans = [], []

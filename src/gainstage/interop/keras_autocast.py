@@ -36,7 +36,7 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
         model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
             own. What is saved, loaded, pickled or cloned stays under autocast, but for a clone of
             a `keras.Sequential`: call this function on it.
-        plan: "float16", "bfloat16", or what `precision.tune` has measured, which is for training:
+        plan: "float16", "bfloat16", or what `tune` has measured, which is for training:
             with `training=False`, as in `evaluate` and `predict`, the model is then computed in
             float32.
 
