@@ -1,0 +1,250 @@
+"""What users of other libraries ask for: every answer runs, and does what it says."""
+
+import ast
+import contextlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from docs.test_docs import BLOCK, DOCS
+
+import gainstage as gs
+
+pytestmark = pytest.mark.repo
+
+PAGE = (DOCS / "wanted.md").read_text()
+LINK = r"\[([\w.-]+#\d+)\]\(https://github\.com/[\w.-]+/[\w.-]+/(?:issues|pull)/(\d+)\)"
+ROWS = re.findall(r"^\| (.*) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)[1:]  # without the heading
+KEYS = [re.findall(LINK, asked)[0][0] for _, asked, _ in ROWS]
+WARNS = {"optax#1754": "Half-precision parameters"}
+NO = {"jmp#28", "fairscale#879", "TransformerEngine#2337"}
+
+
+@pytest.fixture(scope="module")
+def page_scope():
+    """The names that the page's block makes."""
+    scope = {"__name__": "docs", "print": lambda *values: None}
+    ((code, _),) = re.findall(BLOCK, PAGE, re.DOTALL)
+    exec(code, scope)
+    return scope
+
+
+@pytest.fixture
+def scope(page_scope):
+    """A copy of these names for one answer, whose arrays a step may donate."""
+    names = {name: page_scope[name] for name in ("params", "opt_state")}
+    return page_scope | jax.tree.map(jnp.copy, names)
+
+
+def value_of(code, scope):
+    """Runs statements, and returns the value of the last one, an expression."""
+    *before, last = ast.parse(code).body
+    exec(compile(ast.Module(before, []), "wanted.md", "exec"), scope)
+    return eval(compile(ast.Expression(last.value), "wanted.md", "eval"), scope)
+
+
+def scales(rule, finite, start=None):
+    """The scales of a rule after each of some steps."""
+    state = rule.init()
+    if start is not None:
+        state = state._replace(scale=jnp.float32(start))
+    for good in finite:
+        state = rule.update(state, good)
+        yield float(state.scale)
+
+
+def is_half_with_float32_gradients(value, scope):
+    loss, grads = value
+    batch = scope["params"], scope["x"], scope["y"]
+    assert "f16" in str(jax.make_jaxpr(scope["half"])(*batch))
+    exact, exact_grads = jax.value_and_grad(scope["loss_fn"])(*batch)
+    assert loss.dtype == grads["w"].dtype == "float32"
+    assert loss != exact  # products are rounded to float16
+    np.testing.assert_allclose(loss, exact, rtol=1e-2)
+    np.testing.assert_allclose(grads["w"], exact_grads["w"], rtol=1e-2)
+
+
+def is_one_step_of_adam(value, scope):
+    np.testing.assert_allclose(value, scope["params"]["w"] + 1e-3, rtol=1e-3)
+    assert float(scope["opt"].dynamic_scale.value) == 2.0**15
+
+
+def is_half_the_float16_scale(value, scope):
+    assert value == 2.0**14
+    assert value.dtype == "float32"
+    assert list(scales(scope["rule"], [True] * 2000))[-1] == 2.0**16  # no float16 holds it
+
+
+def falls_below_1(rule, scope):
+    assert list(scales(rule, [False] * 60))[-1] == 2.0**-24
+
+
+def is_bounded_and_recovers(rule, scope):
+    assert list(scales(rule, [False] * 60))[-1] == 1.0
+    assert list(scales(rule, [False] * 60 + [True] * 2000))[-1] == 2.0
+    assert list(scales(rule, [True] * 2000, 2.0**24))[-1] == 2.0**24
+    assert list(scales(rule, [True], jnp.inf)) == [2.0**24]
+    assert 0 < gs.DynamicLossScale().min_scale < gs.DynamicLossScale().max_scale < np.inf
+
+
+def warns_at_the_floor_or_raises(alarms, scope):
+    def write(alarms):
+        for n in range(100):
+            alarms.write(n, finite=False, applied=False, loss_scale=1.0, loss=1.0)
+        alarms.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        write(alarms)
+    assert "floor" in {alarm.message.kind for alarm in caught}
+    with pytest.raises(gs.diagnostics.Alarm):  # warnings are errors
+        write(type(alarms)(gs.DynamicLossScale()))
+
+
+def names_the_product_and_a_scale(xray, scope):
+    assert re.search("cause: backward dot_general .* overflow", str(xray))
+    assert xray.window()[1] < 20
+
+
+def clips_true_gradients(tx, scope):
+    def norm_of_update(size):
+        params = jnp.zeros(4)
+        step = gs.train_step(lambda w: size * w.sum(), tx)
+        return float(jnp.linalg.norm(step(params, tx.init(params))[0]))
+
+    assert norm_of_update(100.0) == pytest.approx(1.0)
+    assert norm_of_update(0.25) == pytest.approx(0.5)
+
+
+def tells_and_schedules_wait(value, scope):
+    assert value
+    tx = gs.loss_scaled(optax.sgd(optax.linear_schedule(1.0, 0.0, 10)))
+    params, step = scope["params"], gs.train_step(scope["half"], tx)
+    bad = step(params, tx.init(params), jnp.nan * scope["x"], scope["y"])[1]
+    assert not gs.step_was_applied(bad)
+    assert optax.tree.get(bad, "count") == 0
+
+
+def has_true_float32_gradients(value, scope):
+    half = {"w": scope["w"]}
+    exact = jax.grad(scope["loss_fn"])(half, scope["x"], scope["y"])
+    assert value[1]["w"].dtype == "float32"
+    assert exact["w"].dtype == "float16"
+    np.testing.assert_allclose(value[1]["w"], exact["w"], rtol=1e-2)
+
+
+def are_unchanged(w, scope):
+    assert w.dtype == "float16"
+    np.testing.assert_array_equal(w, np.ones(8))
+
+
+def is_an_array_that_jit_reads(value, scope):
+    assert isinstance(value, jax.Array)
+    assert value == jax.jit(gs.loss_scale)(scope["opt_state"]) == 2.0**15
+
+
+def leaves_a_bad_microbatch_out(tx, scope):
+    params = jnp.zeros(2)
+    state, step = tx.init(params), gs.train_step(lambda w, x: (w * x).sum(), tx)
+    for gradient in (1.0, jnp.nan, 3.0):
+        params, state, _ = step(params, state, gradient)
+    np.testing.assert_array_equal(params, [-2.0, -2.0])  # minus the mean of 1 and 3
+    assert gs.loss_scale(state) == 2.0**14
+
+
+def have_scales_of_their_own(states, scope):
+    nan = jnp.nan * scope["x"]
+    states["generator"] = scope["step"](scope["params"], states["generator"], nan, scope["y"])[1]
+    after = {name: float(gs.loss_scale(state)) for name, state in states.items()}
+    assert after == {"generator": 2.0**14, "discriminator": 2.0**15}
+
+
+def is_the_same_bit_for_bit(value, scope):
+    before = scope["params"], scope["opt_state"]
+    assert jax.tree.structure(value) == jax.tree.structure(before)
+    jax.tree.map(np.testing.assert_array_equal, value, before)
+    assert gs.loss_scale(value) == 2.0**15
+
+
+def is_sharded_and_skips_together(value, scope):
+    params, state, _ = value
+    assert params["w"].sharding == scope["sharded"]
+    assert gs.step_was_applied(state)
+    before = np.asarray(params["w"])
+    bad = scope["x"].at[0].set(jnp.nan)  # on one device
+    params, state, _ = scope["step"](params, state, bad, scope["y"])
+    assert not gs.step_was_applied(state)
+    np.testing.assert_array_equal(params["w"], before)
+
+
+def doubles_after_400_steps(step, scope):
+    params, state = scope["params"], scope["opt_state"]
+    state = state._replace(loss_scale=state.loss_scale._replace(good_steps=jnp.int32(399)))
+    assert gs.loss_scale(step(params, state, scope["x"], scope["y"])[1]) == 2.0**16
+
+
+EXPECTED = {
+    "jax#5257": is_half_with_float32_gradients,
+    "keras#19244": is_one_step_of_adam,
+    "jmp#47": is_half_the_float16_scale,
+    "jmp#18": falls_below_1,
+    "pytorch#40497": is_bounded_and_recovers,
+    "gpt-neox#291": warns_at_the_floor_or_raises,
+    "apex#192": names_the_product_and_a_scale,
+    "pytorch-lightning#9330": clips_true_gradients,
+    "pytorch#67590": tells_and_schedules_wait,
+    "pytorch#74739": has_true_float32_gradients,
+    "optax#1754": are_unchanged,
+    "accelerate#1714": is_an_array_that_jit_reads,
+    "keras#14829": leaves_a_bad_microbatch_out,
+    "apex#232": have_scales_of_their_own,
+    "accelerate#4289": is_the_same_bit_for_bit,
+    "torchtitan#1735": is_sharded_and_skips_together,
+    "OpenRLHF#1155": doubles_after_400_steps,
+}
+ANSWERS = {key: answer for key, (_, _, answer) in zip(KEYS, ROWS, strict=True) if key not in NO}
+
+
+@pytest.mark.parametrize("key", ANSWERS)
+def test_the_answer_does_what_it_says(key, scope):
+    """The code of an answer runs beside the page's block, and its value is as expected."""
+    (code,) = re.findall(r"`([^`]+)`", ANSWERS[key])
+    if "import keras" in code:
+        pytest.importorskip("keras")
+    told = pytest.warns(match=WARNS[key]) if key in WARNS else contextlib.nullcontext()
+    with told:
+        value = value_of(code, scope)
+    EXPECTED[key](value, scope)
+
+
+def test_there_are_twenty_questions_with_links():
+    """Each row has a question, and links whose text has the number of their address."""
+    assert len(ROWS) == len(set(KEYS)) == 20
+    for question, asked, _ in ROWS:
+        links = re.findall(LINK, asked)
+        assert len(question.split()) > 3
+        assert len(links) == asked.count("](") > 0
+        assert all(name.endswith(f"#{number}") for name, number in links)
+
+
+def test_no_is_said_where_there_is_no_answer():
+    """The rows without an answer say No, have no code, and are as many as the page counts."""
+    without = {key for key, (_, _, answer) in zip(KEYS, ROWS, strict=True) if answer[:3] == "No:"}
+    assert without == NO
+    assert {key for key, row in zip(KEYS, ROWS, strict=True) if "`" not in row[2]} == NO
+    assert "Three answers are No." in PAGE
+    assert len(NO) == 3
+
+
+def test_every_answer_is_checked():
+    """Each answer with code has an expectation, and none is left over."""
+    assert EXPECTED.keys() == ANSWERS.keys()
+
+
+def test_the_page_is_short():
+    """The page has at most 900 words."""
+    assert len(PAGE.split()) <= 900
