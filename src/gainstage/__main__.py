@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from gainstage import __version__
 
@@ -17,50 +18,89 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the command-line arguments, by default those of the process.
 
     Returns:
-        The exit status: 0, or 1 if a package is missing. Wrong arguments exit with 2.
+        The exit status: 0, or 1 after an error. Wrong arguments exit with 2.
     """
     parser = _parser()
-    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
-        arguments = parser.parse_args(words)
-        if arguments.command is None:
-            parser.print_help()
-            return 0
-        if arguments.command == "doctor":
-            return importlib.import_module("gainstage._doctor").main()
-        if arguments.command == "report":
-            import jax
-
-            jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
-            report = importlib.import_module("gainstage.runs.report")
-            page = arguments.output or arguments.run.with_suffix(".html")
-            from_file = importlib.import_module("gainstage.xray.from_file")
-            return report.main(arguments.run, page, from_file.commands(arguments.run.parent))
-        if arguments.command == "xray":
-            import jax
-
-            if not os.environ.get("JAX_PLATFORMS"):
-                jax.config.update("jax_platforms", "cpu")  # as for a report
-            from_file = importlib.import_module("gainstage.xray.from_file")
-            where = (arguments.loss, arguments.like, arguments.output)
-            how = (arguments.has_aux, arguments.using, arguments.plan)
-            return from_file.main(arguments.path, *where, *how)
-        demo = importlib.import_module("gainstage.demo")
-        about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
-        demo.main(arguments.output, *about)
+        return _run(arguments)
     except ModuleNotFoundError as error:
-        extra = {"xray": "report"}.get(words[0], words[0])
+        extra = "demo" if arguments.command == "demo" else "report"
         wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
         print(wanted, file=sys.stderr)
         return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import jax
+
+    if arguments.command == "report":
+        jax.config.update("jax_platforms", "cpu")  # the run may still use the accelerators
+        report = importlib.import_module("gainstage.runs.report")
+        page = arguments.output or arguments.run.with_suffix(".html")
+        from_file = importlib.import_module("gainstage.xray.from_file")
+        return report.main(arguments.run, page, from_file.commands(arguments.run.parent))
+    if arguments.command == "xray":
+        if not os.environ.get("JAX_PLATFORMS"):
+            jax.config.update("jax_platforms", "cpu")  # as for a report
+        from_file = importlib.import_module("gainstage.xray.from_file")
+        where = (arguments.loss, arguments.like, arguments.output)
+        how = (arguments.has_aux, arguments.using, arguments.plan)
+        return from_file.main(arguments.path, *where, *how)
+    try:
+        jax.devices()
+    except RuntimeError as error:  # JAX_PLATFORMS has a platform that is missing here
+        print(error, file=sys.stderr)
+        return 1
+    if arguments.command == "doctor":
+        return importlib.import_module("gainstage._doctor").main()
+    demo = importlib.import_module("gainstage.demo")
+    about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
+    demo.main(arguments.output, *about)
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Help(argparse.HelpFormatter):
+    """Wraps each text except the examples, which have a line each."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Lists examples in its help, and names the help in its errors."""
+
+    def __init__(self, *, examples: Sequence[str], **options: Any):
+        epilog = "\n  ".join(["examples:", *examples])
+        super().__init__(epilog=epilog, formatter_class=_Help, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses unknown arguments here, with the usage of this command."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with status 2."""
+        super().error(f"{message.removesuffix('.')}. See {self.prog} --help.")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="gainstage",
-        description="Loss scaling for float16 on JAX.",
-        epilog="example: gainstage demo --output demo.png",
+        description="Loss scaling and mixed precision for JAX. The commands check this machine, "
+        "show what loss scaling does, and look into the files of a run. The exit status is 0, 1 "
+        "after an error, and 2 after a wrong argument. Errors go to standard error.",
+        examples=[
+            "gainstage doctor",
+            "gainstage demo",
+            "gainstage report run.jsonl",
+            "gainstage xray bad.npz --loss train:loss_fn",
+        ],
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -68,89 +108,111 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="train one network in float32, bfloat16, float16, and float16 with loss scaling",
         description="Trains one network from the same seed in float32, bfloat16, float16, and "
-        "float16 with loss scaling, and in float16 on smaller batches, to see where harm begins. "
-        "Prints what suffered, what did not, and why, and draws it.",
-        epilog="examples: gainstage demo --seed 3    gainstage demo --task digits    "
-        "gainstage demo --json > numbers.json",
+        "float16 with loss scaling, then in unscaled float16 on smaller batches. Prints the error "
+        "of each and the reasons, and writes a picture. Takes about a minute on two CPU cores, "
+        "and downloads nothing. The exit status is 0, or 1 if a package or a device is missing.",
+        examples=[
+            "gainstage demo --seed 3",
+            "gainstage demo --task digits --output digits.png",
+            "gainstage demo --json > numbers.json",
+        ],
     )
     demo.add_argument(
         "--task",
         choices=("photographs", "digits"),
         default="photographs",
-        help="remove noise from photographs (default), or tell digits apart and draw them again",
+        help="remove noise from photographs (default), or classify digits and draw them again",
     )
     demo.add_argument(
         "--output",
         type=_picture,
         default="gainstage-demo.png",
         metavar="PATH",
-        help="the picture's file (default: ./gainstage-demo.png)",
+        help="the picture: .png, .pdf or .svg (default: ./gainstage-demo.png)",
     )
     demo.add_argument(
-        "--steps", type=_positive, metavar="N", help="steps of training (160; digits: 800)"
+        "--steps",
+        type=_positive,
+        metavar="N",
+        help="steps of training (default: 160, or 800 for digits)",
     )
-    demo.add_argument("--seed", type=_natural, default=0, metavar="N", help="random seed (0)")
+    demo.add_argument(
+        "--seed", type=_natural, default=0, metavar="N", help="random seed (default: 0)"
+    )
     demo.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
     commands.add_parser(
         "doctor",
         help="show how this machine computes half precision, and check that scaling works",
-        description="Prints versions, devices and how products in half precision are computed, "
-        "then takes a few steps of each kind. Exits with 1 if one of them is wrong.",
+        description="Prints the versions, the devices, and how products in half precision are "
+        "computed, then takes a few steps to check loss scaling. Reads and writes no files. The "
+        "exit status is 0, or 1 if a check fails or JAX finds no device.",
+        examples=["gainstage doctor", "JAX_PLATFORMS=cpu gainstage doctor"],
     )
     report = commands.add_parser(
         "report",
-        help="summarise a recorded run",
-        description="Prints tables of a run that gainstage.diagnostics.JsonLines has recorded, and "
-        "writes a page of it: its scale with the skipped steps and their causes, its loss, its "
-        "tensors, advice, and what other rules would have done.",
-        epilog="examples: gainstage report run.jsonl    gainstage report run.jsonl --output a.png",
+        help="summarize a recorded run",
+        description="Reads a run that gainstage.diagnostics.JsonLines recorded, and the step files "
+        "(.npz) in its folder. Prints tables and writes a page: the loss scale, the skipped steps "
+        "with their causes, the loss, the tensors, advice, and what other rules would have done. "
+        "The exit status is 0, or 1 if the run cannot be read or the page cannot be written.",
+        examples=[
+            "gainstage report run.jsonl",
+            "gainstage report run.jsonl --output run.png",
+        ],
     )
-    report.add_argument("run", type=_recording, metavar="RUN.jsonl", help="the file of the run")
+    report.add_argument("run", type=_recording, metavar="RUN.jsonl", help="the recorded run")
     report.add_argument(
         "--output",
         type=_page,
         metavar="PATH",
-        help="the page's file, .html, or a picture's, .png, .pdf or .svg (default: RUN.html)",
+        help="the page, .html, or a picture, .png, .pdf or .svg (default: RUN.html)",
     )
     xray = commands.add_parser(
         "xray",
-        help="find the cause of a bad step that a run has kept",
-        description="Reads a file that gainstage.diagnostics.StepRecorder wrote, computes the "
-        "step again and prints which operation was not finite, in which layer, and what to do. "
-        "Runs on the CPU unless the environment variable JAX_PLATFORMS says otherwise.",
-        epilog="example: gainstage xray bad.npz --loss train:loss_fn --output bad.html",
+        help="find the cause of a bad step from a step file",
+        description="Reads a step file that gainstage.diagnostics.StepRecorder wrote, imports the "
+        "loss function, and computes the step again. Prints the operation where non-finite "
+        "numbers start, its layer, and the changes that help. Writes files only for --output and "
+        "--plan. Runs on the CPU unless the environment variable JAX_PLATFORMS is set. The exit "
+        "status is 0, or 1 if the file cannot be read or the step cannot be computed.",
+        examples=[
+            "gainstage xray bad.npz --loss train:loss_fn",
+            "gainstage xray bad.npz --loss train:loss_fn --output bad.html",
+            "gainstage xray bad.npz --loss train:loss_fn --like train:make_model",
+            "gainstage xray bad.npz --loss train:loss_fn --plan plan.json",
+        ],
     )
-    xray.add_argument("path", type=Path, metavar="PATH", help="the file of the step")
-    function = "MODULE:FUNCTION"
+    xray.add_argument("path", type=Path, metavar="STEP.npz", help="the step file")
+    function: dict[str, Any] = {"type": _function, "metavar": "MODULE:FUNCTION"}
     xray.add_argument(
         "--loss",
         required=True,
-        metavar=function,
-        help="the loss function; its module is imported, from this directory too, so a script must "
-        'train under `if __name__ == "__main__":` only',
+        **function,
+        help="the loss function. Its module is imported, also from this directory, so a script "
+        'must train only under `if __name__ == "__main__":`',
     )
     xray.add_argument(
         "--like",
-        metavar=function,
+        **function,
         help="a function without arguments that returns a model like that of the run, or a tuple "
-        "of such arguments; needed for NNX and Equinox models",
+        "of the first arguments; needed for NNX and Equinox models",
     )
     xray.add_argument(
         "--plan",
-        type=Path,
+        type=_plan,
         metavar="PLAN.json",
-        help="the file for a plan that keeps in float32 what was not finite, if the loss function "
-        "is what gainstage.autocast returned (default: none)",
+        help="where to write the plan that keeps the non-finite operations in float32, if the loss "
+        "function is the result of gainstage.autocast (default: nowhere)",
     )
     xray.add_argument(
-        "--output", type=_html, metavar="PAGE.html", help="the page's file (default: none)"
+        "--output", type=_html, metavar="PAGE.html", help="where to write a page (default: nowhere)"
     )
     xray.add_argument(
         "--has-aux", action="store_true", help="the loss function returns (loss, aux)"
     )
     xray.add_argument(
         "--using",
-        metavar=function,
+        **function,
         help="the function that differentiates, such as train:my_value_and_grad (default: that of "
         "NNX or Equinox for their models, else jax:value_and_grad)",
     )
@@ -182,8 +244,9 @@ def _picture(word: str, kinds: Sequence[str] = (".png", ".pdf", ".svg")) -> Path
         except FileExistsError:  # leave it unchanged until there is a result
             path.open("ab").close()
     except OSError as error:
+        advice = "Choose another path" if path.parent.is_dir() else "Create its folder first"
         raise argparse.ArgumentTypeError(
-            f"Expected a file that can be written; got {word} ({error.strerror})."
+            f"Expected a file that can be written; got {word} ({error.strerror}). {advice}."
         ) from error
     return path
 
@@ -200,6 +263,21 @@ def _page(word: str) -> Path:
 
 def _html(word: str) -> Path:
     return _picture(word, (".html",))
+
+
+def _plan(word: str) -> Path:
+    return _picture(word, (".json",))
+
+
+def _function(word: str) -> str:
+    """Checks that a word is MODULE:FUNCTION, with a module as in an import."""
+    module, _, name = word.partition(":")
+    parts = [*module.split("."), *name.split(".")]
+    if module.endswith(".py") or not all(map(str.isidentifier, parts)):
+        raise argparse.ArgumentTypeError(
+            f"Expected MODULE:FUNCTION, such as train:loss_fn for loss_fn in train.py; got {word}."
+        )
+    return word
 
 
 if __name__ == "__main__":

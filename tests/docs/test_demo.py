@@ -1,7 +1,6 @@
 """What `gainstage demo` claims, over several seeds, and how the command behaves."""
 
 import contextlib
-import importlib
 import io
 import json
 import sys
@@ -205,35 +204,6 @@ def test_what_stays_the_same_is_in_the_table(runs):
     accuracies = [values(runs, mode, "test_accuracy").mean() for mode in THREE]
     assert max(accuracies) - min(accuracies) < 0.015
     assert min(accuracies) > 0.95
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["demo", "--steps", "0"], "Expected an integer >= 1; got 0"),
-        (["demo", "--seed", "-1"], "Expected an integer >= 0; got -1"),
-        (["demo", "--output", "/nowhere/at/all.png"], "Expected a file that can be written"),
-        (["demo", "--output", "picture.txt"], "Expected a .png, .pdf or .svg file"),
-        (["demo", "--task", "cats"], "invalid choice"),
-        (["train"], "invalid choice"),
-    ],
-)
-def test_wrong_words_are_found_before_the_work(words, message, capsys, monkeypatch):
-    """A wrong option ends with status 2 and says what is expected; nothing is trained."""
-    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail("trained"))
-    with pytest.raises(SystemExit) as ended:
-        command.main(words)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_help_teaches(capsys):
-    """Without a command, and with `--help`, there is an example to copy."""
-    assert command.main([]) == 0
-    assert "example: gainstage demo" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.main(["demo", "--help"])
-    assert "--json > numbers.json" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_missing_extra_is_named(capsys, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from gainstage.__main__ import main
 from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
 from gainstage.runs.findings import findings
 from gainstage.runs.recording import measures
+from gainstage.xray.from_file import commands
 
 
 def info(finite=True, scale=8.0, skipped=0, norm=1.5):
@@ -578,7 +580,7 @@ def test_a_report_says_a_thing_once():
     bad = [*range(100, 108), *range(500, 530), *range(600, 980, 10)]
     tensors = {f"block{n}/kernel": {**KNOWN, "inf": 0, "nan": 76} for n in range(41)}
     found = findings(skipping(bad)._replace(tensors=tensors))
-    (advice,) = found.advice
+    (advice, _) = found.advice  # and how to keep a step
     assert advice.startswith("30 steps in a row were skipped because their loss was not finite")
     assert advice.endswith("This happened 40 times: 76 steps in all.")
     assert [row[:3] for row in found.overflows.rows] == [("all 41 tensors", "0", "76")]
@@ -638,7 +640,39 @@ def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "Step 1 is kept in a step file. Find its cause: gainstage xray" in said
     assert "bad step.npz' --loss MODULE:FUNCTION" in said
+    assert "--like" not in said
     assert "other.npz" not in said
+
+
+def test_the_command_for_the_step_file_of_a_model_has_like(tmp_path):
+    """The command for a step file that needs `--like` has this option."""
+    for name, params in {"tuple": (np.ones(2),), "model": info()}.items():
+        recorder = gs.diagnostics.StepRecorder(tmp_path / f"{name}.npz")
+        assert recorder.write(3, info(finite=False), params, np.ones(2))
+    (of_model, of_tuple) = commands(tmp_path)
+    assert of_model.endswith("model.npz --loss MODULE:FUNCTION --like MODULE:FUNCTION")
+    assert of_tuple.endswith("tuple.npz --loss MODULE:FUNCTION")
+    with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
+        odd.writestr("step.json", '{"gainstage step": 1, "versions": {}, "settings": {}}')
+    assert len(commands(tmp_path)) == 2
+
+
+def test_a_report_without_a_step_file_says_how_to_keep_one(tmp_path, capsys):
+    """If the advice is an X-ray of a bad step that was not kept, the recorder is named."""
+    pytest.importorskip("rich")
+    path = tmp_path / "run.jsonl"
+    hostile_run(path, "w")
+    assert main(["report", str(path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "To keep the next one, create recorder = gs.diagnostics.StepRecorder" in said
+    run = read_run(path)
+    (step, *_) = run.steps[run.skipped]
+    kept = findings(run, {"gainstage xray bad.npz": int(step)}).advice
+    assert not any("StepRecorder" in sentence for sentence in kept)
+    with JsonLines(tmp_path / "calm.jsonl") as calm:
+        for step in range(50):
+            calm.write(step, info(finite=step != 20), loss=1.0)
+    assert findings(read_run(tmp_path / "calm.jsonl")).advice == []
 
 
 def curve(text, title):
@@ -690,15 +724,48 @@ def test_a_page_says_that_nothing_underflows():
     assert old.underflow.lead == []  # recorded before rounding errors were
 
 
-def test_report_says_what_is_wrong(tmp_path, capsys):
-    """A missing or broken file: one line on standard error, and status 1."""
+WRONG_RUNS = {
+    "none.jsonl": "got none.jsonl (No such file or directory). Pass the path that JsonLines",
+    "folder": "got folder (Is a directory). Pass the path that JsonLines was given.",
+    "empty.jsonl": "recorded step in empty.jsonl; got none. Call JsonLines.write after each step.",
+    "table.csv": "in line 1 of table.csv; got 'step,loss'. Pass a file that JsonLines wrote.",
+    "picture.png": "Expected text in picture.png; got",
+    "a run.jsonl": "got a run.html (Is a directory). Pass another path to --output.",
+    "bad step.npz": "If it is a step file, write: gainstage xray 'bad step.npz' --loss MODULE:FUN",
+}
+
+
+@pytest.mark.parametrize(("name", "message"), WRONG_RUNS.items())
+def test_report_says_what_is_wrong(name, message, tmp_path, monkeypatch, capsys):
+    """A missing or wrong file: one line on standard error with the remedy, status 1, no page."""
     pytest.importorskip("rich")
-    assert main(["report", str(tmp_path / "none.jsonl")]) == 1
-    assert "none.jsonl" in capsys.readouterr().err
-    (tmp_path / "bad.jsonl").write_text("no\n")
-    assert main(["report", str(tmp_path / "bad.jsonl")]) == 1
-    assert "in line 1" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [tmp_path / "bad.jsonl"]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a run.html").mkdir()
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "table.csv").write_text("step,loss\n1,2\n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    np.savez(tmp_path / "bad step.npz", a=np.ones(3))
+    with JsonLines(tmp_path / "a run.jsonl") as run:
+        run.write(0, loss=1.0)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert main(["report", name]) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert message in said.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_report_of_a_run_with_a_torn_line_says_so_in_a_line(tmp_path, capsys):
+    """The line of a failed write is named on standard error, without a line of the library."""
+    pytest.importorskip("rich")
+    lines = [f'{{"step": {step}, "loss": 1.0}}' for step in range(4)]
+    (tmp_path / "run.jsonl").write_text("\n".join([*lines[:2], lines[2][:9], *lines[3:], ""]))
+    assert main(["report", str(tmp_path / "run.jsonl")]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith("Skipped 1 line of ")
+    assert said.count("\n") == 1
+    assert "line 3" in said
 
 
 def test_progress_bar_writes_only_on_standard_error(tmp_path):
@@ -868,14 +935,3 @@ def test_numbers_without_a_name_are_refused(info, tmp_path):
         run.write(3, info)
     run.close()
     assert (tmp_path / "run.jsonl").read_text() == ""
-
-
-def test_a_report_of_another_file_says_which_command_reads_it(tmp_path, capsys):
-    """A step file, and a file that is not there."""
-    np.savez(tmp_path / "bad.npz", a=np.ones(3))
-    assert main(["report", str(tmp_path / "bad.npz")]) == 1
-    assert "write: gainstage xray" in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "missing.jsonl")]) == 1
-    said = capsys.readouterr().err
-    assert "Expected a run that gainstage.diagnostics.JsonLines wrote" in said
-    assert "missing.jsonl" in said

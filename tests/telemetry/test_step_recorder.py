@@ -596,12 +596,15 @@ class Seen:
 MODULE = """
 from collections import namedtuple
 Model = namedtuple("Model", "w")
+LIMIT = 3
 def loss(w, x):
     if isinstance(x, dict):
         raise ArithmeticError("too large")
     return w * x
 def model_loss(model, x):
     return model.w * x
+def differentiate(fun, has_aux):
+    return fun
 def model():
     return Model(0.0)
 def models():
@@ -616,6 +619,7 @@ def command(tmp_path, monkeypatch, capsys):
     """Runs `gainstage xray` in a folder with a module; returns its status and what it said."""
     (tmp_path / "train_it.py").write_text(MODULE)
     (tmp_path / "needs_it.py").write_text("import not_installed")
+    (tmp_path / "broken_it.py").write_text("\ndef loss(:")
     (tmp_path / "script.py").write_text("raise SystemExit('which run?')")
     monkeypatch.setattr(from_file, "xray", Seen)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -646,7 +650,7 @@ def test_an_xray_of_a_file_says_what_is_different_here(command, write, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(writer, "versions", lambda: of_run)
         path = write(2.0, 3)
-    status, said = command(path, "--loss", "train_it:loss", "--using", "train_it:loss")
+    status, said = command(path, "--loss", "train_it:loss", "--using", "train_it:differentiate")
     assert status == 0
     assert f"Here: jax {jax.__version__}, platform cpu. Rounding may differ." in said.out
     assert "options: ['has_aux', 'using']\nThe step is finite here, and was not" in said.out
@@ -677,35 +681,86 @@ def test_an_xray_of_a_file_rebuilds_a_model_with_like(command, write):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--loss train_it", "Expected module:function for --loss; got 'train_it'."),
-        ("--loss nowhere:loss", "that is installed or in .* for --loss; got 'nowhere'."),
-        ("--loss train_it.py:loss", "got 'train_it.py'. Write it without .py."),
-        ("--loss train_it:typo", "Expected a name of train_it for --loss; got 'typo'."),
-        ("--loss needs_it:loss", "No module named 'not_installed'\n--loss needs_it:loss raised"),
-        ("--loss script:loss", "which run\\?\n--loss script:loss raised the error above."),
-        ("--loss train_it:loss --like train_it:broken", "no model\n--like train_it:broken raised"),
+        ("--loss nowhere:loss", "got nowhere. Run the command in the folder of the module, or add"),
+        ("--loss train_it:typo", "got typo. It has Model, loss, model_loss, differentiate, model"),
+        (
+            "--loss train_it:LIMIT",
+            "Expected a function for --loss; got train_it:LIMIT, of type int.",
+        ),
+        ("--loss train_it:model", r"train_it:model\(\) \(too many .*:\n0: float\n1: w float32"),
+        (
+            "--loss train_it:loss --using train_it:loss",
+            r"these arguments for --using; got (.|\n)*has_aux=True$",
+        ),
+        ("--loss needs_it:loss", 'needs_it.py", line 1, .*\n.*\nModuleNotFoundError: No module'),
+        ("--loss broken_it:loss", 'broken_it.py", line 2\n.*\n.*\nSyntaxError'),
+        ("--loss script:loss", 'which run\\?\n.* only under `if __name__ == "__main__":`.'),
+        (
+            "--loss train_it:loss --like train_it:typo",
+            "for --like; got typo. It has Model, loss, model_loss",
+        ),
+        ("--loss train_it:loss --like train_it:models", "Create it as the run did."),
+        (
+            "--loss train_it:loss --like train_it:loss",
+            "Pass a function without arguments to --like.",
+        ),
+        (
+            "--loss train_it:loss --like train_it:broken",
+            "^--like train_it:broken raised\n.*, in broken\n.*\n(.*\n)?ValueError: no model$",
+        ),
         (
             "--loss train_it:loss",
-            "too large\ntrain_it:loss .* arguments\n0: float\n1: w float32.3., x int32..",
+            "^train_it:loss raised\n.*, in loss\n.*\n(.*\n)?ArithmeticError: too large\n"
+            "Its arguments in .*:\n0: float\n1: w float32.3., x int32..",
         ),
     ],
 )
 def test_a_mistake_in_an_xray_of_a_file_is_told(command, write, words, message):
-    """The status is 1, and what was wrong with which option is said, after the user's error."""
+    """The status is 1, and one message names the option, the user's own line and the remedy."""
     path = write(2.0, {"x": jnp.asarray(9), "w": jnp.ones(3)})
     status, said = command(path, *words.split())
     assert status == 1
-    assert re.search(message, said.err)
+    assert re.search(message, said.err.rstrip())
+    assert "Traceback" not in said.err
+    assert "from_file.py" not in said.err
+
+
+def test_a_fault_of_the_x_ray_itself_can_be_reported(command, write, monkeypatch):
+    """An error in which no line is the user's has the whole traceback."""
+
+    def fails(*args, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(from_file, "is_library", lambda file: True)
+    monkeypatch.setattr(from_file, "xray", fails)
+    status, said = command(write(2.0, 3), "--loss", "train_it:loss")
+    assert status == 1
+    assert said.err.startswith("Traceback")
+    assert "train_it:loss raised\nRuntimeError: out of memory\n" in said.err
 
 
 def test_an_xray_of_another_file_is_told(command, tmp_path):
-    """A missing file and one that is something else are one line, and the status is 1."""
-    (tmp_path / "bad.npz").write_text("text")
-    for name, message in {"bad.npz": "Expected a step file", "missing.npz": "No such file"}.items():
-        status, said = command(name, "--loss", "train_it:loss")
+    """What is missing or something else is named in one line with the remedy; the status is 1."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.npz").write_text("text")
+    (tmp_path / "run.jsonl").write_text('{"step": 0}')
+    (tmp_path / "empty.npz").touch()
+    np.savez(tmp_path / "checkpoint.npz", a=np.ones(3))
+    messages = {
+        "missing.npz": "missing.npz (No such file or directory). Pass the path that StepRecorder",
+        "folder": "folder (Is a directory). Pass the path that StepRecorder was given.",
+        "text.npz": "got b'text' at its beginning. gainstage.diagnostics.StepRecorder writes",
+        "run.jsonl": "If it is a recorded run, write: gainstage report run.jsonl",
+        "empty.npz": "got an empty file. gainstage.diagnostics.StepRecorder writes step files.",
+        "checkpoint.npz": "['a.npy']. gainstage.diagnostics.StepRecorder writes step files.",
+    }
+    before = sorted(tmp_path.rglob("*"))
+    for name, message in messages.items():
+        status, said = command(name, "--loss", "train_it:loss", "--output", "page.html")
         assert (status, said.out) == (1, "")
         assert message in said.err
         assert said.err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_xray_of_a_file_sets_jax_as_in_the_run(command, write):

@@ -177,7 +177,7 @@ def _frames(eqn: JaxprEqn) -> list[Any]:
 
 def _line(frames: list[Any]) -> tuple[str, str] | None:
     """The user's innermost line, and the library function that it calls."""
-    own = next((f for f in frames if not _is_library(f.file_name)), None)
+    own = next((f for f in frames if not is_library(f.file_name)), None)
     if own is None:
         return None
     called = "" if frames[0] is own else frames[0].function_name.rpartition(".")[2]
@@ -185,7 +185,8 @@ def _line(frames: list[Any]) -> tuple[str, str] | None:
     return f"{os.path.basename(own.file_name)}:{own.start_line}", via
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file of a traceback is installed, instead of the user's own."""
     return file.startswith(LIBRARIES) or file.startswith(HERE + os.sep) or file.startswith("<")
 
 

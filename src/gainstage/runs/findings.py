@@ -10,6 +10,7 @@ import numpy as np
 from gainstage._base.checks import as_power
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.runs.alarms import alarms_in
+from gainstage.runs.messages import XRAY
 from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
@@ -27,6 +28,11 @@ WHY = {
     "bad loss": "a loss that was not finite before any scaling",
     "vetoed": "apply_if, though gradients were finite",
 }
+RECORD = (
+    "No skipped step is kept in a step file beside the recording. To keep the next one, create "
+    'recorder = gs.diagnostics.StepRecorder("bad.npz"), and after each step call '
+    "recorder.write(n, gs.telemetry(opt_state), params, batch)."
+)
 SHARES = {
     "error": "Off", "unscaled_error": "Unscaled", "flushed": "Flushed", "subnormal": "Subnormal",
     "zero": "Zero",
@@ -65,6 +71,9 @@ def findings(run: Run, step_files: Mapping[str, int] = NOTHING) -> Findings:
         for command, step in step_files.items()
         if step in skipped
     ]
+    alarms = alarms_in(run)
+    if not sentences and any(XRAY in alarm.message for alarm in alarms):
+        sentences = [RECORD]
     replayed, better = _replay(run)
     causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
     others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
@@ -72,7 +81,7 @@ def findings(run: Run, step_files: Mapping[str, int] = NOTHING) -> Findings:
     drawn |= {name: printable(name) for name in others[:DRAWN]}
     return Findings(
         headline(run),
-        [printable(alarm.message, 10 * LONGEST) for alarm in alarms_in(run)] + sentences + better,
+        [printable(alarm.message, 10 * LONGEST) for alarm in alarms] + sentences + better,
         drawn,
         causes,
         _skips(run, causes),

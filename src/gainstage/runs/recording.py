@@ -92,7 +92,10 @@ def read_run(path: str | Path) -> Run:
         if tensors is not None:
             reports.append((step, tensors))
     if not records:
-        raise ValueError(f"Expected at least one recorded step in {path}; got none.")
+        raise ValueError(
+            f"Expected at least one recorded step in {path}; got none. "
+            f"Call JsonLines.write after each step."
+        )
     if torn:
         warnings.warn(
             f"Skipped {len(torn)} line{'s' * (len(torn) > 1)} of {path} that a failed write has "
@@ -118,7 +121,9 @@ def _records(
     try:
         *lines, last = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"Expected text in {path}; got {error}.") from error
+        raise ValueError(
+            f"Expected text in {path}; got {error}. Pass a file that JsonLines wrote."
+        ) from error
     if last:
         lines += [last] if _is_json(last) else []
     for number, line in enumerate(lines, start=1):
@@ -141,7 +146,7 @@ def _records(
                 continue
             raise ValueError(
                 f"Expected a JSON object with a step and numbers in line {number} of {path}; "
-                f"got {line[:60]!r}."
+                f"got {line[:60]!r}. Pass a file that JsonLines wrote."
             ) from error
 
 

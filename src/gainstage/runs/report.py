@@ -1,6 +1,8 @@
 """`gainstage report RUN.jsonl`: tables in the terminal, and a page or a plot of a run."""
 
+import shlex
 import sys
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,25 +38,30 @@ def main(path: Path, output: Path, step_files: Mapping[str, int] = NOTHING) -> i
         if zipfile.is_zipfile(path):
             raise ValueError(
                 f"Expected a run that gainstage.diagnostics.JsonLines wrote in {path}; got an "
-                f"archive. If it is a step file, write: gainstage xray {path} --loss "
-                f"MODULE:FUNCTION"
+                f"archive. If it is a step file, write: gainstage xray {shlex.quote(str(path))} "
+                f"--loss MODULE:FUNCTION"
             )
-        run = read_run(path)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            run = read_run(path)
+        for warning in told:
+            print(warning.message, file=sys.stderr)
         if output.exists() and output.samefile(path):
-            raise ValueError(f"Expected another file than the run for the page; got {output}.")
+            raise ValueError(f"Expected another file than the run for --output; got {output}.")
         found = findings(run, step_files)
         if output.suffix.lower() == ".html":
             output.write_text(page(run, found, title), encoding="utf-8")
         else:
             draw(run, found.curves, found.causes, title).savefig(output)
-    except FileNotFoundError as error:
-        print(
-            f"Expected a run that gainstage.diagnostics.JsonLines wrote, and a folder for its "
-            f"page; there is no {error.filename}.",
-            file=sys.stderr,
-        )
+    except OSError as error:
+        what, where, advice = "a page that can be written", output, "Pass another path to --output"
+        if str(error.filename) == str(path):
+            what, where = "a run that gainstage.diagnostics.JsonLines wrote", path
+            advice = "Pass the path that JsonLines was given"
+        got = f"{where} ({error.strerror})"
+        print(f"Expected {what}; got {got}. {advice}.", file=sys.stderr)
         return 1
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import operator
 import shlex
 import sys
@@ -13,9 +14,13 @@ from typing import Any
 import jax
 
 from gainstage._base.checks import as_power
+from gainstage._programs.places import is_library
 from gainstage.xray import step_file
 from gainstage.xray.step_recorder import BadStep, bad_step, made, settings, versions
 from gainstage.xray.xray import xray
+
+SHOWN = 8  # names that an error lists
+JAX_NOTE = "--------------------\nFor simplicity, JAX has removed"  # ends an error's message
 
 
 def main(
@@ -42,13 +47,27 @@ def main(
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
     """
+    if output is not None:  # needs an extra: a missing one is found before the work
+        importlib.import_module("gainstage.xray.xray_page")
+    options = {}
     try:
         _configure(step_file.description(path))
         loss_fn = _users("--loss", loss)
-        options = {} if using is None else {"using": _users("--using", using)}
+        if using is not None:
+            options["using"] = _users("--using", using)
+            _check_takes("--using", using, options["using"], loss_fn, has_aux=True)
         template = None if like is None else _users("--like", like, made)
+        jax.devices()  # else a missing platform would look like damage to the file
         bad = bad_step(*step_file.read(path), template, "--like")
-    except (OSError, ValueError) as error:
+        _check_takes("--loss", loss, loss_fn, *bad.args)
+    except OSError as error:
+        print(
+            f"Expected a step file that gainstage.diagnostics.StepRecorder wrote; got {path} "
+            f"({error.strerror}). Pass the path that StepRecorder was given.",
+            file=sys.stderr,
+        )
+        return 1
+    except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     print(_about(path, bad))
@@ -56,12 +75,14 @@ def main(
         found = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
     except Exception as error:
         if isinstance(error, TypeError) and "Expected a scalar loss" in str(error):
-            print(f"{error} If {loss} returns (loss, aux), pass --has-aux.", file=sys.stderr)
-            return 1
-        traceback.print_exc()
-        print(
-            f"{loss} could not be X-rayed with the arguments\n{_shown(bad.args)}", file=sys.stderr
-        )
+            said = f"{error} If {loss} returns (loss, aux), pass --has-aux."
+        elif isinstance(error, TypeError) and "Expected (loss, aux)" in str(error):
+            said = f"{error} If {loss} returns the loss alone, leave out --has-aux."
+        else:
+            if not _own_frames(error):  # not the user's fault: they can report it
+                traceback.print_exc()
+            said = f"{_raised(loss, error)}\nIts arguments in {path}:\n{_shown(bad.args)}"
+        print(said, file=sys.stderr)
         return 1
     print(found)
     if found.finite:
@@ -85,9 +106,12 @@ def commands(folder: Path) -> dict[str, int]:
     """Returns the steps of the step files in a folder, by the commands that look into them."""
     found = {}
     for path in sorted(folder.glob("*.npz")):
-        with contextlib.suppress(OSError, ValueError):  # another file
-            step = int(step_file.description(path)["step"])
-            found[f"gainstage xray {shlex.quote(str(path))} --loss MODULE:FUNCTION"] = step
+        # Another file, or a damaged description.
+        with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+            about = step_file.description(path)
+            like = " --like MODULE:FUNCTION" * step_file.needs_like(about)
+            command = f"gainstage xray {shlex.quote(str(path))} --loss MODULE:FUNCTION{like}"
+            found[command] = int(about["step"])
     return found
 
 
@@ -109,31 +133,79 @@ def _configure(about: dict[str, Any]) -> None:
             ) from error
 
 
-def _users(option: str, words: str, use: Callable[[Any], Any] = lambda found: found) -> Any:
-    """Imports "module:function"; the module may be in the current directory."""
+def _users(option: str, words: str, use: Callable[[Any], Any] | None = None) -> Any:
+    """Imports "module:function"; the module may be in the current directory.
+
+    Args:
+        option: the option that names it.
+        words: "module:function".
+        use: what makes a result of it; None if it must be a function itself.
+    """
     module, _, name = words.partition(":")
-    if not (module and name):
-        raise ValueError(f"Expected module:function for {option}; got {words!r}.")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        return use(operator.attrgetter(name)(importlib.import_module(module)))
+        found = operator.attrgetter(name)(importlib.import_module(module))
+        result = found if use is None else use(found)
     except (Exception, SystemExit) as error:  # a script may parse the command line and exit
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            advice = " Write it without .py." if module.endswith(".py") else ""
             raise ValueError(
-                f"Expected a module that is installed or in {folder} for {option}; got "
-                f"{module!r}.{advice}"
+                f"Expected a module that is installed or in {folder} for {option}; got {module}. "
+                f"Run the command in the folder of the module, or add that folder to PYTHONPATH."
             ) from None
         if (
             isinstance(error, AttributeError)
             and error.name in name.split(".")
             and module in sys.modules
         ):
-            raise ValueError(f"Expected a name of {module} for {option}; got {name!r}.") from None
-        traceback.print_exc()
-        raise ValueError(f"{option} {words} raised the error above.") from error
+            own = [n for n, v in vars(error.obj).items() if getattr(v, "__module__", "") == module]
+            raise ValueError(
+                f"Expected a function of {module} for {option}; got {name}. It has "
+                f"{', '.join(own[:SHOWN]) or 'none'}."
+            ) from None
+        said = _raised(f"{option} {words}", error)
+        if isinstance(error, SystemExit):
+            said += (
+                '\nThe module must be importable: train only under `if __name__ == "__main__":`.'
+            )
+        if use is not None and isinstance(error, TypeError):
+            said += f"\nPass a function without arguments to {option}."
+        raise ValueError(said) from error
+    if use is None and not callable(found):
+        raise ValueError(
+            f"Expected a function for {option}; got {words}, of type {type(found).__name__}."
+        )
+    return result
+
+
+def _check_takes(option: str, words: str, function: Any, *args: Any, **named: Any) -> None:
+    """Raises a ValueError if a function of the user cannot be called with these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    try:
+        signature.bind(*args, **named)
+    except TypeError as error:
+        wanted = _shown(args) if option == "--loss" else "a function, has_aux=True"
+        raise ValueError(
+            f"Expected a function of these arguments for {option}; got {words}{signature} "
+            f"({error}):\n{wanted}"
+        ) from error
+
+
+def _raised(words: str, error: BaseException) -> str:
+    """Says what the user's code raised, and at which of its lines."""
+    line = traceback.format_list(_own_frames(error)[-1:])
+    message = "".join([*line, *traceback.format_exception_only(error)])
+    return f"{words} raised\n{message.partition(JAX_NOTE)[0].rstrip()}"
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The calls in the user's own files that led to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if not is_library(frame.filename)]
 
 
 def _about(path: Path, bad: BadStep) -> str:

@@ -34,6 +34,7 @@ HOW_TO_PASS = {
     "of the run, or a tuple of the arguments up to this one",
 }
 DESCRIPTION = "step.json"
+WRITER = "gainstage.diagnostics.StepRecorder writes step files"
 # The errors of reading a damaged archive, beside OSError.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, TypeError, LookupError, AttributeError,
            EOFError, RuntimeError, MemoryError)  # fmt: skip
@@ -143,7 +144,8 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
     start = file.read(4)
     if start != b"PK\x03\x04":
         what = f"{start!r} at its beginning" if start else "an empty file"
-        raise ValueError(f"Expected a step file at {path}; got {what}.")
+        run = f" If it is a recorded run, write: gainstage report {path}" * start.startswith(b"{")
+        raise ValueError(f"Expected a step file at {path}; got {what}. {WRITER}.{run}")
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
@@ -160,7 +162,9 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
         )
     form = found.get("gainstage step") if isinstance(found, dict) else None
     if found is None or form is None:
-        raise ValueError(f"Expected a step file at {path}; got an archive of {names[:5]}.")
+        raise ValueError(
+            f"Expected a step file at {path}; got an archive of {names[:5]}. {WRITER}."
+        )
     if type(form) is not int or form != STEP_FORMAT:
         raise ValueError(
             f"Expected a step file of format {STEP_FORMAT} at {path}; got format {form!r}. Read "
@@ -174,6 +178,14 @@ def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
                 f"file that the run wrote."
             )
     return found
+
+
+def needs_like(about: dict[str, Any]) -> bool:
+    """Whether `like` is needed to read a step file, according to its description."""
+    return any(
+        arg["tree"] is None or any("other" in leaf for _, leaf in arg["leaves"])
+        for arg in about["args"]
+    )
 
 
 def _damaged(path: Path, error: BaseException) -> ValueError:
@@ -224,7 +236,7 @@ def _filled(number: int, arg: Argument, like: PyTree, option: str) -> PyTree:
         raise ValueError(
             f"Expected {len(wanted)} leaves in {option} for argument {number}; got "
             f"{len(given)}, with {missing[:3] or 'none'} missing and {unknown[:3] or 'none'} "
-            f"unknown."
+            f"unknown. Create it as the run did."
         )
     values = []
     for (name, leaf), (_, own) in zip(arg.leaves, found, strict=True):
@@ -232,7 +244,7 @@ def _filled(number: int, arg: Argument, like: PyTree, option: str) -> PyTree:
         if shape is not None and ours is not None and shape != tuple(ours):
             raise ValueError(
                 f"Expected shape {shape} in {option} for {name} of argument {number}; got "
-                f"{tuple(ours)}."
+                f"{tuple(ours)}. Create it as the run did."
             )
         values.append(own if isinstance(leaf, Other) else leaf)
     return jax.tree.unflatten(structure, values)

@@ -1,0 +1,199 @@
+"""`gainstage`: the help of each command, and what it says of a wrong argument."""
+
+import itertools
+import re
+import shlex
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage import __main__ as command
+from gainstage.diagnostics import JsonLines, StepRecorder
+
+COMMANDS = ["demo", "doctor", "report", "xray"]
+TRAIN = """
+import jax.numpy as jnp, gainstage as gs
+def make_model():
+    return {"w": jnp.ones(3)}
+@gs.autocast
+def loss_fn(params, batch):
+    return ((batch @ params["w"]) ** 2).sum()
+"""
+
+
+def help_of(words, columns, monkeypatch, capsys):
+    """The help of a command in a terminal of so many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as ended:
+        command.main([*words, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def examples(monkeypatch, capsys):
+    """Returns the examples of the help of a command, as they are written there."""
+
+    def examples(*words):
+        text = help_of(words, 80, monkeypatch, capsys)
+        lines = text.partition("examples:\n")[2].splitlines()
+        return [line.removeprefix("  ") for line in lines]
+
+    return examples
+
+
+def words_of(example):
+    """The arguments of an example, without variables of the shell in front and a `>` behind."""
+    before, _, after = re.sub(" > .*", "", example).partition("gainstage ")
+    assert re.fullmatch(r"([A-Z_]+=\w+ )*", before), example
+    return shlex.split(after)
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("words", [[], *([name] for name in COMMANDS)], ids=" ".join)
+def test_each_example_of_a_help_is_a_line_of_its_own(words, columns, monkeypatch, capsys):
+    """In a narrow terminal and a wide one the help ends with examples, one a line, that fit it."""
+    text = help_of(words, columns, monkeypatch, capsys)
+    head, _, tail = text.partition("\nexamples:\n")
+    assert max(map(len, text.splitlines())) <= columns
+    assert all(re.match(r"  ([A-Z_]+=\w+ )?gainstage ", line) for line in tail.splitlines())
+    assert tail.count("gainstage ") == len(tail.splitlines()) >= 1
+    assert len(head.split("\n\n")[1].splitlines()) > 1  # the description is wrapped all the same
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_help_names_the_exit_status(name, monkeypatch, capsys):
+    """The help of a command says which exit status means what."""
+    assert "exit status is 0, or 1 if" in " ".join(help_of([name], 80, monkeypatch, capsys).split())
+
+
+def test_the_first_help_has_an_example_of_each_command(examples):
+    """`gainstage --help` shows how each command is called, in a form that it takes."""
+    assert sorted(words_of(example)[0] for example in examples()) == COMMANDS
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in COMMANDS)], ids=" ".join)
+def test_the_examples_of_a_help_work_as_written(words, examples, tmp_path, monkeypatch, capsys):
+    """Beside the files that they name, the examples end with status 0 and write what they say; of
+    `gainstage demo`, which trains, the arguments are taken."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "train.py").write_text(TRAIN)
+    zero = jnp.float32(0)
+    told = gs.typing.StepInfo(jnp.array(False), jnp.float32(8), zero, zero, zero, zero)
+    arguments = {"w": jnp.ones(3)}, jnp.full((2, 3), 3e4)
+    assert StepRecorder(tmp_path / "bad.npz").write(0, told, *arguments)
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        run.write(0, told, loss=1.0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    for example in examples(*words):
+        arguments = words_of(example)
+        if arguments[0] == "demo":
+            assert command._parser().parse_args(arguments).command == "demo"
+            continue
+        assert command.main(arguments) == 0, (example, capsys.readouterr().err)
+        assert "There is no plan" not in capsys.readouterr().out
+        for option, value in itertools.pairwise(arguments):
+            if option in ("--output", "--plan"):
+                assert (tmp_path / value).stat().st_size > 100
+    sys.modules.pop("train", None)
+
+
+# Wrong arguments, and a part of the message with the remedy.
+MISTAKES = [
+    ("", "--helpp", "unrecognized arguments: --helpp. See gainstage --help."),
+    ("", "trian", "'trian' (choose from"),
+    ("demo", "--steps 0", "Expected an integer >= 1; got 0. See gainstage demo --help."),
+    ("demo", "--steps abc", "Expected an integer >= 1; got abc."),
+    ("demo", "--seed -1", "Expected an integer >= 0; got -1."),
+    ("demo", "--task cats", "'cats' (choose from"),
+    ("demo", "--output", "expected one argument. See gainstage demo --help."),
+    ("demo", "--output picture.txt", "Expected a .png, .pdf or .svg file; got picture.txt."),
+    ("demo", "--output nowhere/a.png", "nowhere/a.png (No such file or directory). Create its fo"),
+    ("demo", "now", "unrecognized arguments: now. See gainstage demo --help."),
+    ("doctor", "--json", "unrecognized arguments: --json. See gainstage doctor --help."),
+    ("report", "", "are required: RUN.jsonl. See gainstage report --help."),
+    ("report", "''", "Expected the file of a run; got no name."),
+    ("report", "a.jsonl b.jsonl", "unrecognized arguments: b.jsonl. See gainstage report --help."),
+    ("report", "a.jsonl --output a.txt", "Expected a .html, .png, .pdf or .svg file; got a.txt."),
+    ("report", "a.jsonl --output a.html", "got a.html (Is a directory). Choose another path."),
+    ("xray", "bad.npz", "are required: --loss. See gainstage xray --help."),
+    ("xray", "--loss train:loss_fn", "are required: STEP.npz. See gainstage xray --help."),
+    ("xray", "bad.npz --loss train", "such as train:loss_fn for loss_fn in train.py; got train."),
+    ("xray", "bad.npz --loss a/b.py:f", "Expected MODULE:FUNCTION, such as train:loss_fn"),
+    ("xray", "bad.npz --loss ./train:f", "argument --loss: Expected MODULE:FUNCTION"),
+    ("xray", "bad.npz --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),
+    ("xray", "bad.npz --loss a:f --using grad", "argument --using: Expected MODULE:FUNCTION"),
+    ("xray", "bad.npz --loss a:f --output a.png", "Expected a .html file; got a.png."),
+    ("xray", "bad.npz --loss a:f --plan bad.npz", "Expected a .json file; got bad.npz."),
+    ("xray", "bad.npz --loss a:f --plan no/p.json", "Create its folder first."),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "message"), MISTAKES)
+def test_a_wrong_argument_is_named_before_the_work(
+    name, words, message, tmp_path, monkeypatch, capsys
+):
+    """A wrong argument ends with status 2 and a remedy on standard error; nothing is computed or
+    written."""
+    (tmp_path / "bad.npz").write_bytes(b"kept")
+    (tmp_path / "a.html").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_run", lambda arguments: pytest.fail("computed"))
+    with pytest.raises(SystemExit) as ended:
+        command.main(shlex.split(f"{name} {words}"))
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "bad.npz"]
+    assert (tmp_path / "bad.npz").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("words", ["demo", "doctor", "xray bad.npz --loss train:loss_fn"])
+def test_a_missing_platform_is_named(words, tmp_path, monkeypatch, capsys):
+    """If JAX finds no device, the status is 1 and the message has JAX's remedy; a step file is not
+    called damaged."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "train.py").write_text("def loss_fn(x):\n    return x\n")
+    zero = jnp.float32(0)
+    told = gs.typing.StepInfo(jnp.array(False), jnp.float32(8), zero, zero, zero, zero)
+    assert StepRecorder(tmp_path / "bad.npz").write(0, told, np.ones(3))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'tpu' (set JAX_PLATFORMS='')")
+
+    monkeypatch.setattr("jax.devices", devices)
+    assert command.main(words.split()) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "JAX_PLATFORMS=''" in said.err
+    sys.modules.pop("train", None)
+
+
+@pytest.mark.parametrize(("words", "package", "extra"), [
+    ("xray bad.npz --loss train:loss_fn --output bad.html", "jinja2", "report"),
+    ("report run.jsonl", "jinja2", "report"),
+])  # fmt: skip
+def test_a_missing_extra_is_named_before_the_work(
+    words, package, extra, tmp_path, monkeypatch, capsys
+):
+    """Without the package that a page needs, the status is 1 and the extra to install is named."""
+    for name in ("gainstage.xray.xray_page", "gainstage.runs.render", "gainstage.runs.report",
+                 "gainstage.runs.report_page"):  # fmt: skip
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    assert command.main(words.split()) == 1
+    said = capsys.readouterr()
+    assert (
+        said.err == f'Expected {package} to be installed; run: pip install "gainstage[{extra}]"\n'
+    )
+    assert list(tmp_path.iterdir()) == []
