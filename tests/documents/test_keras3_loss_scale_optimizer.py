@@ -252,7 +252,6 @@ def test_dynamic_false_is_a_fixed_scale():
 
 
 @row(1, "weight_decay")
-@row("differences", "options of the wrapper")
 def test_weight_decay_on_the_wrapper_decays():
     """`weight_decay` decays the weights; unlike in Keras, also when set on the wrapper."""
     decayed = WEIGHTS - WEIGHTS * 0.5 * 0.5
@@ -326,7 +325,6 @@ def test_without_a_frequency_finalizing_overwrites():
 
 
 @row(1, "loss_scale_factor")
-@row("differences", "loss_scale_factor of the inner optimizer")
 def test_loss_scale_factor_multiplies_the_loss_and_divides_the_gradients():
     """`loss_scale_factor` multiplies the loss and divides gradients, beside the dynamic scale."""
     plain = gs.optimizers.SGD(0.5, loss_scale_factor=4.0)
@@ -432,7 +430,6 @@ def test_mesh_replicates_scalars():
 
 
 @row(1, "iterations")
-@row("differences", "iterations of the wrapper")
 def test_iterations_is_the_inner_optimizers():
     """`iterations` is the inner optimizer's; skipped steps do not count."""
     opt, w = wrapped(), gs.Variable(1.0)
@@ -670,7 +667,6 @@ def test_a_variable_has_the_shape_that_is_given(initializer, error):
 
 
 @row(1, "apply")
-@row("differences", "apply on JAX")
 def test_apply_updates_the_variables():
     """`apply` takes scaled gradients; unlike Keras's on JAX, it works eagerly and in `gs.jit`."""
     w, opt = gs.Variable(3.0), wrapped()
@@ -708,7 +704,6 @@ def test_no_gradients_are_no_step():
 
 
 @row(1, "apply_gradients")
-@row("differences", "the result of apply_gradients")
 def test_apply_gradients_takes_pairs():
     """`apply_gradients` takes pairs and returns `iterations`; Keras's always returns 0."""
     w, opt = gs.Variable(3.0), wrapped()
@@ -738,7 +733,6 @@ def test_assignments(method, expected):
 
 
 @row(1, "build")
-@row("differences", "a second build")
 def test_build_creates_the_state():
     """`build` creates the state; unlike in Keras, a second call does nothing."""
     w, opt = gs.Variable([1.0, 2.0]), wrapped(gs.optimizers.SGD(0.5, momentum=0.9))
@@ -768,7 +762,6 @@ def test_check_finite():
 
 
 @row(1, "exclude_from_weight_decay")
-@row("differences", "exclude_from_weight_decay of the wrapper")
 @pytest.mark.parametrize("names", [None, ["bias"], ["ia"], ["^b", "other"]])
 def test_exclude_from_weight_decay(names):
     """Variables in `var_list`, or with a word of `var_names` in their name, do not decay."""
@@ -788,7 +781,6 @@ def test_a_word_may_have_any_characters():
 
 
 @row(1, "no error: exclude_from_weight_decay after build")
-@row("differences", "exclusion after build")
 def test_exclusion_comes_before_build():
     """Excluding after `build` is a ValueError, as Keras's document says; Keras accepts it."""
     opt, w = wrapped(), gs.Variable(1.0)
@@ -848,7 +840,6 @@ WRITTEN_BY_KERAS = {
 
 
 @row(1, "from_config")
-@row("differences", "from_config")
 def test_from_config_creates_the_optimizer():
     """`from_config` reads a configuration, also Keras's, without changing it."""
     config = copy.deepcopy(WRITTEN_BY_KERAS)
@@ -960,7 +951,6 @@ def test_a_subclass_adds_hyperparameters_to_get_config():
 
 
 @row(1, "load_own_variables", "save_own_variables", "set_weights")
-@row("differences", "set_weights of the wrapper")
 @pytest.mark.parametrize("way", [through_a_store, through_arrays])
 def test_state_moves_to_another_optimizer(way):
     """Training continues from saved or set weights; Keras's `set_weights` forgets inner state."""
@@ -981,7 +971,6 @@ def test_state_moves_to_another_optimizer(way):
 
 
 @row(1, "warning: load_own_variables of another length")
-@row("differences", "loading another number of variables")
 def test_load_own_variables_loads_all_or_nothing():
     """A store of another length is a ValueError and loads nothing; Keras only warns."""
     opt, store = wrapped(gs.optimizers.SGD(0.5, momentum=0.9)), {}
@@ -1098,7 +1087,6 @@ def test_stateless_apply_needs_build():
 
 
 @row(1, "TypeError: too few optimizer_variables")
-@row("differences", "stateless_apply with a list too long")
 def test_stateless_apply_counts_its_lists():
     """A list of the wrong length is a ValueError that names the list."""
     opt = wrapped()
@@ -1281,7 +1269,6 @@ def test_ema_momentum_is_a_fraction(wrong):
 
 
 @row(1, "ValueError: ema_overwrite_frequency below 0")
-@row("differences", "ema_overwrite_frequency=0")
 @pytest.mark.parametrize("wrong", [-1, 0, 1.5])
 def test_ema_overwrite_frequency_is_positive(wrong):
     """`ema_overwrite_frequency` must be an integer of at least 1; Keras accepts 0."""
@@ -1577,7 +1564,7 @@ def test_a_variable_is_in_the_pairs_once(make):
 # ── differences on purpose, from Keras 3 ─────────────────────────────────────────────────────
 
 
-@row("differences", "growth")
+@row(1, "dynamic_growth_steps")
 def test_a_count_beyond_the_period_leads_to_growth():
     """A loaded step count above the period leads to growth; in Keras it prevents it."""
     opt = wrapped(growth=2)
@@ -1587,7 +1574,7 @@ def test_a_count_beyond_the_period_leads_to_growth():
     assert (float(opt.loss_scale), int(opt.step_counter)) == (16.0, 0)
 
 
-@row("differences", "overwriting with averages")
+@row(1, "ema_overwrite_frequency")
 def test_overwriting_keeps_infinite_weights():
     """Overwriting with averages keeps a weight of inf; in Keras it becomes NaN."""
     w = gs.Variable([np.inf, 1.0])
@@ -1597,7 +1584,7 @@ def test_overwriting_keeps_infinite_weights():
         assert numbers([w]) == [[np.inf, 1.0]]
 
 
-@row("differences", "accumulation with a gradient of None")
+@row(1, "warning: some gradients are None")
 @pytest.mark.filterwarnings("ignore:No gradient for")
 def test_accumulation_keeps_the_sum_of_a_variable_without_gradient():
     """A variable without a gradient keeps its accumulated sum for the next update."""
@@ -1625,7 +1612,7 @@ def test_default_names_are_those_of_the_class():
     ]
 
 
-@row("differences", "gradients of integers or bools")
+@row(1, "no error: gradients of integers or bools")
 @pytest.mark.parametrize("gradient", [jnp.int32(2), jnp.bool_(True)])
 def test_gradients_are_floating(gradient):
     """Difference: an integer or a bool is no gradient, which Keras accepts."""
@@ -1664,14 +1651,14 @@ def test_a_wrapped_nadam_steps_as_one_alone():
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)
 
 
-@row("differences", "build with an integer variable, or with none")
+@row(1, "no error: build with an integer variable, or with none")
 def test_variables_are_floating_and_some():
     """Difference: an integer variable, or no variable, cannot be trained."""
     failing(TypeError, "got 'step' of dtype int32", wrapped().build, [gs.Variable(1, name="step")])
     failing(ValueError, "at least one variable", wrapped().build, [])
 
 
-@row("differences", "use_ema or gradient_accumulation_steps set after build")
+@row(1, "no error: use_ema or gradient_accumulation_steps set after build")
 @pytest.mark.parametrize(
     ("name", "before", "after"), [("use_ema", True, False), ("gradient_accumulation_steps", 2, 3)]
 )
@@ -1683,7 +1670,7 @@ def test_what_decides_on_state_is_set_before_build(name, before, after):
     assert getattr(opt, name) == before
 
 
-@row("differences", "other numbers out of range, such as weight_decay=-1")
+@row(1, "no error: other numbers out of range, such as weight_decay=-1")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -1717,7 +1704,7 @@ def test_a_number_that_a_compiled_step_changes_once_is_told():
     assert run(Growing(0.5, jit_compile=False), [1.0, 1.0]) == [2.5, 1.5]
 
 
-@row("differences", "a clip option of 0")
+@row(1, "no error: a clip option of 0")
 def test_a_clip_option_is_above_0():
     """Difference: a clip option of 0 is an error, where Keras does not clip."""
     failing(ValueError, "> 0 for clipnorm; got 0", gs.optimizers.SGD, clipnorm=0.0)

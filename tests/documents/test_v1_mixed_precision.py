@@ -86,7 +86,7 @@ def test_loss_scaling_has_no_mathematical_effect():
         assert weights_after(wrapped(scale, v1.MomentumOptimizer(0.5, 0.5)), [1.0, 2.0]) == alone
 
 
-@row("differences", "update of your own subclass")
+@row(5, "LossScale.update")
 def test_update_of_every_scale_of_ones_own_is_called():
     """Difference: a subclass of `FixedLossScale` decides too; TensorFlow does not call it."""
 
@@ -251,7 +251,6 @@ def test_only_a_v1_optimizer_can_be_wrapped(wrong):
 
 
 @row(2, "no error: a wrapper is wrapped")
-@row("differences", "a wrapper around a wrapper")
 def test_a_wrapper_cannot_be_wrapped():
     """Difference: a wrapper around a wrapper is a ValueError. TensorFlow uses both scales."""
     with pytest.raises(ValueError, match="not wrapped"):
@@ -445,7 +444,7 @@ def test_the_variable_is_present_and_the_gradient_can_be_none():
     assert pairs_of(pairs) == [(2.0, w), (None, other)]
 
 
-@row("differences", "float16 gradients")
+@row(2, "compute_gradients")
 def test_float16_gradients_are_unscaled_in_float32():
     """Difference: float16 gradients work, and come out in float32."""
     w, opt = gs.Variable(jnp.ones(2, jnp.float16)), wrapped(2**15)
@@ -467,7 +466,6 @@ def test_get_name_returns_the_name():
 
 
 @row(2, "get_slot")
-@row("differences", "get_slot of the wrapper")
 def test_get_slot_returns_the_variable_of_a_slot():
     """A slot is a variable, or None. Difference: the wrapper returns the slots of `opt`."""
     w, inner = gs.Variable(3.0), v1.MomentumOptimizer(0.5, 0.5)
@@ -590,7 +588,7 @@ def test_the_three_values_of_gate_gradients():
         assert (cls.GATE_NONE, cls.GATE_OP, cls.GATE_GRAPH) == (0, 1, 2)
 
 
-@row("differences", "another value for gate_gradients")
+@row(2, "compute_gradients(gate_gradients)")
 def test_gate_gradients_takes_no_other_value():
     """Difference: another value is a ValueError, as in a graph there."""
     w, opt = gs.Variable(1.0), wrapped()
@@ -623,7 +621,7 @@ def test_the_example_of_the_page():
 
 
 @row(2, "RuntimeError: the loss is not callable")
-@row("differences", "a tensor as the loss")
+@row(2, "compute_gradients(loss)")
 @pytest.mark.parametrize("make", [wrapped, lambda: v1.GradientDescentOptimizer(0.5)])
 def test_the_loss_must_be_callable(make):
     """A loss that is not callable is a RuntimeError. Difference: it is a TypeError, too."""
@@ -677,7 +675,6 @@ def test_no_variables_are_refused():
 
 
 @row(2, "ValueError: all gradients are None")
-@row("differences", "the scale's step count before an error")
 def test_gradients_that_are_all_none_are_refused():
     """If no variable has a gradient it is a ValueError. Difference: the count does not advance."""
     w, opt = gs.Variable(1.0), wrapped("dynamic")
@@ -690,7 +687,7 @@ def test_gradients_that_are_all_none_are_refused():
     assert [v.numpy() for v in opt.variables()] == before
 
 
-@row("differences", "a variable without a gradient")
+@row(2, "get_slot")
 def test_a_variable_without_a_gradient_has_a_slot():
     """Difference: it gets a slot of 0, and there is a warning."""
     a, b = gs.Variable(1.0), gs.Variable(1.0)
@@ -700,7 +697,7 @@ def test_a_variable_without_a_gradient_has_a_slot():
     assert (float(opt.get_slot(b, "momentum")), float(b)) == (0.0, 1.0)
 
 
-@row("differences", "hooks of a subclass, such as _apply_dense")
+@row(2, "no error: hooks of a subclass, such as _apply_dense")
 @pytest.mark.parametrize("hook", ["_apply_dense", "_prepare", "_create_slots", "_finish"])
 def test_hooks_of_a_subclass_are_refused(hook):
     """Difference: a subclass that defines one is an error that says how to write a rule."""
@@ -839,7 +836,8 @@ def test_momentum_is_any_number(momentum):
         assert weights_after(v1.MomentumOptimizer(0.5, given), [1.0, 1.0]) == expected
 
 
-@row("differences", "a momentum of inf or NaN", "numbers of AdamOptimizer out of range")
+@row(2, "tf.compat.v1.train.MomentumOptimizer")
+@row(2, "tf.compat.v1.train.AdamOptimizer")
 @pytest.mark.parametrize(
     "make",
     [
