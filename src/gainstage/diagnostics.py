@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gainstage._programs.boundary import largest_scale
+from gainstage.runs import other_rules
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.log_probabilities import Mismatch, logprob_mismatch
 from gainstage.runs.recording import Run, read_run
@@ -13,7 +14,7 @@ from gainstage.xray.step_recorder import BadStep, StepRecorder, read_step
 from gainstage.xray.xray import Cause, Remedy, Window, Xray, xray
 
 if TYPE_CHECKING:
-    from gainstage.runs import progress as progress
+    from gainstage.runs.progress import ProgressBar as ProgressBar
 
 __all__ = [
     "Alarm",
@@ -22,6 +23,7 @@ __all__ = [
     "Cause",
     "JsonLines",
     "Mismatch",
+    "ProgressBar",
     "Remedy",
     "Report",
     "Run",
@@ -34,6 +36,7 @@ __all__ = [
     "described",
     "largest_scale",
     "logprob_mismatch",
+    "other_rules",
     "read_run",
     "read_step",
     "report",
@@ -42,6 +45,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "progress":  # imports rich, an extra
-        return importlib.import_module("gainstage.runs.progress")
+    if name == "ProgressBar":  # imports rich, an extra
+        return importlib.import_module("gainstage.runs.progress").ProgressBar
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

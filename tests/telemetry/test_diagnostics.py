@@ -773,8 +773,8 @@ def test_progress_bar_writes_only_on_standard_error(tmp_path):
     pytest.importorskip("rich")
     code = """
 import jax.numpy as jnp, gainstage as gs
-from gainstage.diagnostics import progress
-with progress.ProgressBar(total=12) as bar:
+from gainstage.diagnostics import ProgressBar
+with ProgressBar(total=12) as bar:
     for step in range(12):
         scale, one = jnp.float32(2.0**15), jnp.float32(1)
         info = gs.typing.StepInfo(jnp.array(True), scale, jnp.int32(2), one, jnp.int32(step), one)

@@ -85,11 +85,11 @@ def replay(run: Run, rules: Mapping[str, LossScale] | None = None) -> Replay:
     Examples:
         >>> import numpy as np
         >>> import gainstage as gs
-        >>> from gainstage.diagnostics import Run
-        >>> from gainstage.runs.other_rules import replay
+        >>> from gainstage.diagnostics import Run, other_rules
         >>> scale = 2.0 ** np.array([18, 17, 16, 15, 15])  # it started too high
         >>> run = Run(np.arange(5), {"loss_scale": scale, "finite": np.array([0, 0, 0, 1, 1])})
-        >>> outcome = replay(run, {"lower": gs.DynamicLossScale(2.0**17)}).outcomes["lower"]
+        >>> replayed = other_rules.replay(run, {"lower": gs.DynamicLossScale(2.0**17)})
+        >>> outcome = replayed.outcomes["lower"]
         >>> print(outcome.scales, outcome.skips.sum())
         [131072.  65536.  32768.  32768.  32768.] 2
     """

@@ -33,7 +33,7 @@ class ProgressBar(Writer):
         every: the number of steps between updates of the numbers behind the bar, >= 1.
 
     Examples:
-        >>> from gainstage.runs.progress import ProgressBar
+        >>> from gainstage.diagnostics import ProgressBar
         >>> with ProgressBar(total=3) as bar:
         ...     for step in range(3):
         ...         bar.write(step, loss=1.0 / (step + 1))
