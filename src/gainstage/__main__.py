@@ -77,7 +77,9 @@ class _Parser(argparse.ArgumentParser):
         epilog = "\n  ".join(["examples:", *examples])
         super().__init__(epilog=epilog, formatter_class=_Help, **options)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
         """Refuses unknown arguments here, with the usage of this command."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:

@@ -19,7 +19,7 @@ from gainstage.xray import step_file
 from gainstage.xray.step_recorder import BadStep, bad_step, made, settings, versions
 from gainstage.xray.xray import xray
 
-SHOWN = 8  # names that an error lists
+LISTED = 8  # names that an error lists
 JAX_NOTE = "--------------------\nFor simplicity, JAX has removed"  # ends an error's message
 
 
@@ -162,7 +162,7 @@ def _users(option: str, words: str, use: Callable[[Any], Any] | None = None) -> 
             own = [n for n, v in vars(error.obj).items() if getattr(v, "__module__", "") == module]
             raise ValueError(
                 f"Expected a function of {module} for {option}; got {name}. It has "
-                f"{', '.join(own[:SHOWN]) or 'none'}."
+                f"{', '.join(own[:LISTED]) or 'none'}."
             ) from None
         said = _raised(f"{option} {words}", error)
         if isinstance(error, SystemExit):
