@@ -1,6 +1,6 @@
-"""Makes docs/quickstart.ipynb of docs/quickstart.md, with the outputs of this machine.
+"""Makes docs/start/own-loop.ipynb of the page beside it, with the outputs of this machine.
 
-pip install --group dev -e ".[keras,flax]" equinox && KERAS_BACKEND=jax python .ci/notebook.py
+pip install --group dev -e ".[flax]" equinox && python .ci/notebook.py
 """
 
 import re
@@ -9,13 +9,14 @@ from pathlib import Path
 import jupytext
 
 ROOT = Path(__file__).parents[1]
-PAGE, NOTEBOOK = ROOT / "docs/quickstart.md", ROOT / "docs/quickstart.ipynb"
+PAGE, NOTEBOOK = ROOT / "docs/start/own-loop.md", ROOT / "docs/start/own-loop.ipynb"
 
 
 def cells_of(page: str):
     """The page as a notebook that has not run, without the outputs that the page shows."""
     shown = re.compile(r"(```python\n.*?```)\n\n```text\n.*?```", re.DOTALL)
-    return jupytext.reads(shown.sub(r"\1", page), fmt="md")
+    commands = re.compile(r"```bash\n(.*?)\n```")  # text, where jupytext would make a cell
+    return jupytext.reads(commands.sub(r"`\1`", shown.sub(r"\1", page)), fmt="md")
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from . import programs
 from .harness import LIMIT, RESULTS, between_marks
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs" / "evidence"
 INTRODUCTION = """# Benchmarks
 
 ![Every ratio to the first baseline](benchmarks.png)

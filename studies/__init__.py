@@ -3,4 +3,4 @@
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
-DOCS = RESULTS.parents[1] / "docs"
+DOCS = RESULTS.parents[1] / "docs" / "evidence"  # where the pages of the studies lie

@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains, prints the table, and writes `results/rules/float16.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=file_to_write, default=RESULTS / "rules" / "float16.json")
-    parser.add_argument("--page", type=Path, default=DOCS / "choosing-a-rule.md")
+    parser.add_argument("--page", type=Path, default=DOCS / "adaptive-scale.md")
     options = parser.parse_args(argv)
     results: dict[str, Any] = {}
     for name, (make_task, seeds, long) in TASKS.items():

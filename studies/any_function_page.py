@@ -9,7 +9,7 @@ from benchmarks.harness import between_marks
 
 from .functions import FAMILIES
 
-PAGE, MARK = "autocast.md", "any function"
+PAGE, MARK = "gradients-under-autocast.md", "any function"
 RIGHT = 0.02  # the largest error of a gradient that is right
 WORSE = 1.5  # times what float16 inputs move: then it is autocast that loses
 GOAL = 0.98  # of the cases are right or refused under default rules in float16

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import between_marks
 
-PAGE, PICTURE = "autocast.md", "autocast-evidence.png"
+PAGE, PICTURE = "gradients-under-autocast.md", "autocast-evidence.png"
 ARMS = ("float32", "by hand", "autocast", "plan")
 LIMIT = 0.01  # of the error under default rules
 NOISE = 1.005  # between sizes that are called the same

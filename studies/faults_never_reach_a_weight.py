@@ -34,7 +34,7 @@ from gainstage import distributed
 from gainstage.demo.digits import load_digits
 from gainstage.optimizers import schedules
 
-from . import RESULTS
+from . import DOCS, RESULTS
 
 if TYPE_CHECKING:
     from rich.console import Console  # which `on_device` does without
@@ -576,9 +576,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="Adam on float16 variables alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--output", type=file_to_write, default=RESULTS / "faults" / "cpu.json")
-    parser.add_argument(
-        "--page", type=Path, default=ROOT / "docs" / "faults.md", help="to write them into"
-    )
+    parser.add_argument("--page", type=Path, default=DOCS / "faults.md", help="to write them into")
     parser.add_argument("--only-page", action="store_true", help="make the page of old results")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

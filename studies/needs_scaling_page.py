@@ -15,7 +15,7 @@ from benchmarks.harness import between_marks
 
 from .tasks import Task
 
-PAGE, PICTURE = "why.md", "where-float16-needs-scaling.png"
+PAGE, PICTURE = "where-scaling-is-needed.md", "where-float16-needs-scaling.png"
 EXACT = "float32"
 NAMES = {
     EXACT: EXACT,

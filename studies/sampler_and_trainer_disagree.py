@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=2, metavar="N")
     parser.add_argument("--only-page", action="store_true", help="of the results that there are")
     parser.add_argument("--output", type=file_to_write, default=RESULTS / "sampler" / "cpu.json")
-    parser.add_argument("--page", type=file_to_write, default=DOCS / "rl.md")
+    parser.add_argument("--page", type=file_to_write, default=DOCS / "sampler-and-trainer.md")
     options = parser.parse_args(argv)
     if not options.only_page:
         measure(options.output, options.seeds)

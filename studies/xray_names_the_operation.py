@@ -381,7 +381,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--alone", action="store_true", help="without debug_nans and checkify")
     parser.add_argument("--only-page", action="store_true", help="of the results that there are")
     parser.add_argument("--output", type=file_to_write, default=RESULTS / "xray" / "cpu.json")
-    parser.add_argument("--page", type=file_to_write, default=DOCS / "watching.md")
+    parser.add_argument("--page", type=file_to_write, default=DOCS / "planted-faults.md")
     options = parser.parse_args(argv)
     if not options.only_page:
         results = examine(options)

@@ -55,7 +55,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(name):
 
 def test_the_page_shows_the_results():
     """The tables in the docs are those of the results."""
-    text = (ROOT / "docs" / page.PAGE).read_text()
+    text = (ROOT / "docs" / "evidence" / page.PAGE).read_text()
     assert f"<!-- results -->\n\n{page.markdown(RESULTS)}\n\n<!-- end of results -->" in text
 
 

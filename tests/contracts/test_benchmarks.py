@@ -33,7 +33,7 @@ def test_the_page_of_several_devices(tmp_path):
 
 def test_the_page_of_the_documentation_is_that_of_the_results(tmp_path):
     """Its tables are in the results, and what is said around them is left alone."""
-    page = ROOT / "docs" / "benchmarks.md"
+    page = ROOT / "docs" / "evidence" / "benchmarks.md"
     (tmp_path / "results").mkdir()
     for results in RESULTS.parent.glob("*.json"):
         shutil.copy(results, tmp_path / "results")

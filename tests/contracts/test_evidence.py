@@ -18,7 +18,7 @@ RESULTS = json.loads((ROOT / "studies" / "results" / "rules" / "float16.json").r
 
 def test_the_page_shows_the_results():
     """The table in the docs is that of the results."""
-    text = (ROOT / "docs" / "choosing-a-rule.md").read_text()
+    text = (ROOT / "docs" / "evidence" / "adaptive-scale.md").read_text()
     assert f"<!-- results -->\n\n{evidence.markdown(RESULTS)}\n\n<!-- end of results -->" in text
 
 

@@ -80,7 +80,7 @@ def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
 def test_the_page_shows_the_results():
     """The tables in the docs are those of the results, which cover every fault and option."""
     results = json.loads((ROOT / "studies" / "results" / "faults" / "cpu.json").read_text())
-    text = (ROOT / "docs" / "faults.md").read_text()
+    text = (ROOT / "docs" / "evidence" / "faults.md").read_text()
     assert faults.markdown(results) in text
     assert_complete(results)
 

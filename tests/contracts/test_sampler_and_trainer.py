@@ -25,7 +25,7 @@ TINY = smollm2.Config(layers=2, heads=4, kv_heads=2, width=16, theta=1e4, epsilo
 
 def test_the_page_shows_the_results(tmp_path):
     """The table on the page is that of the results."""
-    page = ROOT / "docs" / "rl.md"
+    page = ROOT / "docs" / "evidence" / "sampler-and-trainer.md"
     copy = tmp_path / "rl.md"
     copy.write_text(page.read_text())
     benchmark.main(["--only-page", f"--page={copy}"])

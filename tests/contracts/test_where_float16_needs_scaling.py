@@ -134,7 +134,7 @@ def test_only_seeds_that_all_arms_have_are_compared():
 
 def test_the_page_of_the_documentation_is_that_of_the_results(rows):
     """The tables in the docs are those of the results."""
-    text = (ROOT / "docs" / page.PAGE).read_text()
+    text = (ROOT / "docs" / "evidence" / page.PAGE).read_text()
     assert f"<!-- results -->\n\n{page.markdown(rows)}\n\n<!-- end of results -->" in text
 
 

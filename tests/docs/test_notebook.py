@@ -1,4 +1,4 @@
-"""The notebook is the quickstart, as it ran."""
+"""The notebook is the page on a loop of one's own, as it ran."""
 
 import importlib.util
 import re

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import re
 from pathlib import Path
 
@@ -137,3 +138,25 @@ def test_every_page_begins_with_its_answer():
     for page in DOCS.glob("*.md"):
         first = re.split(r"^## ", page.read_text(), flags=re.M)[0]
         assert len(first.splitlines()) > 2, page
+
+
+TEXTS = {"examples", "faq", "glossary", "migrating", "stability"}  # to look something up
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_a_guide_begins_with_code_that_runs(page):
+    """The first block of a guide is Python, before its first section."""
+    if page.stem not in TEXTS:
+        assert "```python" in re.split(r"^## ", page.read_text(), flags=re.M)[0]
+
+
+LIMIT_OF_PAGES = 32_000  # words that somebody wrote
+
+
+def test_the_pages_are_short(capsys):
+    """All pages together have at most 32,000 words, their code and tables counted."""
+    spec = importlib.util.spec_from_file_location("words", ROOT / ".ci/words.py")
+    words = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(words)
+    assert words.main() <= LIMIT_OF_PAGES
+    assert "in all" in capsys.readouterr().out

@@ -226,8 +226,8 @@ def test_planned_variables_on_a_topology(device):
 
 
 def test_a_run_for_256_chips_is_sized_on_a_laptop(tmp_path):
-    """The code on the page on scaling prints what stands below it."""
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    """The code of the page on sharded optimizers prints what stands below it."""
+    page = (ROOT / "docs" / "sharded-optimizers.md").read_text()
     ((code, printed),) = re.findall(r"```py\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
     script = tmp_path / "size.py"
     script.write_text(code)

@@ -134,7 +134,7 @@ def test_the_command_fails_if_a_rule_breaks(tmp_path, monkeypatch, capsys):
 
 def test_the_page_shows_the_results():
     """The table in the docs is that of the results, in which nothing new breaks."""
-    text = (ROOT / "docs" / "faults.md").read_text()
+    text = (ROOT / "docs" / "evidence" / "faults.md").read_text()
     table = study.markdown(RESULTS)
     assert f"<!-- rules -->\n\n{table}\n\n<!-- end of rules -->" in text
     assert study.failures(RESULTS) == []

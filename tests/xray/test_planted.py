@@ -36,4 +36,4 @@ def test_a_planted_fault_is_named_and_mended(case):
 def test_the_page_shows_the_results():
     """The table in the docs is that of the results."""
     results = json.loads((ROOT / "studies" / "results" / "xray" / "cpu.json").read_text())
-    assert study.markdown(results) in (ROOT / "docs" / "watching.md").read_text()
+    assert study.markdown(results) in (ROOT / "docs" / "evidence" / "planted-faults.md").read_text()
