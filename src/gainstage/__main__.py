@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gainstage import __version__
+from gainstage._base.extras import missing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except ModuleNotFoundError as error:
         extra = "demo" if arguments.command == "demo" else "report"
-        wanted = f'Expected {error.name} to be installed; run: pip install "gainstage[{extra}]"'
-        print(wanted, file=sys.stderr)
+        print(missing(str(error.name), extra), file=sys.stderr)
         return 1
 
 

@@ -197,6 +197,7 @@ def test_a_missing_extra_is_named_before_the_work(
     assert command.main(words.split()) == 1
     said = capsys.readouterr()
     assert (
-        said.err == f'Expected {package} to be installed; run: pip install "gainstage[{extra}]"\n'
+        said.err == f"Expected {package} to be installed; run in a clone of gainstage: "
+        f'pip install ".[{extra}]"\n'
     )
     assert list(tmp_path.iterdir()) == []

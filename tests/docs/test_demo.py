@@ -214,4 +214,4 @@ def test_a_missing_extra_is_named(capsys, monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.startswith("rich.")]:
         monkeypatch.delitem(sys.modules, name)
     assert command.main(["demo", "--output", str(tmp_path / "demo.png")]) == 1
-    assert 'pip install "gainstage[demo]"' in capsys.readouterr().err
+    assert 'pip install ".[demo]"' in capsys.readouterr().err

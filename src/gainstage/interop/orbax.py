@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from gainstage._base.checks import brief
 from gainstage._base.configurable import readable
+from gainstage._base.extras import missing
 from gainstage._base.warn import warn
 from gainstage._variables.arguments import is_planned
 from gainstage._variables.bridge import read, write
@@ -29,10 +30,7 @@ from gainstage.optimizers.optimizer import Optimizer
 try:
     import orbax.checkpoint as ocp
 except ModuleNotFoundError as _error:
-    raise ModuleNotFoundError(
-        'Expected orbax-checkpoint to be installed; run: pip install "gainstage[orbax]"',
-        name=_error.name,
-    ) from _error
+    raise missing("orbax-checkpoint", "orbax", _error.name) from _error
 
 __all__ = ["Checkpoints"]
 

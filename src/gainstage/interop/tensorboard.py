@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from gainstage._base.extras import missing
 from gainstage.runs.writers import Record, Writer
 
 try:
@@ -16,10 +17,7 @@ try:
     from tensorboardX.record_writer import RecordWriter, directory_check
     from tensorboardX.summary import scalar
 except ModuleNotFoundError as _error:
-    raise ModuleNotFoundError(
-        'Expected tensorboardX to be installed; run: pip install "gainstage[tensorboard]"',
-        name="tensorboardX",
-    ) from _error
+    raise missing("tensorboardX", "tensorboard") from _error
 
 __all__ = ["TensorBoard"]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from gainstage._base.extras import missing
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.runs.writers import Record, Writer, described
 
@@ -17,9 +18,7 @@ try:
         TimeRemainingColumn,
     )
 except ModuleNotFoundError as _error:
-    raise ModuleNotFoundError(
-        'Expected rich to be installed; run: pip install "gainstage[report]"', name="rich"
-    ) from _error
+    raise missing("rich", "report") from _error
 
 __all__ = ["ProgressBar"]
 
