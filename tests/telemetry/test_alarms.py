@@ -128,6 +128,20 @@ ILL = {
 }
 
 
+def test_gradients_that_vanish_ring_under_any_rule():
+    """If all gradients of 50 applied steps are 0, an alarm asks for a higher scale, also of a run
+    that does not scale."""
+    for rule in (gs.FixedLossScale(1.0), gs.DynamicLossScale()):
+        found = []
+        with Alarms(rule, on_alarm=found.append) as alarms:
+            watch(alarms, simulated(rule, ones(60, 0.0)))
+        (alarm,) = found
+        assert alarm.kind == "growth"
+        assert "all gradients of the last 50 applied steps are 0" in alarm.message
+        assert "take a higher scale than" in alarm.message
+    assert kinds(simulated(rule, ones(60)), rule) == []
+
+
 @pytest.mark.parametrize("kind", ILL)
 def test_each_alarm_rings_once_on_its_own(kind):
     """A run with one fault rings the one alarm that is meant for it, and rings it once."""

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 import gainstage as gs
 from gainstage.__main__ import main
 from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
-from gainstage.runs.findings import findings
+from gainstage.runs.findings import StepFile, findings
 from gainstage.runs.recording import measures
 from gainstage.xray.from_file import commands
 
@@ -666,9 +667,14 @@ def test_a_report_without_a_step_file_says_how_to_keep_one(tmp_path, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "To keep the next one, create recorder = gs.diagnostics.StepRecorder" in said
     run = read_run(path)
-    (step, *_) = run.steps[run.skipped]
-    kept = findings(run, {"gainstage xray bad.npz": int(step)}).advice
+    (step, *_), (scale, *_) = run.steps[run.skipped], run.get("loss_scale")[run.skipped]
+    now = time.time()
+    kept = findings(run, {"gainstage xray bad.npz": StepFile(int(step), scale, now)}).advice
     assert not any("StepRecorder" in sentence for sentence in kept)
+    of_other_runs = (StepFile(int(step), 2 * scale, now), StepFile(int(step), scale, now - 3600))
+    for other in of_other_runs:  # of another scale, or older than the run
+        said = findings(run, {"gainstage xray old.npz": other}).advice
+        assert not any("old.npz" in sentence for sentence in said)
     with JsonLines(tmp_path / "calm.jsonl") as calm:
         for step in range(50):
             calm.write(step, info(finite=step != 20), loss=1.0)

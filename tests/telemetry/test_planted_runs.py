@@ -98,7 +98,7 @@ def test_planted_runs_suggest_no_scale_that_overflowed(tmp_path):
     report = PLANTED["overflow_inside"](tmp_path / "run.jsonl")
     assert report.underflow.suggested_scale == 2.0**8
     assert "(2^8 suggested, as 2^9 overflowed)" in str(report)
-    assert "params: 7 of 7, all inf, steps 0 to 6" in str(report)
+    assert "params: inf in 7 of 7 skipped steps, steps 0 to 6" in str(report)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -45,7 +45,8 @@ def real_run(rule, limits, largest=None, bad=None):
     if isinstance(rule, gs.AdaptiveLossScale):
         machine = AdaptiveAutomaton(rule)
         for t, good in enumerate(took(lambda: machine.scale)):
-            machine.step(good, np.float32(largest[t]), bool(bad[t]), NAN if bad[t] else 1.0)
+            told = np.inf if bad[t] else 1.0  # as a rule gets a loss that is NaN
+            machine.step(good, np.float32(largest[t]), bool(bad[t]), told)
     elif isinstance(rule, gs.FixedLossScale):
         list(took(lambda: rule.loss_scale_value))
     else:
@@ -332,6 +333,17 @@ def test_advice_is_one_sentence_with_the_setting():
     rules = {"FixedLossScale(1.0)": gs.FixedLossScale(1.0), "low": gs.DynamicLossScale(1.0)}
     assert advice(replay(run, rules)) == []
     assert advice(replay(real_run(gs.DynamicLossScale(2.0**17), limits))) == []
+
+
+def test_the_rule_that_holds_the_scale_through_bad_data_is_advised():
+    """If bad data lowered the scale, the advice is the rule that holds it, unless it is in use."""
+    limits, bad = np.full(120, 2.0**20), np.arange(120) % 10 == 9
+    run = real_run(gs.DynamicLossScale(), limits, 60000.0 / limits, bad)
+    (sentence,) = advice(replay(run), "DynamicLossScale()")
+    assert "Bad data lowered the scale to 2^4. rule=gs.AdaptiveLossScale()" in sentence
+    assert advice(replay(run), "AdaptiveLossScale(2.0**10)") == []
+    with pytest.raises(TypeError, match=r"replay for replayed; got Run\. Write advice\(replay"):
+        advice(run)
 
 
 def test_the_rule_in_use_is_not_advised():

@@ -214,7 +214,7 @@ def test_what_is_no_step_file_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("important")
     with zipfile.ZipFile(tmp_path / "newer.npz", "w") as archive:
         archive.writestr("step.json", json.dumps({"gainstage step": 2, "versions": "9.0"}))
-    wanted = {"weights.npz": r"an archive of \['w.npy'\]", "notes.txt": "b'impo' at its beginning",
+    wanted = {"weights.npz": r"an archive of \['w.npy'\]", "notes.txt": "'impo' at its beginning",
               "newer.npz": "format 2. Read it with the gainstage that wrote it, 9.0"}  # fmt: skip
     for name, message in wanted.items():
         for use in (read_step, StepRecorder):
@@ -534,7 +534,7 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.warns(UserWarning, match="Step 2 was bad, and could not be kept: .* No space left"):
+    with pytest.warns(UserWarning, match="Step 2 could not be kept: .* No space left"):
         assert not recorder.write(2, info(False), 2)
     assert not recorder.write(3, info(False), 3)
     assert read_step(path).step == 0
@@ -656,6 +656,41 @@ def test_an_xray_of_a_file_says_what_is_different_here(command, write, monkeypat
     assert "options: ['has_aux', 'using']\nThe step is finite here, and was not" in said.out
 
 
+@pytest.mark.parametrize("line", ["run.write(0, finite=False)", "recorder.write(0, info, 1.0)"])
+def test_an_xray_of_a_file_loses_nothing_of_a_module_that_trains(command, write, tmp_path, line):
+    """A module that records a run when it is imported is refused, and its files stay the same."""
+    (tmp_path / "trains.py").write_text(
+        "import gainstage as gs, jax.numpy as jnp\n"
+        "zero = jnp.float32(0)\n"
+        "info = gs.typing.StepInfo(jnp.array(False), zero + 8, zero, zero, zero, zero)\n"
+        "run = gs.diagnostics.JsonLines('run.jsonl')\n"
+        "recorder = gs.diagnostics.StepRecorder('bad.npz')\n"
+        f"{line}\n"
+    )
+    path = write(2.0, 3).rename(tmp_path / "bad.npz")
+    before = path.read_bytes()
+    sys.modules.pop("trains", None)
+    status, said = command(path, "--loss", "trains:loss")
+    assert status == 1
+    assert f'trains.py", line 6, in <module>\n    {line}' in said.err
+    assert 'Train only under `if __name__ == "__main__":`.' in said.err
+    assert path.read_bytes() == before
+    assert not (tmp_path / "run.jsonl").read_text()
+
+
+def test_a_step_that_is_not_bad_can_be_saved(command, tmp_path):
+    """`save` keeps a finite step, as of a run that stalls; nothing then says that it was bad."""
+    recorder = gs.diagnostics.StepRecorder(tmp_path / "kept.npz")
+    zero = jnp.float32(0)
+    info = gs.typing.StepInfo(jnp.array(True), jnp.float32(8), zero, zero, zero, zero)
+    assert recorder.save(5, info, jnp.float32(2.0), jnp.float32(3.0))
+    kept = gs.diagnostics.read_step(tmp_path / "kept.npz")
+    assert (kept.step, kept.scale, kept.finite, *kept.args) == (5, 8.0, True, 2.0, 3.0)
+    status, said = command(tmp_path / "kept.npz", "--loss", "train_it:loss")
+    assert status == 0
+    assert "was not in its run" not in said.out
+
+
 def test_an_xray_of_a_file_rebuilds_a_model_with_like(command, write):
     """`--like` names a function that makes a model like that of the run, and so do its errors."""
     path = write(Pair(2.0, None)._replace(right=()), 3)
@@ -749,7 +784,7 @@ def test_an_xray_of_another_file_is_told(command, tmp_path):
     messages = {
         "missing.npz": "missing.npz (No such file or directory). Pass the path that StepRecorder",
         "folder": "folder (Is a directory). Pass the path that StepRecorder was given.",
-        "text.npz": "got b'text' at its beginning. gainstage.diagnostics.StepRecorder writes",
+        "text.npz": "got 'text' at its beginning. gainstage.diagnostics.StepRecorder writes",
         "run.jsonl": "If it is a recorded run, write: gainstage report run.jsonl",
         "empty.npz": "got an empty file. gainstage.diagnostics.StepRecorder writes step files.",
         "checkpoint.npz": "['a.npy']. gainstage.diagnostics.StepRecorder writes step files.",

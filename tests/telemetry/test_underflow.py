@@ -272,7 +272,7 @@ def test_a_bare_array_has_a_name():
     _, state = tx.update(jnp.full(3, jnp.inf), tx.init(params), params)
     assert (
         str(gs.diagnostics.report(state, params)).splitlines()[1]
-        == "params: 1 of 1, all inf, step 0"
+        == "params: inf in 1 of 1 skipped step, step 0"
     )
 
 

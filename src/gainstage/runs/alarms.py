@@ -33,6 +33,7 @@ _BLIND = (
     "alarms.write(n, gainstage.telemetry(opt_state), loss=loss); an optimizer is passed itself."
 )
 IN_A_ROW = 16  # steps in a row that were retried
+ZEROS = 50  # applied steps in a row without any gradient
 LOW = 16  # bits between the largest gradient and the limit
 MEMORY = 2000  # steps for which an overflow counts as evidence of the limit
 
@@ -69,7 +70,7 @@ class Alarms(Writer):
     - "retries": each of the last 16 steps was taken more than once, at a lower scale.
     - "headroom": a scale that cannot fall is within one bit of overflow.
     - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
-      and the scale did not rise.
+      and the scale did not rise, except a fixed one of 1. Or all gradients of 50 steps were 0.
     - "boundary": the loss is computed in float16, where the rule's scales overflow; see `look_at`.
 
     Alarms change nothing in the run. With `warnings.simplefilter("error", Alarm)` an alarm becomes
@@ -338,6 +339,12 @@ class _Watch:
 
     def _no_growth(self, step: int, scale: float) -> str:
         lowest, when = self._overflowed
+        recent = list(self._largest)[-ZEROS:]
+        if len(recent) == ZEROS and not any(recent):
+            return (
+                f"all gradients of the last {ZEROS} applied steps are 0. If that should not be, "
+                f"they are flushed: take a higher scale than {as_power(scale)}{self._other()}."
+            )
         learned = lowest <= 4 * scale and step - when <= MEMORY
         if learned or self._raised < WINDOW or any(self._skips):
             return ""
@@ -347,11 +354,6 @@ class _Watch:
         if stays and scale == 1:
             return ""  # the run does not scale, on purpose
         largest = max(self._largest)
-        if largest == 0:
-            return (
-                f"all gradients of the last {WINDOW} steps are 0. If that should not be, they are "
-                f"flushed: take a higher scale than {as_power(scale)}{self._other()}."
-            )
         bits = int(math.log2(self._limit / largest))
         if bits < LOW:
             return ""

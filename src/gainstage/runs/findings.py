@@ -17,6 +17,7 @@ from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.telemetry import underflow_summary
 
+SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
 ENDS = 6  # rows at each end of the table of skipped steps
 DRAWN = 6  # curves of other numbers
@@ -58,18 +59,27 @@ class Findings(NamedTuple):
         return [self.skips, self.overflows, self.underflow, self.numbers, self.replay]
 
 
-def findings(run: Run, step_files: Mapping[str, int] = NOTHING) -> Findings:
+class StepFile(NamedTuple):
+    """A step file, as far as its description says."""
+
+    step: int
+    scale: float
+    written_at: float  # seconds since the epoch
+
+
+def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings:
     """Returns the findings on a run: its numbers, its alarms, and what other rules would do.
 
     Args:
         run: the recorded run.
-        step_files: the steps of the step files beside it, by the commands that look into them.
+        step_files: the step files beside it, by the commands that look into them.
     """
-    skipped = run.steps[run.skipped]
     sentences = [
-        printable(f"Step {step} is kept in a step file. Find its cause: {command}", 10 * LONGEST)
-        for command, step in step_files.items()
-        if step in skipped
+        printable(
+            f"Step {kept.step} is kept in a step file. Find its cause: {command}", 10 * LONGEST
+        )
+        for command, kept in step_files.items()
+        if _is_of(run, kept)
     ]
     alarms = alarms_in(run)
     if not sentences and any(XRAY in alarm.message for alarm in alarms):
@@ -90,6 +100,14 @@ def findings(run: Run, step_files: Mapping[str, int] = NOTHING) -> Findings:
         underflow(run),
         replayed,
     )
+
+
+def _is_of(run: Run, kept: StepFile) -> bool:
+    """Whether a step file is of this run: of a step and scale of it, and not older than it."""
+    scales = run.get("loss_scale")[run.steps == kept.step]
+    times = _finite(run, "written_at")
+    is_older = bool(times.size) and kept.written_at < times.min() - SLACK
+    return not is_older and any(scales == np.float32(kept.scale))
 
 
 def headline(run: Run) -> dict[str, str]:
@@ -292,7 +310,7 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
     bad, outcomes = int(replayed.recorded.bad.sum()), replayed.outcomes
     if bad and all(of.skips.sum() == bad for of in (replayed.recorded, *outcomes.values())):
         note = f"The same: the {bad} skipped steps are not finite at any scale that was tried."
-        return Rows(title, lead=[note]), []
+        return Rows(title, lead=[note]), advice(replayed, run.made.get("rule", ""))
 
     def row(name: str, of: Outcome) -> tuple[str, ...]:
         scales = [as_power(float(scale)) for scale in (of.scales.min(), of.scales.max())]

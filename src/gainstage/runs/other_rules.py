@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from gainstage._base.checks import LARGEST, LARGEST_FLOAT16, SMALLEST
+from gainstage._base.checks import LARGEST, LARGEST_FLOAT16, SMALLEST, as_power
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale, advance, start
 from gainstage.runs.header import code_of
@@ -25,6 +25,7 @@ from gainstage.runs.skip_causes import why_skipped
 __all__ = ["Outcome", "Replay", "advice", "default_rules", "replay"]
 
 ESTIMATE = "largest gradient"  # `max_abs`, estimated where it was not measured
+LOST_BITS = 3  # powers of two that bad data took from the scale, from which on it is said
 NEAR = 50  # nearby steps, before and after, that are used for a step that is not decided
 
 
@@ -135,13 +136,19 @@ def advice(replayed: Replay, in_use: str = "") -> list[str]:
 
     Its mean scale must not be more than 2 bits lower, because any rule avoids skips that way. At
     most one decision in twenty may be presumed. A fixed scale is never advised: it may not suit
-    what comes after the run.
+    what comes after the run. Else a sentence says if bad data lowered the scale, and
+    `AdaptiveLossScale` holds it.
 
     Args:
         replayed: the result of `replay`.
         in_use: the code of the run's rule, which is never advised. Nor is `AdaptiveLossScale` if
             the run used it with other arguments.
     """
+    if not isinstance(replayed, Replay):
+        raise TypeError(
+            f"Expected the result of replay for replayed; got {type(replayed).__name__}. Write "
+            f"advice(replay(run))."
+        )
     recorded = replayed.recorded
     rules = {
         name: (int(other.skips.sum()), -other.bits)
@@ -155,11 +162,26 @@ def advice(replayed: Replay, in_use: str = "") -> list[str]:
     best = min(rules, key=lambda name: rules[name], default=None)
     now = int(recorded.skips.sum())
     if best is None or 2 * rules[best][0] >= now or now < 5:
-        return []
+        return _held(replayed, in_use)
     count = rules[best][0]
     steps = f"{count} step{'s' * (count != 1)}"
     given = ", given the loss" if best.startswith("Adaptive") else ""
     return [f"{best} would have skipped {steps} instead of {now}: rule=gs.{best}{given}"]
+
+
+def _held(replayed: Replay, in_use: str) -> list[str]:
+    """One sentence if bad data lowered the scale, and `AdaptiveLossScale` would have held it."""
+    recorded, rule = replayed.recorded, "AdaptiveLossScale()"
+    held = replayed.outcomes.get(rule)
+    if held is None or in_use.startswith("Adaptive") or not recorded.bad.any():
+        return []
+    ends = [float(outcome.scales[-1]) for outcome in (recorded, held)]
+    if held.skips.sum() > recorded.skips.sum() or ends[1] < 2**LOST_BITS * ends[0]:
+        return []
+    return [
+        f"Bad data lowered the scale to {as_power(ends[0])}. rule=gs.{rule}, given the loss, holds "
+        f"it, at {as_power(ends[1])} in this run."
+    ]
 
 
 def _usable(run: Run) -> Run:
@@ -236,7 +258,8 @@ def _above(scale: np.ndarray) -> np.ndarray:
 def _measured(run: Run) -> dict[str, np.ndarray]:
     """The recorded numbers that rules need, as arrays for `update`."""
     with np.errstate(over="ignore"):
-        found = {"loss": run.get("loss").astype(np.float32)}
+        bad = why_skipped(run)["bad loss"]  # which a rule gets as inf: NaN says that it is unknown
+        found = {"loss": np.where(bad, np.inf, run.get("loss")).astype(np.float32)}
         if run.has("max_abs").all() and ESTIMATE in run.numbers:
             found["max_abs"] = run.get(ESTIMATE).astype(np.float32)
     if run.has("grad_norm").all():

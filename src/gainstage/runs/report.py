@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gainstage.runs.curves import draw
-from gainstage.runs.findings import findings
+from gainstage.runs.findings import StepFile, findings
 from gainstage.runs.recording import NOTHING, read_run
 from gainstage.runs.report_page import page
 from gainstage.runs.rows import Rows, printable
@@ -22,13 +22,13 @@ WIDTH = 78  # of the text, for a terminal of 80 columns
 LONG_RULE = 34  # characters of a rule, after which it is broken behind its bracket
 
 
-def main(path: Path, output: Path, step_files: Mapping[str, int] = NOTHING) -> int:
+def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING) -> int:
     """Reads a run, prints its tables, and writes its page or its plot.
 
     Args:
         path: the file that `JsonLines` wrote.
         output: the file of the page, `.html`, or of the plot.
-        step_files: the steps of the step files beside it, by the commands that look into them.
+        step_files: the step files beside it, by the commands that look into them.
 
     Returns:
         The exit status: 0, or 1 if the run cannot be read or the output cannot be written.

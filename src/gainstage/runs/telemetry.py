@@ -202,10 +202,11 @@ class Report:
         worst = sorted(zip(self.names, self.counts.tolist(), strict=True), key=_steps, reverse=True)
         hit = [(name, counts) for name, counts in worst if counts[2] >= 0]
         for name, (inf, nan, first, last) in hit[:SHOWN]:
-            kinds = "all inf" if not nan else "all NaN" if not inf else f"inf {inf}, NaN {nan}"
-            count = f"at least {max(inf, nan)}" if inf and nan else f"{inf + nan}"
+            kinds = [f"{kind} in {n}" for kind, n in (("inf", inf), ("NaN", nan)) if n]
+            of = self.skipped + self.retried
+            tries = "tries" if self.retried else f"skipped step{'s' * (of != 1)}"
             when = f"step {first}" if first == last else f"steps {first} to {last}"
-            lines.append(f"{name}: {count} of {self.skipped + self.retried}, {kinds}, {when}")
+            lines.append(f"{name}: {' and '.join(kinds)} of {of} {tries}, {when}")
         if len(hit) > SHOWN:
             clean = len(worst) - len(hit)
             rest = f"; {clean} others were finite" if clean else ""
@@ -331,7 +332,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         ...     opt.apply([[gradient, 2.0**-26], 1024.0], [a, b])
         >>> print(gs.diagnostics.report(opt))
         2 of 3 steps were skipped.
-        query: 2 of 2, all inf, steps 1 to 2
+        query: inf in 2 of 2 skipped steps, steps 1 to 2
         At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):
         Underflow does not matter: float16 is at most 0.02% off.
         Without scaling float16 would be at most 0.04% off: the X-ray sees smaller numbers inside.

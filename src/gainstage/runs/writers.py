@@ -15,6 +15,7 @@ import numpy as np
 
 from gainstage._base import checks
 from gainstage._base.checks import as_power, brief
+from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
 from gainstage._programs.loop_warnings import Repeats
@@ -85,6 +86,7 @@ class Writer(abc.ABC):
                 scalar.
             ValueError: a number has the name `tensors`, which reports use.
         """
+        check_not_importing()
         if not isinstance(info, StepInfo | None):
             raise TypeError(
                 f"Expected what gainstage.telemetry returned for info; got {brief(repr(info))}. "

@@ -106,7 +106,8 @@ def explain(error: Exception) -> None:
         raise ValueError(
             "Expected a function that changes NNX objects in its arguments only, such as the "
             "counts of nnx.Rngs or the means of a BatchNorm; got one that changes an object that "
-            "it closes over. Pass that object as an argument."
+            "it closes over. Pass that object as an argument. If `nnx.merge` made it, write "
+            "nnx.merge(..., copy=True)."
         ) from error
 
 

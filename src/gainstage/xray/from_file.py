@@ -14,7 +14,9 @@ from typing import Any
 import jax
 
 from gainstage._base.checks import as_power
+from gainstage._base.importing import importing
 from gainstage._programs.places import is_library
+from gainstage.runs.findings import StepFile
 from gainstage.xray import step_file
 from gainstage.xray.step_recorder import BadStep, bad_step, made, settings, versions
 from gainstage.xray.xray import xray
@@ -85,10 +87,10 @@ def main(
         print(said, file=sys.stderr)
         return 1
     print(found)
-    if found.finite:
+    if found.finite and not bad.finite:
         print(
-            "The step is finite here, and was not in its run. Another version, platform or loss "
-            "function may be the reason."
+            f"The step is finite here, and was not in its run. Is {loss} what was trained, with "
+            f"its autocast, and was this its batch? Another version or platform may be the reason."
         )
     if plan is not None and found.plan is not None:
         found.plan.save(plan)
@@ -102,8 +104,8 @@ def main(
     return 0
 
 
-def commands(folder: Path) -> dict[str, int]:
-    """Returns the steps of the step files in a folder, by the commands that look into them."""
+def commands(folder: Path) -> dict[str, StepFile]:
+    """Returns the step files in a folder, by the commands that look into them."""
     found = {}
     for path in sorted(folder.glob("*.npz")):
         # Another file, or a damaged description.
@@ -111,7 +113,8 @@ def commands(folder: Path) -> dict[str, int]:
             about = step_file.description(path)
             like = " --like MODULE:FUNCTION" * step_file.needs_like(about)
             command = f"gainstage xray {shlex.quote(str(path))} --loss MODULE:FUNCTION{like}"
-            found[command] = int(about["step"])
+            kept = StepFile(int(about["step"]), float(about["scale"]), path.stat().st_mtime)
+            found[command] = kept
     return found
 
 
@@ -146,7 +149,9 @@ def _users(option: str, words: str, use: Callable[[Any], Any] | None = None) -> 
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        found = operator.attrgetter(name)(importlib.import_module(module))
+        with importing("gainstage xray"):
+            loaded = importlib.import_module(module)
+        found = operator.attrgetter(name)(loaded)
         result = found if use is None else use(found)
     except (Exception, SystemExit) as error:  # a script may parse the command line and exit
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
@@ -167,7 +172,8 @@ def _users(option: str, words: str, use: Callable[[Any], Any] | None = None) -> 
         said = _raised(f"{option} {words}", error)
         if isinstance(error, SystemExit):
             said += (
-                '\nThe module must be importable: train only under `if __name__ == "__main__":`.'
+                "\nThe module must be importable: parse arguments and train only under "
+                '`if __name__ == "__main__":`.'
             )
         if use is not None and isinstance(error, TypeError):
             said += f"\nPass a function without arguments to {option}."

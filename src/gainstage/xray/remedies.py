@@ -17,6 +17,7 @@ from gainstage.xray.walk import Changes, Ran, Result, walk_through
 from gainstage.xray.windows import Window, together
 
 GOOD = 0.01  # the relative error of all gradients at which the search ends
+USELESS = 0.5  # an error above which a change does not help
 MARGIN = 1  # powers of two below the largest scale that fits
 
 
@@ -36,8 +37,10 @@ class Remedy(NamedTuple):
     def __str__(self) -> str:
         if not self.is_finite:
             return f"{self.change}: still not finite"
-        came = f"finite, loss {self.loss:.4g}, with gradients within {self.error:.2%} of float32"
-        return f"{self.change}: {came}"
+        came = f"finite, loss {self.loss:.4g}"
+        if self.error > USELESS:
+            return f"{self.change}: does not help: {came}, with gradients {self.error:.0%} off"
+        return f"{self.change}: {came}, with gradients within {self.error:.2%} of float32"
 
 
 def remedies_for(

@@ -125,6 +125,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Argument]]:
         try:
             checks.integer("step", about["step"], low=0, high=2**53)
             checks.real("scale", about["scale"], above=0)
+            if not isinstance(about["finite"], bool):
+                raise TypeError(f"finite is {about['finite']!r}")
             with zipfile.ZipFile(file) as archive:
                 arrays = iter(_arrays(archive))
                 return about, [_argument(arg, arrays) for arg in about["args"]]
@@ -143,7 +145,7 @@ def description(path: Path) -> dict[str, Any]:
 def _description(path: Path, file: BinaryIO) -> dict[str, Any]:
     start = file.read(4)
     if start != b"PK\x03\x04":
-        what = f"{start!r} at its beginning" if start else "an empty file"
+        what = f"{start.decode(errors='replace')!r} at its beginning" if start else "an empty file"
         run = f" If it is a recorded run, write: gainstage report {path}" * start.startswith(b"{")
         raise ValueError(f"Expected a step file at {path}; got {what}. {WRITER}.{run}")
     try:

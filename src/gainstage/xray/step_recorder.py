@@ -14,6 +14,7 @@ import jaxlib.version
 
 import gainstage
 from gainstage._base import checks
+from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.types import PyTree
@@ -34,6 +35,8 @@ class BadStep(NamedTuple):
         step: the index of the step.
         versions: the versions of gainstage, jax, jaxlib and python, and the `platform`.
         settings: options of `jax.config` that change what a loss computes.
+        finite: whether the step was finite in its run, as one that `StepRecorder.save` saved may
+            be.
     """
 
     args: tuple[Any, ...]
@@ -41,12 +44,14 @@ class BadStep(NamedTuple):
     step: int
     versions: dict[str, str]
     settings: dict[str, Any]
+    finite: bool
 
 
 class StepRecorder:
     """Saves what is needed to repeat a bad step: the arguments of its loss, and its loss scale.
 
-    Call `write` after every step. It saves the first step with non-finite gradients, and the first
+    Call `write` after every step; `save` saves a step that is not bad, as of a run that stalls.
+    `write` saves the first step with non-finite gradients, and the first
     such step after `healthy` finite ones in a row. Of ten bad steps in a row it saves the tenth, if
     it saved none of the nine. The first file of a run is never lost, because it tells most: once
     `keep` newer ones replace it, it is "bad.first.npz". `gainstage xray`, or
@@ -143,17 +148,7 @@ class StepRecorder:
             TypeError: `info` is something else.
             ValueError: `step` is not such an integer, or `info` was donated to a later step.
         """
-        step = checks.integer("step", step, low=0, high=2**53)
-        if not isinstance(info, StepInfo):
-            raise TypeError(
-                f"Expected gainstage.telemetry(opt_state), or of an optimizer, for info; got "
-                f"{type(info).__name__}."
-            )
-        if isinstance(info.finite, jax.Array) and info.finite.is_deleted():
-            raise ValueError(
-                "Expected the info of the last step; got one that was donated to a later step. "
-                "Call write before the next step."
-            )
+        step = _checked(step, info)
         if not self._writes:
             return False
         if self._is_first:
@@ -166,9 +161,18 @@ class StepRecorder:
         self._finite, self._bad = 0, self._bad + 1
         if not (self._due or (self._bad >= MANY and not self._kept)):
             return False
-        self._kept = self._wrote(step, float(info.loss_scale), args)
+        self._kept = self._wrote(step, info, args)
         self._due = not self._kept
         return self._kept
+
+    def save(self, step: int, info: StepInfo, *args: PyTree) -> bool:
+        """Saves a step, whether it is bad or not.
+
+        The X-ray then says what small numbers it loses. Arguments, result and errors are those of
+        `write`.
+        """
+        step = _checked(step, info)
+        return self._writes and self._wrote(step, info, args)
 
     def _check(self, args: Sequence[Any]) -> None:
         """Warns at the first step if a bad one could not be saved."""
@@ -186,9 +190,10 @@ class StepRecorder:
             )
         return packed
 
-    def _wrote(self, step: int, scale: float, args: Sequence[Any]) -> bool:
+    def _wrote(self, step: int, info: StepInfo, args: Sequence[Any]) -> bool:
         """Writes a step file; returns whether that succeeded."""
-        about = {"step": step, "scale": scale, "versions": versions(), "settings": settings()}
+        of_step = {"step": step, "scale": float(info.loss_scale), "finite": bool(info.finite)}
+        about = {**of_step, "versions": versions(), "settings": settings()}
         try:
             step_file.write(self._part, about, self._packed(args))
             with deferred_signals():
@@ -203,7 +208,7 @@ class StepRecorder:
                 self._warned = False
                 return True
         except (OSError, MemoryError, ValueError) as error:
-            self._warn(f"Step {step} was bad, and could not be kept: {error}")
+            self._warn(f"Step {step} could not be kept: {error}")
             return False
         finally:
             with contextlib.suppress(OSError):
@@ -216,6 +221,22 @@ class StepRecorder:
         if not self._warned:
             self._warned = True
             warnings.warn(f"{message.rstrip('.')}. The run goes on.", stacklevel=4)
+
+
+def _checked(step: int, info: StepInfo) -> int:
+    """The step, if it is one, and `info` that of the last step."""
+    check_not_importing()
+    if not isinstance(info, StepInfo):
+        raise TypeError(
+            f"Expected gainstage.telemetry(opt_state), or of an optimizer, for info; got "
+            f"{type(info).__name__}."
+        )
+    if isinstance(info.finite, jax.Array) and info.finite.is_deleted():
+        raise ValueError(
+            "Expected the info of the last step; got one that was donated to a later step. "
+            "Call write before the next step."
+        )
+    return checks.integer("step", step, low=0, high=2**53)
 
 
 def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> BadStep:

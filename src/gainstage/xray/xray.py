@@ -30,6 +30,8 @@ __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
 TryPlan = Callable[[], PlanTrial]
 SHOWN_CAUSES = 3  # causes that are printed
+NEEDED = "2^0 does not fit: float16 needs loss scaling at these weights"
+NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
 
 
 def xray(
@@ -209,10 +211,16 @@ class Xray:
         lines += [self.comparison] if self.comparison else []
         lines += [f"cause: {cause}" for cause in self.causes[:SHOWN_CAUSES]]
         if len(self.causes) > SHOWN_CAUSES:
-            lines.append(f"and {len(self.causes) - SHOWN_CAUSES} more causes")
+            more = len(self.causes) - SHOWN_CAUSES
+            lines.append(f"and {more} more cause{'s' * (more > 1)}")
         window = self.window()
         if math.isfinite(window.low) and math.isfinite(window.high):
             lines.append(_described(window))
+            if self.scale == 1 and not window.is_empty:
+                needed = not window.low <= 0 <= window.high
+                lines.append(NEEDED if needed else NOT_NEEDED)
+        elif not any(result.is_half for result in self._ran.results):
+            lines.append("nothing of this step is in half precision")
         lines += [f"tried: {remedy}" for remedy in self.remedies]
         lines += [self.conclusion] if self.conclusion else []
         if self.unseen:
