@@ -79,9 +79,9 @@ def test_integers_among_the_parameters_have_no_gradient(compiled):
         def loss(params):
             return (params["w"] * params["table"][1] * factor).sum()
 
-        loss, grads = gs.value_and_grad(loss, state, using=using)(params)
-        updates, state = tx.update(grads, state, params)
-        return loss, grads, updates, state
+        loss_value, grads = gs.value_and_grad(loss, state, using=using)(params)
+        updates, state = tx.update(grads, state, params, value=loss_value)
+        return loss_value, grads, updates, state
 
     step, state = jax.jit(step) if compiled else step, tx.init(params)
     loss, grads, updates, state = step(params, state, 1.0)
@@ -289,7 +289,8 @@ def test_half_precision_state_is_float32():
 
 
 def test_a_rule_gets_the_loss_as_value():
-    """`value=` reaches a rule that measures the loss, and a transformation that wants it."""
+    """`value=` reaches a rule that measures the loss, and a transformation that wants it. Without
+    it such a rule warns once, with the line to write."""
     seen = []
 
     class Watching(gs.FixedLossScale):
@@ -302,6 +303,8 @@ def test_a_rule_gets_the_loss_as_value():
     params, tx, state = make(optax.sgd(0.1), rule=Watching(1.0))
     grads = {"w": jnp.array([1, -3, jnp.inf, 0.0]), "b": jnp.float32(2)}
     tx.update(grads, state, params, value=jnp.float16(2.5))
+    with pytest.warns(UserWarning, match=r"loss, which Watching measures.*params, value=loss\)"):
+        tx.update(grads, state, params)
     tx.update(grads, state, params)
     assert seen[0] == {"loss": 2.5, "max_abs": 3.0, "any_nan": 0.0, "any_inf": 1.0}
     assert np.isnan(seen[1]["loss"])
@@ -642,8 +645,8 @@ def test_a_fresh_state_can_be_donated(rule, told):
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state):
-        _, grads = gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)(params)
-        updates, state = tx.update(grads, state, params)
+        loss, grads = gs.value_and_grad(lambda p: (p["w"] ** 2).sum(), state)(params)
+        updates, state = tx.update(grads, state, params, value=loss)
         return optax.apply_updates(params, updates), state
 
     for _ in range(2):

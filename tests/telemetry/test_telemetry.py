@@ -400,6 +400,7 @@ def test_at_the_floor_a_run_goes_on_and_can_be_asked():
         pytest.param("debug_infs", gs.DynamicLossScale, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*does not get the loss")  # of an adaptive rule
 @pytest.mark.parametrize("how", ["train_step", "eager", "no loss", "ours", "ours, uncompiled"])
 def test_healthy_steps_pass_under_debug_flags(flag, how, rule):
     """No telemetry and no rule marks anything with a NaN or an inf that JAX would stop at."""

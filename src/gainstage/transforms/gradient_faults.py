@@ -47,6 +47,11 @@ UNMOVED = (
     "gainstage.value_and_grad(loss_fn, opt_state), and leave loss_scale= out. For a fixed scale, "
     "write gainstage.loss_scaled(tx, gainstage.FixedLossScale(scale))."
 )
+NO_LOSS = (
+    "This update of gainstage.loss_scaled does not get the loss, which {rule} measures: without it "
+    "a NaN in the data looks like an overflow, and lowers the scale. Write tx.update(grads, "
+    "opt_state, params, value=loss), or take gainstage.DynamicLossScale()."
+)
 NARROW = (
     "This update of gainstage.loss_scaled got true gradients in float16, which has lost the small "
     "ones again. Pass on the gradients in float32, as value_and_grad returns them. To send fewer "

@@ -37,7 +37,14 @@ from gainstage.rules.loss_scale import (
     start,
 )
 from gainstage.transforms import models
-from gainstage.transforms.gradient_faults import FROZEN, STALE, UNMOVED, UPDATED, fault
+from gainstage.transforms.gradient_faults import (
+    FROZEN,
+    NO_LOSS,
+    STALE,
+    UNMOVED,
+    UPDATED,
+    fault,
+)
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
     states_in,
@@ -322,6 +329,9 @@ class ScaledTransformation:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, self._told)
             if "value_fn" in extra:
                 extra["value_fn"] = told_if_half(extra["value_fn"], self._told)
+        carries = isinstance(state, WithLossScaleState)  # of a trainer, which has no value= to pass
+        if "loss" in self.rule.measures and extra.get("value") is None and not carries:
+            self._tell(NO_LOSS.format(rule=type(self.rule).__name__))
         if jax.sharding.get_abstract_mesh().manual_axes:
             self._tell(summed(updates))
         if isinstance(state.applied, jax.Array):

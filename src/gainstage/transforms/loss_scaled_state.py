@@ -31,6 +31,11 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
             "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
             "scaling, loss_scaled(tx, FixedLossScale(1.0))."
         )
+        if any(base.__module__.startswith("keras.") for base in type(opt_state).__mro__):
+            remedy = (
+                "It is an optimizer of Keras: read its loss_scale, and pass "
+                "gainstage.interop.keras.LogLossScale() to fit."
+            )
         if found:
             remedy = "One loss has one scale: loss_scaled(optax.multi_transform(...))."
         inside = jax.tree.structure(opt_state, is_leaf=_is_state)
