@@ -133,6 +133,37 @@ def test_the_log_warns_of_an_epoch_by_the_scale_at_its_start():
         )  # fmt: skip
 
 
+def test_the_log_warns_of_single_bad_steps_that_go_on():
+    """One bad step of eight in each epoch is told once it is more than eight in all, with the rule
+    that keeps the scale through it."""
+    x, y = np.ones((16, 2), "float32"), np.ones((16, 1), "float32")
+    x[3] = np.nan
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(LossScaleOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    how = {"batch_size": 2, "verbose": 0, "shuffle": False, "callbacks": [LogLossScale()]}
+    model.fit(x, y, epochs=8, **how)
+    told = (
+        r"9 of the 72 steps so far were skipped; .*rule=gs.DynamicLossScale\(hysteresis=2\) keeps"
+    )
+    with pytest.warns(UserWarning, match=told):
+        model.fit(x, y, epochs=9, **how)
+
+
+def test_a_log_of_an_optimizer_without_a_scale_is_refused():
+    """The error names the optimizer, and how to compile the model."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    with pytest.raises(TypeError, match=r"got SGD\. Write model.compile\(gainstage.interop.keras"):
+        model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=[LogLossScale()])
+
+
+def test_an_optimizer_of_keras_is_no_state_of_optax():
+    """Asked for the telemetry of Keras's optimizer, the error names what Keras's users read."""
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.01))
+    with pytest.raises(ValueError, match=r"optimizer of Keras: read its loss_scale, .* to fit"):
+        gs.telemetry(optimizer)
+
+
 def test_averages_replace_the_weights_once_there_are_some():
     """At the end of `fit`; if every step was skipped the weights stay what they were."""
     averaged, _ = fitted(LossScaleOptimizer(SGD(0.05, use_ema=True, ema_momentum=0.5)), epochs=1)

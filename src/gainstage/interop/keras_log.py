@@ -6,7 +6,6 @@ from typing import Any
 
 from gainstage._base.checks import as_power
 from gainstage.interop.keras_backend import keras
-from gainstage.rules.loss_scale import DynamicLossScale
 from gainstage.runs.alarms import SHARE, Alarm
 from gainstage.runs.skip_causes import SkipCause, cause_of
 
@@ -14,7 +13,8 @@ from gainstage.runs.skip_causes import SkipCause, cause_of
 class LogLossScale(keras.callbacks.Callback):
     """Adds `loss_scale` and `skipped_steps` (since `fit` began) to each epoch's logs and history.
 
-    It warns once if an epoch skips more steps than a search for the scale explains.
+    It warns once if an epoch skips more steps than a search for the scale explains, or if more than
+    a tenth of all steps were skipped in three epochs or more.
 
     Examples:
         >>> import keras, numpy as np
@@ -31,6 +31,13 @@ class LogLossScale(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts the count of steps."""
+        if not hasattr(self.model.optimizer, "dynamic_scale"):
+            raise TypeError(
+                f"Expected a model that was compiled with a LossScaleOptimizer for LogLossScale; "
+                f"got {type(self.model.optimizer).__name__}. Write model.compile(gainstage.interop."
+                f"keras.LossScaleOptimizer(optimizer), ...)."
+            )
+        self._epochs = 0  # with skipped steps
         self._steps, self._before, self._skipped = 0, self._iterations(), 0
         self._scale = float(self.model.optimizer.dynamic_scale.value)
 
@@ -52,17 +59,25 @@ class LogLossScale(keras.callbacks.Callback):
     def _warn(self, epoch: int, skipped: int, scale: float, loss: float) -> None:
         searched = max(0.0, math.log2(self._scale / scale))
         bad = cause_of(loss=loss) is SkipCause.BAD_LOSS
-        if self._warned or skipped <= 8 or not (bad or skipped - searched > SHARE * self._last):
+        self._epochs += skipped > 0
+        all_skipped = self._skipped + skipped
+        often = self._epochs >= 3 and 8 < all_skipped > SHARE * self._steps
+        many = skipped > 8 and (bad or skipped - searched > SHARE * self._last)
+        if self._warned or not (many or often):
             return
         self._warned = True
         why = "The loss was not finite; no scale helps then. " if bad else ""
+        which = f"{skipped} of the {self._last} steps of epoch {epoch + 1}"
+        if not many:
+            which = f"{all_skipped} of the {self._steps} steps so far"
         message = (
-            f"{skipped} of the {self._last} steps of epoch {epoch + 1} were skipped; the loss "
-            f"scale went from {as_power(self._scale)} to {as_power(scale)}. {why}Look at the data "
-            f"and the learning rate."
+            f"{which} were skipped; the loss scale went from {as_power(self._scale)} to "
+            f"{as_power(scale)}. {why}Look at the data and the learning rate."
         )
-        if isinstance(self.model.optimizer.rule, DynamicLossScale):
-            message += " rule=gs.AdaptiveLossScale() does not lower the scale for bad data."
+        if getattr(self.model.optimizer.rule, "hysteresis", 2) == 1:
+            message += (
+                " rule=gs.DynamicLossScale(hysteresis=2) keeps the scale through single bad steps."
+            )
         warnings.warn(Alarm("skips", self._steps, message), stacklevel=2)
 
     def _iterations(self) -> int:
