@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name == "ProgressBar":  # imports rich, an extra
         return importlib.import_module("gainstage.runs.progress").ProgressBar

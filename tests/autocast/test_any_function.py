@@ -419,6 +419,15 @@ def test_autocast_that_casts_something_or_need_not_is_silent(loss):
     gs.autocast(loss)(draw(1, 16, 4))
 
 
+def test_keep_float32_without_parentheses_names_them():
+    """As a decorator without parentheses it is refused, with both ways to write it."""
+    with pytest.raises(TypeError, match=r"write `with gainstage.keep_float32\(\):`, or `@gains"):
+
+        @gs.keep_float32
+        def kept(x):
+            return x
+
+
 def test_what_is_called_inside_of_keep_float32_is_float32():
     """A compiled function under autocast is float32 in the scope, and half precision outside."""
     w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))

@@ -314,6 +314,32 @@ def test_a_rule_gets_the_loss_as_value():
     tx.update(jax.tree.map(jnp.zeros_like, params), state, params, value=1.0)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            lambda tx, params: tx,
+            r"a transformation\. Pass its state: opt_state = tx.init\(params\)",
+        ),
+        (
+            lambda tx, params: params,
+            r"an object of type dict\. It has no state of optax: are the arg",
+        ),
+        (lambda tx, params: 0, r"got 0 in 0\. It has no state of optax: are the arguments in ano"),
+        (lambda tx, params: optax.adam(0.1).init(params), r"Wrap the transformation: tx = gain"),
+    ],
+    ids=["transformation", "parameters", "number", "plain optax"],
+)
+def test_what_is_no_state_is_named_with_its_own_remedy(wrong, words):
+    """The error says what was passed in place of the state, and what to write."""
+    params = {"w": jnp.ones(3)}
+    tx = gs.loss_scaled(optax.adam(0.1))
+    with pytest.raises(ValueError, match=words):
+        gs.value_and_grad(loss_fn, wrong(tx, params))(params)
+    with pytest.raises(ValueError, match=words):
+        gs.loss_scale(wrong(tx, params))
+
+
 def test_the_state_is_found_or_named():
     """No state, or two, is a ValueError that says what was found."""
     params = {"w": jnp.ones(3)}

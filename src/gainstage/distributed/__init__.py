@@ -19,3 +19,7 @@ __all__ = [
     "mean_gradients",
     "sum_in_float32",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

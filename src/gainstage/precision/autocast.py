@@ -158,6 +158,14 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
     Source: `torch.autocast(enabled=False)`.
     """
 
+    def __new__(cls, *args: Any) -> "keep_float32":
+        if args:
+            raise TypeError(
+                "keep_float32 takes no arguments: write `with gainstage.keep_float32():`, or "
+                "`@gainstage.keep_float32()` above the function."
+            )
+        return super().__new__(cls)
+
     def __enter__(self) -> None:
         self._scopes = contextlib.ExitStack()
         self._scopes.enter_context(jax.named_scope(KEEP_SCOPE))  # of operations

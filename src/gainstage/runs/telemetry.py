@@ -25,8 +25,8 @@ OFF = 0.01  # the smallest rounding error that matters, as a share of the root m
 
 def telemetry(opt_or_state: Any) -> StepInfo:
     """Returns the telemetry of the last step: `finite` (all gradients were finite), `applied` (the
-    update was taken), `loss_scale`, the `skipped_steps` and `applied_steps` so far, and `grad_norm`
-    and `max_abs` of the true gradients.
+    update was taken), `loss_scale`, the `skipped_steps`, `applied_steps` and `retried_steps` so
+    far, and `grad_norm` and `max_abs` of the true gradients.
 
     Return it from a compiled step beside the loss: it stays on the device until you read it.
     `max_abs` is measured every 17th applied step, in skipped steps and in the first step after

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import Observed
@@ -27,24 +28,40 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
 
     found = states_in(opt_state)
     if len(found) != 1:
-        remedy = (
-            "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
-            "scaling, loss_scaled(tx, FixedLossScale(1.0))."
-        )
-        if any(base.__module__.startswith("keras.") for base in type(opt_state).__mro__):
-            remedy = (
-                "It is an optimizer of Keras: read its loss_scale, and pass "
-                "gainstage.interop.keras.LogLossScale() to fit."
-            )
-        if found:
-            remedy = "One loss has one scale: loss_scaled(optax.multi_transform(...))."
-        inside = jax.tree.structure(opt_state, is_leaf=_is_state)
         raise ValueError(
             f"Expected exactly one state of gainstage.loss_scaled(tx).init(params) in opt_state; "
-            f"got {len(found)}. {remedy} It was a {type(opt_state).__name__} of {brief(inside)}."
+            f"got {len(found)} in {_kind(opt_state)}. {_remedy(opt_state, found)}"
         )
     state = found[0]
     return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+
+
+def _kind(tree: PyTree) -> str:
+    """What a user passed, in a few words."""
+    if isinstance(tree, optax.GradientTransformation):
+        return "a transformation"
+    name = type(tree).__name__
+    return brief(repr(tree)) if isinstance(tree, int | float | str) else f"an object of type {name}"
+
+
+def _remedy(tree: PyTree, found: Sequence[LossScaledState]) -> str:
+    """What to write instead of something that has no state of `loss_scaled`, or several."""
+    if found:
+        return "One loss has one scale: loss_scaled(optax.multi_transform(...))."
+    if isinstance(tree, optax.GradientTransformation):
+        return "Pass its state: opt_state = tx.init(params)."
+    if any(base.__module__.startswith("keras.") for base in type(tree).__mro__):
+        return (
+            "It is an optimizer of Keras: read its loss_scale, and pass "
+            "gainstage.interop.keras.LogLossScale() to fit."
+        )
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: type(x).__module__.startswith("optax"))
+    if not any(type(node).__module__.startswith("optax") for node in nodes):
+        return "It has no state of optax: are the arguments in another order?"
+    return (
+        "Wrap the transformation: tx = gainstage.loss_scaled(tx); for steps without loss "
+        "scaling, loss_scaled(tx, FixedLossScale(1.0))."
+    )
 
 
 # What keeps or hides a non-finite gradient if it stands around `loss_scaled`, by the name of its
