@@ -385,7 +385,7 @@ def test_telemetry_records_the_steps():
     plain.build([gs.Variable(1.0)])
     run(opt, [np.nan])
     assert len(opt.variables) == len(plain.variables) + 9
-    assert "variable: 1 of 1" in str(gs.diagnostics.report(opt))
+    assert "variable: NaN in 1 of 1 skipped step" in str(gs.diagnostics.report(opt))
     assert (bool(gs.telemetry(opt).finite), int(gs.telemetry(opt).skipped_steps)) == (False, 1)
 
 
