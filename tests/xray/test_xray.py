@@ -553,3 +553,27 @@ def test_the_error_of_large_gradients_is_measured():
 
     found = xray(loss, jnp.ones((8, 4)) / 3, x, scale=1.0)
     assert 1e-4 < max(found.gradient_errors.values()) < 0.1
+
+
+def test_at_a_scale_of_1_it_says_whether_scaling_is_needed():
+    """The X-ray of an unscaled step ends the question: 2^0 fits, or it does not; of a step without
+    half precision it says so."""
+
+    def loss_fn(w, count, dtype):
+        return jnp.square(jnp.ones((4, 8), dtype) @ w.astype(dtype)).astype("float32").sum() / count
+
+    w = jnp.full((8, 2), 0.1)
+    for count, words in ((1.0, "2^0 fits: float16 needs no"), (2.0**30, "2^0 does not fit")):
+        x = gs.diagnostics.xray(lambda w, n=count: loss_fn(w, n, "float16"), w, prescribe=False)
+        assert words in str(x)
+    x = gs.diagnostics.xray(lambda w: loss_fn(w, 1.0, "float32"), w)
+    assert "nothing of this step is in half precision" in str(x)
+
+
+def test_a_change_that_leaves_gradients_far_off_does_not_help():
+    """A remedy with gradients that are more than half off says that it does not help."""
+    remedy = gs.diagnostics.Remedy("scale", "a loss scale of 2^5", (), 32.0, True, 1.5, 5.28)
+    assert str(remedy) == (
+        "a loss scale of 2^5: does not help: finite, loss 1.5, with gradients 528% off"
+    )
+    assert "with gradients within 0.40% of float32" in str(remedy._replace(error=0.004))
