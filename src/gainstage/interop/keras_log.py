@@ -6,6 +6,7 @@ from typing import Any
 
 from gainstage._base.checks import as_power
 from gainstage.interop.keras_backend import keras
+from gainstage.rules.loss_scale import DynamicLossScale
 from gainstage.runs.alarms import SHARE, Alarm
 from gainstage.runs.skip_causes import SkipCause, cause_of
 
@@ -74,7 +75,8 @@ class LogLossScale(keras.callbacks.Callback):
             f"{which} were skipped; the loss scale went from {as_power(self._scale)} to "
             f"{as_power(scale)}. {why}Look at the data and the learning rate."
         )
-        if getattr(self.model.optimizer.rule, "hysteresis", 2) == 1:
+        rule = getattr(self.model.optimizer, "rule", None)  # Keras's own wrapper has none
+        if isinstance(rule, DynamicLossScale) and rule.hysteresis == 1:
             message += (
                 " rule=gs.DynamicLossScale(hysteresis=2) keeps the scale through single bad steps."
             )
