@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 # equation, and a context that hands it on. `ad`, `batching`: whether a value is differentiated.
 from jax._src import core, dtypes, source_info_util
 from jax._src.interpreters.ad import JVPTracer, LinearizeTracer
-from jax._src.interpreters.batching import BatchTracer
+from jax._src.interpreters.batching import BatchTrace, BatchTracer
 
 # `ShapedArray`: the type of an array in a program. `Tracer`: whether a value belongs to one.
 from jax.core import AbstractValue, ShapedArray, Tracer
@@ -51,6 +51,8 @@ __all__ = [
     "ShapedArray",
     "Tracer",
     "Var",
+    "batch_size",
+    "batches_next",
     "computed_by",
     "computes",
     "dce_jaxpr",
@@ -143,6 +145,25 @@ def is_batched(x: Any) -> bool:
     while isinstance(x, (JVPTracer, LinearizeTracer)):
         x = x.primal
     return isinstance(x, BatchTracer)
+
+
+def batch_size(x: Any) -> int:
+    """The number of examples that `jax.vmap` around a function gives to a value, 1 without."""
+    size = 1
+    while isinstance(x, (JVPTracer, LinearizeTracer, BatchTracer)):
+        if isinstance(x, BatchTracer):
+            axis = x.batch_dim
+            size *= x.val.shape[axis] if isinstance(axis, int) else 1
+            x = x.val
+        else:
+            x = x.primal
+    return size
+
+
+def batches_next() -> bool:
+    """Whether `jax.vmap` is the first transformation of the next operation: what is differentiated
+    is then what it makes of it."""
+    return isinstance(trace_ctx.trace, BatchTrace)
 
 
 def refuse_as_argument(cls: type, refuse: Callable[[Any], NoReturn]) -> None:

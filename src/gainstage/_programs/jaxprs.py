@@ -6,6 +6,7 @@
 # the result. A program is what `jax.make_jaxpr` returns, or an inner program of an equation.
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar, cast
@@ -39,6 +40,7 @@ Cast = Callable[[V, AbstractValue], V]
 CALLS = names_with(Trait.CALL)
 CALLBACKS = names_with(Trait.CALLBACK)
 OPAQUE = names_with(Trait.OPAQUE)
+OF_DEVICES = names_with(Trait.DEVICES)
 
 
 def interpret(
@@ -67,10 +69,12 @@ def interpret(
     del values
     used = [*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars]
     last = {v: n for n, some in enumerate(used) for v in some if not isinstance(v, Literal)}
+    indices = itertools.count(), itertools.count(-1, -1)  # as in `_indexed`
     for n, eqn in enumerate(jaxpr.eqns):
+        index = next(indices[eqn.primitive.name in OF_DEVICES])
         if eqn.effects or any(variable in last for variable in eqn.outvars):
             each = (number(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars)
-            known.update(zip(eqn.outvars, compute(eqn, list(each), (*path, n)), strict=True))
+            known.update(zip(eqn.outvars, compute(eqn, list(each), (*path, index)), strict=True))
         for variable in eqn.invars:
             if not isinstance(variable, Literal) and last[variable] == n:
                 known.pop(variable, None)
@@ -159,7 +163,7 @@ def changeable(eqn: JaxprEqn) -> list[tuple[AnyJaxpr, int | None]]:
 
 def operations(program: AnyJaxpr, path: Path = ()) -> Iterator[tuple[Path, JaxprEqn]]:
     """The paths and equations of a program, without those that contain a changeable program."""
-    for n, eqn in enumerate(open_jaxpr(program).eqns):
+    for n, eqn in _indexed(open_jaxpr(program)):
         parts = changeable(eqn)
         for part, number in parts:
             yield from operations(part, (*path, n) if number is None else (*path, n, number))
@@ -169,7 +173,14 @@ def operations(program: AnyJaxpr, path: Path = ()) -> Iterator[tuple[Path, Jaxpr
 
 def backwards(program: AnyJaxpr) -> Iterator[tuple[int, JaxprEqn]]:
     """The numbers and equations of a program, the last one first."""
-    return reversed(list(enumerate(open_jaxpr(program).eqns)))
+    return reversed(_indexed(open_jaxpr(program)))
+
+
+def _indexed(jaxpr: Jaxpr) -> list[tuple[int, JaxprEqn]]:
+    """The equations with their indices. Those that `jax.shard_map` adds count by themselves, from
+    -1 downwards: the others have the same indices outside of it."""
+    indices = itertools.count(), itertools.count(-1, -1)
+    return [(next(indices[eqn.primitive.name in OF_DEVICES]), eqn) for eqn in jaxpr.eqns]
 
 
 def rebuilt(

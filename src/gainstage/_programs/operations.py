@@ -26,6 +26,7 @@ class Trait(enum.Flag):
     ALGEBRA = enum.auto()  # of a library of linear algebra, which has none in half precision
     CALL = enum.auto()  # only calls one program inside
     CALLBACK = enum.auto()  # calls Python
+    DEVICES = enum.auto()  # the same on several devices: the derivative is a sum over them
     OPAQUE = enum.auto()  # its program is not written in operations on whole arrays
 
 
@@ -43,6 +44,7 @@ OPERATIONS: tuple[tuple[str, Trait], ...] = (
     ("convert_element_type", _T.VIEW),  # which moves from float32 to float32
     ("slice rev concatenate pad dynamic_update_slice split", _T.MOVES),
     ("sharding_constraint optimization_barrier stop_gradient name", _T.MOVES),
+    ("pvary", _T.MOVES | _T.VIEW | _T.DEVICES),
     ("gather dynamic_slice", _T.MOVES | _T.INDEX),
     ("take", _T.INDEX),
     ("reduce_max reduce_min reduce_window_max reduce_window_min", _T.MOVES | _T.CHOICE),

@@ -17,8 +17,11 @@ from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
+from gainstage.precision.cards import H100, Card
+from gainstage.precision.float8_product import How, multiply, to_operand
+from gainstage.precision.float8_rule import Sizes, can_be_float8, is_linear, pays, sizes_of
 from gainstage.precision.needs import Need, needs_of
-from gainstage.precision.plan import DTYPES, Plan
+from gainstage.precision.plan import DTYPES, FLOAT8, Plan
 from gainstage.precision.policy import Policy
 from gainstage.precision.product_width import Width, holds, width
 from gainstage.precision.wide_results import (
@@ -84,7 +87,8 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
 
     Args:
         fun: a function of pytrees or models, such as a loss.
-        plan: "float16" or "bfloat16", the dtype of products; what
+        plan: "float16" or "bfloat16", the dtype of products; "float8", for linear layers that are
+            large enough for an H100 to gain by it, all else as by "float16"; what
             `gainstage.precision.tune` has measured for `fun`; or a `gainstage.precision.Policy`
             with float32 variables. `Policy("float32")` leaves `fun` as it is.
 
@@ -120,13 +124,13 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
     if isinstance(plan, Plan):
         caster = _Caster(DTYPES[plan.dtype], plan)
         cast = replayed(fun, caster.compute, caster.constant, plan.check)
-    elif isinstance(plan, str) and plan in DTYPES:
-        caster = _Caster(DTYPES[plan])
+    elif isinstance(plan, str) and plan in (*DTYPES, FLOAT8):
+        caster = _Caster(DTYPES.get(plan, DTYPES["float16"]), card=H100 if plan == FLOAT8 else None)
         cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell)
     else:
         hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(plan) else ""
         raise ValueError(
-            f"Expected one of {sorted(DTYPES)}, a Plan, or a Policy with float32 "
+            f"Expected one of {sorted([*DTYPES, FLOAT8])}, a Plan, or a Policy with float32 "
             f"variables for plan; got {plan!r}.{hint}"
         )
     cast.autocast_plan = plan
@@ -179,16 +183,23 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
 
 
 class _Caster:
-    """Computes operations in half precision, by a plan or by default rules."""
+    """Computes operations in half precision, by a plan or by default rules.
 
-    def __init__(self, dtype: np.dtype, plan: Plan | None = None):
-        self._dtype, self._plan = dtype, plan
+    Args:
+        dtype: the half-precision dtype.
+        plan: which operations are in which dtype, None for the default rules.
+        card: for which products are in float8, None for none.
+    """
+
+    def __init__(self, dtype: np.dtype, plan: Plan | None = None, card: Card | None = None):
+        self._dtype, self._plan, self._card = dtype, plan, card
         self._needs = dict[Path, Need]()  # what must be exact, by operation
         self._products, self._told = 0, False  # products in half precision; the warning
+        self._float8s, self._small = 0, list[Sizes]()  # those in float8, and those too small for it
 
     def look(self, program: AnyJaxpr) -> None:
         """Looks at a program before it is computed."""
-        self._needs, self._products = needs_of(program), 0
+        self._needs, self._products, self._float8s, self._small = needs_of(program), 0, 0, []
 
     def tell(self, program: AnyJaxpr) -> None:
         """Warns once if no product of a program was computed in half precision."""
@@ -203,6 +214,15 @@ class _Caster:
                 f"autocast has computed no product in {self._dtype}: all {len(each)} are in "
                 f"float64, which it leaves as it is. Under jax_enable_x64, ask for float32 where "
                 f"you create parameters and inputs, as in jnp.zeros(4, jnp.float32)."
+            )
+        if self._card is not None and each and not (self._float8s or self._told):
+            self._told = True
+            largest = max(self._small, key=lambda sizes: sizes.operations, default=None)
+            why = f": the largest linear layer, {largest}, gains nothing on an {self._card.name}"
+            warn(
+                f"autocast has computed no product in float8{why if largest else ''}. They are in "
+                f'{self._dtype}, as by "{self._dtype}". To choose by what the gradients show: '
+                f'gainstage.precision.tune(fun, params, batches, dtype="float8").'
             )
         if each and not (self._products or known or kept or self._told):
             self._told = True
@@ -231,25 +251,28 @@ class _Caster:
         """Computes an operation, in half precision where that is right."""
         wide = [is_float32(variable) for variable in eqn.invars]
         floats = [value for value, is_wide in zip(values, wide, strict=True) if is_wide]
-        held = [getattr(value.x, "dtype", None) == self._dtype for value in floats]
+        dtype = self._dtype_of(floats, path)
+        held = [getattr(value.x, "dtype", None) == dtype for value in floats]
         is_half = bool(held) and all(held)
         self._products += bool(floats) and eqn.primitive.name in PRODUCTS
+        if all(wide) and self._is_float8(eqn, values, held, path):
+            return [Retraced(self._in_float8(eqn, *values))]
         if self._computes(eqn, floats, held, path):
             if eqn.primitive.name == "mul" and _broadcast(eqn, values):
-                return [Retraced(self._product(eqn, *values))]
+                return [Retraced(self._product(eqn, dtype, *values))]
             is_planned = self._plan is not None
-            if not all(holds(self._dtype, x, is_planned) for x in _numbers(eqn, values)):
+            if not all(holds(dtype, x, is_planned) for x in _numbers(eqn, values)):
                 # Linear in the array, so that nothing is kept for the derivative.
-                dtypes = [self._dtype if isinstance(v.x, jax.Array) else SINGLE for v in values]
-                xs = [converted(v.x, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+                dtypes = [dtype if isinstance(v.x, jax.Array) else SINGLE for v in values]
+                xs = [converted(v.x, own) for v, own in zip(values, dtypes, strict=True)]
                 with jaxprs.inside(eqn):
                     product = jnp.multiply(*(x.astype(SINGLE) for x in xs))
-                    return [Retraced(product.astype(self._dtype))]
+                    return [Retraced(product.astype(dtype))]
             xs = [
-                self._rounded(eqn, value) if is_wide else value.x
+                _rounded(eqn, value, dtype) if is_wide else value.x
                 for value, is_wide in zip(values, wide, strict=True)
             ]
-            return [Retraced(x) for x in in_dtype(eqn, xs, self._dtype, {SINGLE})]
+            return [Retraced(x) for x in in_dtype(eqn, xs, dtype, {SINGLE})]
         if self._plan is None:
             known = self._known(eqn, floats, held, path)
             if known is not None:
@@ -257,13 +280,13 @@ class _Caster:
         elif is_half and power_of(eqn):
             return [Retraced(power(eqn, floats[0]))]
         if is_half and _is_activation(eqn) and path not in self._needs:
-            return [Retraced(x) for x in _activated(eqn, self._dtype, [v.x for v in floats])]
+            return [Retraced(x) for x in _activated(eqn, dtype, [v.x for v in floats])]
         results = [value.x for value in as_written(eqn, values)]
         if is_half and eqn.primitive.name.startswith("custom_"):
             # Operations follow the result of a function with its own derivative, as of `softplus`.
             shapes = {jaxprs.array(v).shape for v in eqn.invars if is_float32(v)}
             results = [
-                x.astype(self._dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
+                x.astype(dtype) if is_float32(v) and jaxprs.array(v).shape in shapes else x
                 for v, x in zip(eqn.outvars, results, strict=True)
             ]
         kinds = [Kind.FREE if h else v.kind for v, h in zip(floats, held, strict=True)]
@@ -271,6 +294,40 @@ class _Caster:
             Kind.POWER if _is_cheap_of_power(eqn, kinds) else _kind(eqn, [v.kind for v in floats])
         )
         return [Retraced(x, kind) for x in results]
+
+    def _dtype_of(self, floats: Sequence[Retraced], path: Path) -> np.dtype:
+        """The half-precision dtype of an operation. One that a plan does not name follows its
+        operands."""
+        planned = self._plan.dtype_of(path) if self._plan else ""
+        if planned in DTYPES:
+            return DTYPES[planned]
+        found = {getattr(value.x, "dtype", None) for value in floats} if self._plan else set()
+        return next((dtype for dtype in DTYPES.values() if dtype in found), self._dtype)
+
+    def _is_float8(
+        self, eqn: JaxprEqn, values: Sequence[Retraced], held: Sequence[bool], path: Path
+    ) -> bool:
+        """Whether an operation is a product in float8: by the plan, or by the rule."""
+        if self._plan is not None:
+            return self._plan.dtype_of(path) == FLOAT8
+        if self._card is None or not can_be_float8(eqn, values) or not is_linear(values):
+            return False
+        if self._width(eqn, values, held, path) is not Width.HALF:
+            return False
+        sizes = sizes_of(eqn, values)
+        if pays(sizes, self._card):
+            return True
+        self._small.append(sizes)
+        return False
+
+    def _in_float8(self, eqn: JaxprEqn, x: Retraced, w: Retraced) -> jax.Array:
+        """A product in float8, whose result is in half precision."""
+        self._float8s += 1
+        with jaxprs.inside(eqn):
+            left, right = (converted(value.x, self._dtype) for value in (x, w))
+            dims, sharding = eqn.params["dimension_numbers"], eqn.params["out_sharding"]
+            how = How(dims, self._dtype, left.dtype, right.dtype, sharding)
+            return multiply(how, left, right, x.once(to_operand), w.once(to_operand))
 
     def _known(
         self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
@@ -296,22 +353,14 @@ class _Caster:
         is_batched, is_square = _is_batched(floats), Need.SQUARE in need
         return width(eqn, held, is_batched, is_square, leads=Need.RESULT in need)
 
-    def _rounded(self, eqn: JaxprEqn, value: Retraced) -> jax.Array:
-        """An operand of an operation in half precision."""
-        x = value.x
-        if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
-            # The derivative of a bias is a sum over an axis, which stays in float32.
-            x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
-        return converted(x, self._dtype)
-
-    def _product(self, eqn: JaxprEqn, *values: Retraced) -> jax.Array:
+    def _product(self, eqn: JaxprEqn, dtype: np.dtype, *values: Retraced) -> jax.Array:
         """A product with a broadcast operand. A factor of a layer, which may be small, stays in
         float32, unless a plan has measured it; that of a normalisation is about 1."""
         is_measured = self._plan is not None or any(v.kind is Kind.NORMALISED for v in values)
         wide = (bool(_broadcast(eqn, [v])) for v in values)
         pairs = zip(values, wide, strict=True)
-        xs = [v.float32 if w else converted(v.x, self._dtype) for v, w in pairs]
-        return broadcast_product(eqn, xs, self._dtype if is_measured else SINGLE, self._dtype)
+        xs = [v.float32 if w else converted(v.x, dtype) for v, w in pairs]
+        return broadcast_product(eqn, xs, dtype if is_measured else SINGLE, dtype)
 
     def _computes(
         self, eqn: JaxprEqn, floats: Sequence[Retraced], held: Sequence[bool], path: Path
@@ -324,8 +373,10 @@ class _Caster:
             held: whether each of them is in half precision.
             path: where it is.
         """
+        if eqn.primitive.name in jaxprs.OF_DEVICES:  # cotangents are added up in float32
+            return False
         if self._plan is not None and not moves(eqn):
-            return self._plan.is_half(path)
+            return self._plan.dtype_of(path) in DTYPES
         if eqn.primitive.name in PRODUCTS:
             return self._width(eqn, floats, held, path) is Width.HALF
         is_by_much = any(abs(x) >= LARGE_FACTOR for x in _numbers(eqn, floats))
@@ -339,6 +390,15 @@ class _Caster:
         # The factors and biases after a normalisation are parameters that are broadcast.
         is_normalised = free == {Kind.FREE, Kind.NORMALISED} and bool(_broadcast(eqn, floats))
         return free <= {Kind.FREE, Kind.NORMALISED} and (any(held) or is_normalised)
+
+
+def _rounded(eqn: JaxprEqn, value: Retraced, dtype: np.dtype) -> jax.Array:
+    """An operand of an operation in half precision."""
+    x = value.x
+    if eqn.primitive.name in ("add", "sub") and _broadcast(eqn, [value]):
+        # The derivative of a bias is a sum over an axis, which stays in float32.
+        x = jnp.broadcast_to(value.float32, jaxprs.array(eqn.outvars[0]).shape)
+    return converted(x, dtype)
 
 
 def _numbers(eqn: JaxprEqn, values: Sequence[Retraced]) -> list[float]:

@@ -6,29 +6,34 @@
 # `vmap`, `scan`, microbatches or devices.
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
 from gainstage._scaling.float8_states import DotScaling, Scaling, Seen
-from gainstage._variables.sharding import typed_sharding, varying_like
-from gainstage._variables.types import Given, PyTree
+from gainstage._variables.sharding import varying_like
+from gainstage._variables.types import PyTree
+from gainstage.precision.float8_product import (
+    BITS,
+    Dims,
+    Tensor8,
+    bits_to_fit,
+    product,
+    to_left,
+    to_right,
+)
 
 __all__ = ["DotScaling", "Scaling", "Seen", "cast", "dot", "dot_scaling", "scaling", "update"]
 
 Scalings = TypeVar("Scalings")  # a pytree of them
 
-BITS = 126  # factors are from 2**-126 to 2**126: beyond, they or their reciprocals flush to 0
 MOST_STEPS = 2**24  # steps: float32 cannot count further
 
 
@@ -86,10 +91,7 @@ def cast(x: npt.ArrayLike, factor: ArrayLike, dtype: DTypeLike) -> tuple[jax.Arr
         return mask.sum(dtype=jnp.int32).astype(jnp.float32)
 
     largest = jnp.where(finite, jnp.abs(x), 0).max(initial=0)
-    # The largest power of two that fits, from exponents, because `log2` would round.
-    limit, top = math.frexp(high)
-    part, exponent = jnp.frexp(largest)
-    bits = jnp.clip(top - exponent - (part > jnp.float32(limit)), -BITS, BITS)
+    bits = bits_to_fit(largest, high)
     best = (jnp.arange(-BITS, BITS + 1) == bits) & (largest > 0)
     seen = Seen(best.astype(jnp.float32), count(clamped), count(~finite))
     return kept.astype(dtype), seen
@@ -154,7 +156,6 @@ def dot(
     return _dot(dtypes, *varying_like(arguments, jax.tree.leaves(arguments)))
 
 
-Axes = tuple[Sequence[int], Sequence[int]]
 # What the backward pass needs: the operands in float8, the counts of their casts, the scalings.
 Kept = tuple[jax.Array, jax.Array, Seen, Seen, DotScaling]
 
@@ -164,12 +165,21 @@ def _dot(dtypes: tuple[np.dtype, ...], x: jax.Array, w: jax.Array, state: DotSca
     return _forward(dtypes, x, w, state)[0]
 
 
+def _dims(x: jax.Array) -> Dims:
+    """The last axis of the left operand, and the first of the right one."""
+    return ((x.ndim - 1,), (0,)), ((), ())
+
+
+def _tensor(x8: jax.Array, state: Scaling) -> Tensor8:
+    return Tensor8(x8, 1 / state.factor)
+
+
 def _forward(
     dtypes: tuple[np.dtype, ...], x: jax.Array, w: jax.Array, state: DotScaling
 ) -> tuple[jax.Array, Kept]:
     x8, seen_x = cast(x, state.x.factor, dtypes[0])
     w8, seen_w = cast(w, state.w.factor, dtypes[0])
-    out = _product(x8, w8, ([x.ndim - 1], [0]), (state.x, state.w))
+    out = product(_tensor(x8, state.x), _tensor(w8, state.w), _dims(x))
     return out.astype(dtypes[4]), (x8, w8, seen_x, seen_w, state)
 
 
@@ -192,9 +202,9 @@ def _backward(
         cotangent = jnp.zeros(unused.shape, unused.dtype)
     x8, w8, seen_x, seen_w, state = kept
     g8, seen_g = cast(cotangent, state.cotangent.factor, dtypes[1])
-    rows, columns = range(x8.ndim - 1), range(x8.ndim - 1, g8.ndim)
-    to_x = _product(g8, w8, (columns, range(1, w8.ndim)), (state.cotangent, state.w), x8)
-    to_w = _product(x8, g8, (rows, rows), (state.x, state.cotangent), w8)
+    left, right = _tensor(x8, state.x), _tensor(w8, state.w)
+    g, dims = _tensor(g8, state.cotangent), _dims(x8)
+    to_x, to_w = to_left(g, x8, right, dims), to_right(g, left, w8, dims)
     zeros = [None] * 5  # `custom_vjp` takes None for zeros
     seen = (Scaling._make([*zeros, seen]) for seen in (seen_x, seen_w, seen_g))
     return to_x.astype(dtypes[2]), to_w.astype(dtypes[3]), DotScaling(*seen)
@@ -264,15 +274,3 @@ def _range(dtype: DTypeLike) -> tuple[np.dtype, float, float]:
     low = float(info.min)
     # float8_e8m0fnu has no sign and no zero, and starts at a subnormal of float32.
     return dtype, max(low, 2.0**-BITS) if low > 0 else low, float(info.max)
-
-
-def _product(
-    a: jax.Array, b: jax.Array, over: Axes, scalings: Sequence[Scaling], like: Given = None
-) -> jax.Array:
-    """The product over pairs of axes in float32, divided by the factors, with the sharding of
-    `like`."""
-    pairs, dtype, sharding = (over, ((), ())), jnp.float32, typed_sharding(like)
-    out = lax.dot_general(a, b, pairs, preferred_element_type=dtype, out_sharding=sharding)
-    for one in scalings:  # separately: the product of the reciprocals could overflow
-        out = out * (1 / one.factor)
-    return out

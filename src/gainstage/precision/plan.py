@@ -23,6 +23,7 @@ __all__ = ["Operation", "Plan"]
 LINEAR_ALGEBRA = names_with(Trait.ALGEBRA)
 VERSION = 1  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
+FLOAT8 = "float8"  # of products in a plan, and the default rule with them
 
 
 class Operation(NamedTuple):
@@ -30,7 +31,7 @@ class Operation(NamedTuple):
 
     path: tuple[int, ...]  # where it is in the program
     name: str  # JAX's name, such as `dot_general`
-    dtype: str  # in which it is computed: "float32", or the plan's dtype
+    dtype: str  # in which it is computed: "float32", "float16", "bfloat16", and "float8" of products
     line: str  # file and line
     layer: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
     share: float  # the relative error of the gradient if only this line is in half precision
@@ -75,7 +76,7 @@ class Plan:
         self.predicted: float = predicted
         self.measured: float = measured
         self._warned = False
-        self._halves = {o.path for o in self.operations if o.dtype == dtype}
+        self._dtypes = {o.path: o.dtype for o in self.operations}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self._facts() == other._facts()
@@ -86,9 +87,9 @@ class Plan:
     def _facts(self) -> tuple[Any, ...]:
         return self.dtype, self.operations, self.predicted, self.measured, self.shapes
 
-    def is_half(self, path: tuple[int, ...]) -> bool:
-        """Whether the operation with this path is in half precision."""
-        return path in self._halves
+    def dtype_of(self, path: tuple[int, ...]) -> str:
+        """The dtype of the operation with this path; "" for one that the plan does not name."""
+        return self._dtypes.get(path, "")
 
     def check(self, program: AnyJaxpr) -> None:
         """Raises a ValueError if a program is not the one that was measured."""
@@ -147,7 +148,7 @@ class Plan:
             dtype, errors = content["dtype"], (content["predicted"], content["measured"])
             if dtype not in list(DTYPES) or not all(map(_is_number, errors)):
                 raise ValueError(f"dtype {dtype!r}, errors {errors}")
-            rows = [_operation(row, dtype) for row in content["operations"]]
+            rows = [_operation(row) for row in content["operations"]]
             return cls(dtype, rows, errors[0], errors[1], content["shapes"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
@@ -210,13 +211,14 @@ class Plan:
         )
 
 
-def _operation(row: dict[str, Any], dtype: str) -> Operation:
+def _operation(row: dict[str, Any]) -> Operation:
     """A row of a file."""
     operation = Operation(**{**row, "path": tuple(row["path"])})
     numbers = (*operation.path, operation.share, operation.largest)
     texts = (operation.name, operation.line, operation.layer, operation.reason)
     are_right = all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
-    if not are_right or operation.dtype not in ("float32", dtype):
+    of_product = [FLOAT8] if operation.name == "dot_general" else []
+    if not are_right or operation.dtype not in ("float32", *DTYPES, *of_product):
         raise ValueError(f"the row {checks.brief(row)}")
     return operation
 

@@ -58,6 +58,13 @@ class Retraced:
         """The value in float32. One cast serves all uses, so cotangents are added in float32."""
         return converted(self.x, SINGLE)
 
+    def once(self, make: Callable[[Any], Any]) -> Any:
+        """What a function makes of the array. One call serves all uses."""
+        made = vars(self).setdefault("made", {})
+        if make not in made:
+            made[make] = make(self.x)
+        return made[make]
+
 
 # `(equation, operands, path) -> results` of an operation.
 Compute = Callable[[JaxprEqn, list[Retraced], Path], list[Retraced]]

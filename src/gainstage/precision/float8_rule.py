@@ -1,0 +1,69 @@
+"""Which products are in float8: linear layers that are large enough for a card to gain by it."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gainstage._base._jax import JaxprEqn, batch_size
+from gainstage._programs import jaxprs
+from gainstage.precision.cards import Card
+from gainstage.transforms.retrace import Kind, Retraced
+
+FEWEST = 16  # rows, columns or summed elements: below, float8 multiplies no faster
+# Bytes that float8 adds for each element: of an activation or a cotangent, which is read for its
+# largest number (2), read again and written in float8 (2 + 1), and then read twice by products with
+# one byte for two (-2); of a weight, the same from float32 (4, 4 + 1), without float16 (-8).
+BYTES_OF_ACTIVATION, BYTES_OF_WEIGHT = 3, 1
+PRODUCTS_OF_A_STEP = 3  # forward, and the derivatives of both operands
+
+
+class Sizes(NamedTuple):
+    """The sizes of a product of two matrices."""
+
+    rows: int
+    summed: int
+    columns: int
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.rows * self.summed * self.columns
+
+    def __str__(self) -> str:
+        return f"[{self.rows}, {self.summed}] x [{self.summed}, {self.columns}]"
+
+
+def can_be_float8(eqn: JaxprEqn, values: Sequence[Retraced]) -> bool:
+    """Whether a product may be in float8: a `dot_general` without batch axes, large enough for the
+    hardware."""
+    if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
+        return False
+    return min(sizes_of(eqn, values)) >= FEWEST
+
+
+def is_linear(values: Sequence[Retraced]) -> bool:
+    """Whether a product is a linear layer: that of a parameter and an activation."""
+    return sum(value.kind is Kind.FREE for value in values) == 1
+
+
+def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:
+    """The sizes of a `dot_general` without batch axes. The examples of `jax.vmap` are rows."""
+    over = eqn.params["dimension_numbers"][0]
+    shapes = [jaxprs.array(variable).shape for variable in eqn.invars]
+    summed = math.prod(shapes[0][axis] for axis in over[0])
+    rows, columns = (
+        math.prod(shape) // max(summed, 1) * batch_size(value.x)
+        for shape, value in zip(shapes, values, strict=True)
+    )
+    return Sizes(rows, summed, columns)
+
+
+def pays(sizes: Sizes, card: Card) -> bool:
+    """Whether float8 saves more arithmetic than it adds bytes, forwards and backwards."""
+    rows, summed, columns = sizes
+    if not card.float8:
+        return False
+    each = 1 / card.rate("float16") - 1 / card.rate("float8")
+    saved = PRODUCTS_OF_A_STEP * sizes.operations * each
+    added = BYTES_OF_ACTIVATION * rows * (summed + columns) + BYTES_OF_WEIGHT * summed * columns
+    return saved > added / (1e12 * card.memory)
