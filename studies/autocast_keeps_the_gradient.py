@@ -24,13 +24,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import jaxprs_in_params
 from rich.console import Console
 
 import gainstage as gs
 from benchmarks import hlo, lowered
 from benchmarks.harness import environment, file_to_write
 from gainstage.precision import Plan, tune
+from gainstage.precision.costs import kept
 
 from . import DOCS, RESULTS
 from . import autocast_page as page
@@ -171,30 +172,6 @@ def arms(model: Model, plan: Plan) -> dict[str, Loss]:
     found = {"float32": model.loss, "by hand": model.by_hand}
     found |= {"autocast": gs.autocast(model.loss), "plan": gs.autocast(model.loss, plan)}
     return {name: loss for name, loss in found.items() if loss is not None}
-
-
-def kept(loss: Loss, params: Any, batch: Any) -> int:
-    """The bytes that the forward pass keeps for the backward pass, without the arguments.
-
-    Casts of one value to one dtype count once: a compiler merges them.
-    """
-
-    def residuals(params: Any, batch: Any) -> list[Any]:
-        return jax.tree.leaves(jax.vjp(lambda params: loss(params, batch), params)[1])
-
-    jaxpr = jax.make_jaxpr(residuals)(params, batch).jaxpr
-    given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
-    casts = {
-        id(eqn.outvars[0]): (id(eqn.invars[0]), eqn.outvars[0].aval.dtype)
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "convert_element_type"
-    }
-    kept = {
-        casts.get(id(v), id(v)): v.aval
-        for v in jaxpr.outvars
-        if not isinstance(v, Literal) and id(v) not in given
-    }
-    return sum(aval.size * aval.dtype.itemsize for aval in kept.values())
 
 
 def compile_times(losses: dict[str, Loss], params: Any, batch: Any, rounds: int) -> dict[str, Any]:

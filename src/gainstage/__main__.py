@@ -1,4 +1,4 @@
-"""The command line: `gainstage demo`, `doctor`, `report` and `xray`."""
+"""The command line: `gainstage demo`, `doctor`, `advise`, `report` and `xray`."""
 
 import argparse
 import importlib
@@ -55,6 +55,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except RuntimeError as error:  # JAX_PLATFORMS has a platform that is missing here
         print(error, file=sys.stderr)
         return 1
+    if arguments.command == "advise":
+        about = (arguments.function, arguments.batches, arguments.card, arguments.output)
+        return importlib.import_module("gainstage._advise").main(*about)
     if arguments.command == "doctor":
         return importlib.import_module("gainstage._doctor").main()
     demo = importlib.import_module("gainstage.demo")
@@ -149,6 +152,36 @@ def _parser() -> _Parser:
         "computed, then takes a few steps to check loss scaling. Reads and writes no files. The "
         "exit status is 0, or 1 if a check fails or JAX finds no device.",
         examples=["gainstage doctor", "JAX_PLATFORMS=cpu gainstage doctor"],
+    )
+    advise = commands.add_parser(
+        "advise",
+        help="measure what each precision costs on your model and batches",
+        description="Imports a function without arguments that returns (loss_fn, params, batches), "
+        "computes gradients in float32, bfloat16, float16 and float8, and prints what each costs: "
+        "noise, bias, memory and the time of products on paper. Says which to use, with the two "
+        "lines to write. Writes a file only for --output. The exit status is 0, or 1 if the "
+        "function cannot be imported or its gradients cannot be compared.",
+        examples=[
+            "gainstage advise train:what_to_advise",
+            "gainstage advise train:what_to_advise --batches 8 --card T4",
+            "gainstage advise train:what_to_advise --output advice.html",
+        ],
+    )
+    advise.add_argument(
+        "function",
+        type=_function,
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns (loss_fn, params, batches), as for "
+        "gainstage.precision.advise. Its module is imported, also from this directory",
+    )
+    advise.add_argument(
+        "--batches", type=_positive, metavar="N", help="use the first N batches (default: all)"
+    )
+    advise.add_argument(
+        "--card", default="H100", metavar="CARD", help="for the times on paper (default: H100)"
+    )
+    advise.add_argument(
+        "--output", type=_html, metavar="PAGE.html", help="where to write a page (default: nowhere)"
     )
     report = commands.add_parser(
         "report",

@@ -9,6 +9,7 @@ for needed in ("equinox", "flax", "matplotlib", "rich"):
     pytest.importorskip(needed)
 
 import gainstage as gs
+from gainstage.precision.costs import kept
 from studies import autocast_keeps_the_gradient as study
 from studies import autocast_page as page
 from studies.autocast_models import MODELS
@@ -46,9 +47,7 @@ def test_no_more_is_kept_for_the_backward_pass_than_by_hand(name):
     """Default rules keep no more memory than the model by hand, or in float32 if there is none."""
     model = MODELS[name]()
     losses = {"float32": model.loss, "by hand": model.by_hand, "autocast": gs.autocast(model.loss)}
-    sizes = {
-        arm: study.kept(loss, model.params, model.batch(0)) for arm, loss in losses.items() if loss
-    }
+    sizes = {arm: kept(loss, model.params, model.batch(0)) for arm, loss in losses.items() if loss}
     limit = sizes.get("by hand", sizes["float32"])
     assert sizes["autocast"] <= MORE.get(name, page.NOISE) * limit, sizes
 

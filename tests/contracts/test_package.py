@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 ROOMS = [
     "_base", "_programs", "_variables", "optimizers/schedules", "rules", "_scaling", "transforms",
     "typing", "precision", "optimizers/_step", "optimizers", "runs", "xray", "diagnostics",
-    "compat", "distributed", "interop", "demo", "_doctor", "__main__",
+    "compat", "distributed", "interop", "demo", "_doctor",
+    "_advise", "__main__",
 ]  # fmt: skip
 FILES = sorted(SRC.rglob("*.py"))
 

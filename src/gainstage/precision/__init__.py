@@ -1,14 +1,16 @@
-"""What is computed in half precision or float8: measured plans, policies, float8 products.
+"""What a precision costs, and what is computed in it: advice, measured plans, policies, float8.
 
 `autocast` and `keep_float32` are in `gainstage`. It knows nothing of the optimizers.
 """
 
 from gainstage.precision import float8
+from gainstage.precision.advice import Advice, Cost, advise
 from gainstage.precision.plan import Operation, Plan
 from gainstage.precision.policy import Policy
+from gainstage.precision.price import Price
 from gainstage.precision.tuning import tune
 
-__all__ = ["Operation", "Plan", "Policy", "float8", "tune"]
+__all__ = ["Advice", "Cost", "Operation", "Plan", "Policy", "Price", "advise", "float8", "tune"]
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from gainstage._programs.jaxprs import AnyJaxpr, Path
 from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
-from gainstage.precision.cards import H100, Card
+from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import How, multiply, to_operand
 from gainstage.precision.float8_rule import Sizes, can_be_float8, is_linear, pays, sizes_of
 from gainstage.precision.needs import Need, needs_of
@@ -135,6 +135,13 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
         )
     cast.autocast_plan = plan
     return cast
+
+
+def with_float8(fun: Callable[P, R]) -> Callable[P, R]:
+    """`autocast(fun, "float8")` for a card that always gains by it: all linear layers that are not
+    too narrow for the hardware."""
+    caster = _Caster(DTYPES["float16"], card=ANY)
+    return replayed(fun, caster.compute, caster.constant, caster.look)
 
 
 def plan_of(fun: Callable[..., Any]) -> str | Plan | None:

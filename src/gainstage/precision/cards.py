@@ -1,5 +1,6 @@
 """The cards that a precision is priced for: their arithmetic and their memory, as published."""
 
+import math
 from typing import NamedTuple
 
 
@@ -8,16 +9,19 @@ class Card(NamedTuple):
 
     name: str
     float32: float  # TFLOP/s, as JAX multiplies float32 by default
-    float16: float  # None of the cards multiplies bfloat16 faster than float16
+    float16: float  # 0 if it has no products of this dtype
     bfloat16: float
-    float8: float  # 0 if it has no float8 products
+    float8: float
     memory: float  # TB/s
     source: str
 
+    def multiplies(self, dtype: str) -> bool:
+        """Whether it has products of a dtype; others are upcast to float32."""
+        return bool(getattr(self, dtype, self.float32))
+
     def rate(self, dtype: str) -> float:
-        """Multiplications and additions per second. A dtype without products of its own is upcast
-        to float32."""
-        return 1e12 * (getattr(self, dtype) or self.float32)
+        """Multiplications and additions per second."""
+        return 1e12 * (getattr(self, dtype, 0.0) or self.float32)
 
 
 # A card that multiplies TF32 does so by default for float32 products in JAX.
@@ -34,3 +38,5 @@ CARDS = {
     )
 }
 H100 = CARDS["H100"]
+# On which float8 always saves time: to measure what it costs in all layers that can have it.
+ANY = Card("any card", 1.0, 1.0, 1.0, math.inf, math.inf, "")

@@ -14,7 +14,7 @@ FEWEST = 16  # rows, columns or summed elements: below, float8 multiplies no fas
 # largest number (2), read again and written in float8 (2 + 1), and then read twice by products with
 # one byte for two (-2); of a weight, the same from float32 (4, 4 + 1), without float16 (-8).
 BYTES_OF_ACTIVATION, BYTES_OF_WEIGHT = 3, 1
-PRODUCTS_OF_A_STEP = 3  # forward, and the derivatives of both operands
+PASSES = 3  # a product, and the derivatives of both operands
 
 
 class Sizes(NamedTuple):
@@ -64,6 +64,10 @@ def pays(sizes: Sizes, card: Card) -> bool:
     if not card.float8:
         return False
     each = 1 / card.rate("float16") - 1 / card.rate("float8")
-    saved = PRODUCTS_OF_A_STEP * sizes.operations * each
-    added = BYTES_OF_ACTIVATION * rows * (summed + columns) + BYTES_OF_WEIGHT * summed * columns
-    return saved > added / (1e12 * card.memory)
+    added = added_bytes(rows * summed, summed * columns, rows * columns)
+    return PASSES * sizes.operations * each > added / (1e12 * card.memory)
+
+
+def added_bytes(activation: int, weight: int, result: int) -> int:
+    """The bytes that casts add to a step of a linear layer, from the elements of its tensors."""
+    return BYTES_OF_ACTIVATION * (activation + result) + BYTES_OF_WEIGHT * weight

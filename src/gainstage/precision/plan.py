@@ -31,7 +31,9 @@ class Operation(NamedTuple):
 
     path: tuple[int, ...]  # where it is in the program
     name: str  # JAX's name, such as `dot_general`
-    dtype: str  # in which it is computed: "float32", "float16", "bfloat16", and "float8" of products
+    dtype: (
+        str  # in which it is computed: "float32", "float16", "bfloat16", and "float8" of products
+    )
     line: str  # file and line
     layer: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
     share: float  # the relative error of the gradient if only this line is in half precision

@@ -54,11 +54,11 @@ def main(
     options = {}
     try:
         _configure(step_file.description(path))
-        loss_fn = _users("--loss", loss)
+        loss_fn = imported_from("--loss", loss)
         if using is not None:
-            options["using"] = _users("--using", using)
+            options["using"] = imported_from("--using", using)
             _check_takes("--using", using, options["using"], loss_fn, has_aux=True)
-        template = None if like is None else _users("--like", like, made)
+        template = None if like is None else imported_from("--like", like, made)
         jax.devices()  # else a missing platform would look like damage to the file
         bad = bad_step(*step_file.read(path), template, "--like")
         _check_takes("--loss", loss, loss_fn, *bad.args)
@@ -136,20 +136,29 @@ def _configure(about: dict[str, Any]) -> None:
             ) from error
 
 
-def _users(option: str, words: str, use: Callable[[Any], Any] | None = None) -> Any:
+def imported_from(
+    option: str,
+    words: str,
+    use: Callable[[Any], Any] | None = None,
+    command: str = "gainstage xray",
+) -> Any:
     """Imports "module:function"; the module may be in the current directory.
 
     Args:
         option: the option that names it.
         words: "module:function".
         use: what makes a result of it; None if it must be a function itself.
+        command: the command that imports it.
+
+    Raises:
+        ValueError: it cannot be imported, or it raises.
     """
     module, _, name = words.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        with importing("gainstage xray"):
+        with importing(command):
             loaded = importlib.import_module(module)
         found = operator.attrgetter(name)(loaded)
         result = found if use is None else use(found)

@@ -1,0 +1,293 @@
+"""What each precision costs on a model and batches of one's own, before training."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gainstage._base.progress_bar import counted
+from gainstage._variables.types import PyTree, Using
+from gainstage.precision.autocast import autocast, with_float8
+from gainstage.precision.cards import CARDS, Card
+from gainstage.precision.costs import kept, products_of
+from gainstage.precision.price import Price, Reference
+from gainstage.precision.samples import Run, Samples
+
+__all__ = ["Advice", "Cost", "advise"]
+
+MAX_NOISE, MAX_BIAS = 0.01, 0.02  # of what is recommended
+FIRST, HIGHEST, STEP = 15, 24, 3  # exponents of loss scales: the first one tried, the last, a step
+LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
+ALIKE = 1.02  # times on paper whose ratio is below this are the same
+
+
+class Cost(NamedTuple):
+    """What one precision costs."""
+
+    name: str  # "float32", "bfloat16", "float16, unscaled", "float16" or "float8"
+    price: Price
+    exponent: int | None  # that of the largest loss scale that was finite; None without a scale
+    kept: int  # bytes that the forward pass keeps for the backward pass
+    arithmetic: dict[str, float]  # the share of the products' arithmetic in each dtype
+    seconds: float  # of all products of a step on the card, on paper
+
+    @property
+    def dtype(self) -> str:
+        """The word for `gainstage.autocast`."""
+        return self.name.partition(",")[0]
+
+    @property
+    def code(self) -> tuple[str, str]:
+        """The two lines to write, for a loss `loss_fn` and an optax chain `tx`."""
+        rule = "" if self.dtype in ("float16", "float8") else ", gs.FixedLossScale(1.0)"
+        loss = "loss_fn" if self.dtype == "float32" else f'gs.autocast(loss_fn, "{self.dtype}")'
+        return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
+
+
+class Advice:
+    """What each precision costs, as `precision.advise` measured it. `print` it.
+
+    Attributes:
+        costs: a tuple of `Cost`, from float32 to float8.
+        recommended: the `Cost` of the precision to use.
+        reason: why, in a sentence.
+        needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
+            one; None if not even `2**12` times.
+        card: the name of the card of the times.
+        batches: the number of batches.
+        is_clear: whether the mean gradient can be told from the noise of so few batches. If not,
+            bias is given relative to what 100 batches would leave of the noise.
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[Cost],
+        needs_scaling_from: int | None,
+        card: Card,
+        batches: int,
+        is_clear: bool,
+    ):
+        self.costs: tuple[Cost, ...] = tuple(costs)
+        self.needs_scaling_from: int | None = needs_scaling_from
+        self.card: str = card.name
+        self.batches: int = batches
+        self.is_clear: bool = is_clear
+        self.recommended: Cost = _recommended(costs)
+        self.reason: str = _reason(self)
+
+    def __repr__(self) -> str:
+        return f"Advice({self.recommended.name!r}, {self.batches} batches)"
+
+    def __str__(self) -> str:
+        lines = self.table()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        code = [f"    {line}" for line in self.recommended.code]
+        return "\n".join([*table, "", *self.notes(), "", f"Use {self.reason}", *code])
+
+    def table(self) -> list[tuple[str, ...]]:
+        """Returns the rows of the table, the first one with the names of the columns."""
+        head = ("precision", "noise", "bias", "lost to 0", "scale", "kept", "products", self.card)
+        return [head, *map(_line, self.costs)]
+
+    def notes(self) -> list[str]:
+        """Returns what the table does not say, a sentence each."""
+        larger = self.needs_scaling_from
+        needs = {
+            None: "Float16 needs no loss scaling here, nor for batches 4,096 times as large.",
+            1: "Float16 needs loss scaling at this batch size.",
+        }
+        from_then = f"Float16 needs loss scaling from batches about {larger} times as large on."
+        notes = [
+            f"Measured on {self.batches} batches, at one point of training: look again later.",
+            f"Times are those of the products on paper, at the rates of the {self.card}.",
+            needs.get(larger, from_then),
+        ]
+        if not self.is_clear:
+            notes.append(
+                "The mean gradient cannot be told from noise, so bias is relative to the noise "
+                "that is left after 100 batches."
+            )
+        return notes
+
+
+def advise(
+    fun: Callable[..., Any],
+    params: PyTree,
+    batches: Sequence[Any],
+    *,
+    card: str = "H100",
+    has_aux: bool = False,
+    using: Using | None = None,
+    progress: bool = True,
+) -> Advice:
+    """Measures what each precision costs training, on some batches of your own.
+
+    Noise is the variance of rounding errors over that of the batches: 1 % means as if 1 % of each
+    batch were missing. Bias is the error that is the same in each batch, relative to the mean
+    gradient. A precision with at most 1 % and 2 % trains as float32 does. It looks at one point of
+    training: look again later.
+
+    Args:
+        fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
+            before `autocast`.
+        params: its first argument, a pytree or a model.
+        batches: two batches or more, of usual size; four show one digit. A tuple holds the
+            arguments behind the parameters, if there are several.
+        card: for whose rates times are computed: "H100", "A100", "L4", "T4", "V100", "TPU v5e" or
+            "TPU v7".
+        has_aux: whether `fun` returns (loss, aux).
+        using: the function that differentiates, by default as for `gainstage.value_and_grad`.
+        progress: whether to show a progress bar, in a terminal.
+
+    Returns:
+        An `Advice`; `print` it.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, the batches differ in structure or shapes, a
+            loss or gradient is not finite in float32, all gradients are 0, or two calls with one
+            batch differ.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gainstage.precision import advise
+        >>> def loss_fn(w, x, y):
+        ...     return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+        >>> w, *data = (jax.random.normal(jax.random.key(i), (4, 32, 32)) for i in range(3))
+        >>> advice = advise(loss_fn, w[0] / 6, list(zip(*data)))
+        >>> print([cost.name for cost in advice.costs if cost.price.noise < 0.01])
+        ['float32', 'bfloat16', 'float16, unscaled', 'float16', 'float8']
+
+    Source: the noise of batches as in McCandlish et al., 2018, arXiv:1812.06162.
+    """
+    if card not in CARDS:
+        raise ValueError(f"Expected one of {list(CARDS)} for card; got {card!r}.")
+    samples = Samples(fun, params, batches, has_aux, using)
+    start = time.perf_counter()
+    exact = samples.exact()
+    reference = Reference([results[1:] for results in exact])
+    if not reference.variance:
+        raise ValueError("Expected different batches; all of them have the same gradient.")
+    each = (time.perf_counter() - start) / (len(samples) + 1)
+    measured = _Measured(samples, reference, CARDS[card])
+    pieces = 4 * len(samples) + 2 * len(LARGER)
+    with counted(pieces, f"advise, about {each * pieces:.0f} s", shows=progress) as tick:
+        measured.tick = tick
+        half = autocast(fun)
+        of_half = samples.compiled(half)
+        rows = [
+            measured.row("float32", fun, lambda number, _: exact[number], 0),
+            measured.row("bfloat16", *_both(samples, autocast(fun, "bfloat16")), 0),
+            measured.row("float16, unscaled", half, of_half, 0),
+            measured.row("float16", half, of_half, None),
+            measured.row("float8", *_both(samples, with_float8(fun)), None),
+        ]
+        larger = measured.needs_scaling_from(of_half)
+    return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
+
+
+def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], Run]:
+    """A function, and its gradients."""
+    return fun, samples.compiled(fun)
+
+
+class _Measured:
+    """Measurements of one function in several precisions."""
+
+    def __init__(self, samples: Samples, reference: Reference, card: Card):
+        self._samples, self._reference, self._card = samples, reference, card
+        self.tick: Callable[[], Any] = lambda: None
+
+    def row(self, name: str, fun: Callable[..., Any], run: Run, exponent: int | None) -> Cost:
+        """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
+        scaled = exponent is None
+        if exponent is None:
+            exponent = _largest(lambda e: _is_finite(run(0, 2.0**e)))
+        found = []
+        for number in range(len(self._samples)):
+            results = run(number, 2.0**exponent)
+            while scaled and exponent > 0 and not _is_finite(results):
+                exponent -= STEP
+                results = run(number, 2.0**exponent)
+            found.append(results[1:])
+            self.tick()
+        price = self._reference.price(found)
+        args = self._samples.args(self._samples.arrays[0])
+        products = products_of(fun, *args)
+        total = sum(p.operations for p in products) or 1.0
+        shares: dict[str, float] = {}
+        for product in products:
+            shares[product.dtype] = shares.get(product.dtype, 0.0) + product.operations / total
+        seconds = sum(product.seconds(self._card) for product in products)
+        memory = kept(self._loss(fun), *args)
+        return Cost(name, price, exponent if scaled else None, memory, shares, seconds)
+
+    def _loss(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        return (lambda *args: fun(*args)[0]) if self._samples.has_aux else fun
+
+    def needs_scaling_from(self, run: Run) -> int | None:
+        """How many times larger a batch is, at least, for which a precision needs loss scaling. A
+        mean over more examples has smaller cotangents, as a smaller loss scale makes them."""
+        for order in (0, *LARGER):
+            found = [run(number, 2.0**-order)[1:] for number in range(2)]
+            self.tick()
+            if not self._reference.price(found).fits(MAX_NOISE, MAX_BIAS):
+                return 2**order
+        return None
+
+
+def _largest(is_finite: Callable[[int], bool]) -> int:
+    """The largest exponent of a loss scale that is finite, up to `HIGHEST`."""
+    exponent = FIRST
+    if is_finite(exponent):
+        while exponent < HIGHEST and is_finite(exponent + STEP):
+            exponent += STEP
+        return exponent
+    while exponent > 0 and not is_finite(exponent):
+        exponent -= STEP
+    return exponent
+
+
+def _is_finite(results: Sequence[np.ndarray]) -> bool:
+    return all(np.isfinite(x).all() for x in results)
+
+
+def _recommended(costs: Sequence[Cost]) -> Cost:
+    """The fastest precision within the budget; of several, the first one: it needs no scale."""
+    fitting = [cost for cost in costs if cost.price.fits(MAX_NOISE, MAX_BIAS)]
+    trained = [cost for cost in fitting if cost.name != "float16, unscaled"]
+    fastest = min(cost.seconds for cost in trained)
+    return next(cost for cost in trained if cost.seconds <= ALIKE * fastest)
+
+
+def _reason(advice: Advice) -> str:
+    """Why a precision is recommended, with what the others cost."""
+    best, exact = advice.recommended, advice.costs[0]
+    refused = [
+        f"{cost.name} ({_percent(cost.price.noise)} noise, {_percent(cost.price.bias)} bias)"
+        for cost in advice.costs
+        if not cost.price.fits(MAX_NOISE, MAX_BIAS)
+    ]
+    noise, bias = _percent(best.price.noise), _percent(best.price.bias)
+    why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
+    if best is exact:
+        why = "no other precision is within 1 % noise and 2 % bias, or none is faster"
+    elif exact.seconds:
+        why += f", and products take {best.seconds / exact.seconds:.2f} of their time on paper"
+    against = f" Not {', '.join(refused)}." if refused else ""
+    return f"{best.name}: {why}.{against}"
+
+
+def _percent(part: float) -> str:
+    """A share in per cent, to two digits."""
+    return f"{100 * part:.2g} %" if math.isfinite(part) else "not finite"
+
+
+def _line(cost: Cost) -> tuple[str, ...]:
+    products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
+    scale = "" if cost.exponent is None else f"2^{cost.exponent}"
+    scale += " or more" * (cost.exponent == HIGHEST)
+    memory, price = f"{cost.kept / 1e6:.3g} MB", map(_percent, cost.price)
+    return cost.name, *price, scale, memory, products, f"{1e6 * cost.seconds:.3g} us"

@@ -1,0 +1,89 @@
+"""The arithmetic of a function's products, and what its forward pass keeps."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from gainstage._base._jax import JaxprEqn, Literal
+from gainstage._programs import jaxprs
+from gainstage._programs.jaxprs import AnyJaxpr
+from gainstage._programs.operations import PRODUCTS
+from gainstage.precision.cards import Card
+from gainstage.precision.float8_rule import PASSES, added_bytes
+from gainstage.precision.plan import FLOAT8
+
+UPCAST = {"bfloat16": 2, "float16": 2, FLOAT8: 4}  # by which a cast to float32 multiplies bytes
+
+
+class Product(NamedTuple):
+    """A product of a program, as often as it is computed in a forward pass."""
+
+    operations: float  # multiplications and additions
+    moved: float  # bytes that it reads and writes
+    cast: float  # bytes that casts to float8 add, forwards and backwards
+    dtype: str  # of its operands
+
+    def seconds(self, card: Card) -> float:
+        """Its time on a card, on paper: as long as its arithmetic or its memory takes, forwards and
+        backwards."""
+        moved = self.moved if card.multiplies(self.dtype) else self.moved * UPCAST[self.dtype]
+        each = max(self.operations / card.rate(self.dtype), moved / (1e12 * card.memory))
+        return PASSES * each + self.cast / (1e12 * card.memory)
+
+
+def products_of(fun: Callable[..., Any], *args: Any) -> list[Product]:
+    """The products of a function."""
+    return list(_products(jax.make_jaxpr(fun)(*args)))
+
+
+def _products(program: AnyJaxpr, times: float = 1.0) -> Iterator[Product]:
+    for eqn in jaxprs.open_jaxpr(program).eqns:
+        if eqn.primitive.name in PRODUCTS:
+            yield _product(eqn, times)
+        for part in jaxprs.inner(eqn):
+            yield from _products(part, times * eqn.params.get("length", 1))
+
+
+def _product(eqn: JaxprEqn, times: float) -> Product:
+    left, right, out = (jaxprs.array(v) for v in (*eqn.invars[:2], eqn.outvars[0]))
+    if eqn.primitive.name == "dot_general":
+        summed = math.prod(left.shape[axis] for axis in eqn.params["dimension_numbers"][0][0])
+    elif eqn.primitive.name == "conv_general_dilated":
+        axis = eqn.params["dimension_numbers"].rhs_spec[0]
+        summed = right.size / max(right.shape[axis], 1)
+    else:  # ragged products: each row meets one matrix
+        summed = left.shape[-1]
+    name, cast = left.dtype.name, 0
+    size_of_out = out.dtype.itemsize
+    if name.startswith("float8"):  # the kernel of the product casts its result to half precision
+        name, size_of_out = FLOAT8, 2
+        cast = added_bytes(left.size, right.size, out.size)
+    moved = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize
+    moved += out.size * size_of_out
+    return Product(2.0 * out.size * summed * times, moved * times, cast * times, name)
+
+
+def kept(fun: Callable[..., Any], params: Any, *batch: Any) -> int:
+    """The bytes that the forward pass keeps for the backward pass, without the arguments.
+
+    Casts of one value to one dtype count once: a compiler merges them.
+    """
+
+    def residuals(params: Any, batch: Any) -> list[Any]:
+        return jax.tree.leaves(jax.vjp(lambda params: fun(params, *batch), params)[1])
+
+    jaxpr = jaxprs.open_jaxpr(jax.make_jaxpr(residuals)(params, batch))
+    given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+    casts = {
+        id(eqn.outvars[0]): (id(eqn.invars[0]), jaxprs.array(eqn.outvars[0]).dtype)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type"
+    }
+    arrays = {
+        casts.get(id(v), id(v)): jaxprs.array(v)
+        for v in jaxpr.outvars
+        if not isinstance(v, Literal) and id(v) not in given
+    }
+    return sum(x.size * x.dtype.itemsize for x in arrays.values())

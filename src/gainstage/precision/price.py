@@ -1,0 +1,86 @@
+"""What rounding costs training: the noise that it adds to a gradient, and its bias.
+
+A gradient of one batch is a sample. Rounding errors that are independent from batch to batch are
+like a smaller batch; what is the same in each batch pulls training elsewhere.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+Gradient = Sequence[np.ndarray]  # one array for each parameter
+FLOOR = 100  # batches: where the mean gradient is lost in noise, the bias is one of so many
+
+
+class Price(NamedTuple):
+    """What a precision costs a gradient, measured on some batches."""
+
+    noise: float  # variance of the rounding error over that of the batches: 0.01 is 1 % fewer data
+    bias: float  # norm of the mean error over that of the mean gradient
+    lost: float = 0.0  # share of the elements that became 0, on average over the batches
+
+    def fits(self, max_noise: float, max_bias: float) -> bool:
+        """Whether it is within a budget. A gradient that is not finite is not."""
+        return self.noise <= max_noise and self.bias <= max_bias
+
+
+class Reference:
+    """The gradients of some batches in float32, against which others are priced.
+
+    Args:
+        gradients: one for each batch, at least two.
+    """
+
+    def __init__(self, gradients: Sequence[Gradient]):
+        self.gradients = gradients
+        count = len(gradients)
+        mean = _squares(_means(gradients))
+        self.variance = (sum(map(_squares, gradients)) - count * mean) / (count - 1)
+        of_mean = mean - self.variance / count
+        # The square of the norm of the mean gradient, and whether it can be told from noise.
+        self.is_clear = of_mean > self.variance / FLOOR
+        self.mean = of_mean if self.is_clear else self.variance / FLOOR
+
+    def price(self, found: Sequence[Gradient], batches: Sequence[int] | None = None) -> Price:
+        """What gradients of some of the batches cost.
+
+        Args:
+            found: the gradients in another precision.
+            batches: which batches those are, by default all.
+        """
+        exact = [self.gradients[i] for i in (range(len(found)) if batches is None else batches)]
+        pairs = list(zip(found, exact, strict=True))
+        errors = [[f - e for f, e in zip(fs, es, strict=True)] for fs, es in pairs]
+        noise, bias = self.spread(errors)
+        lost = np.mean([_lost(fs, es) for fs, es in pairs])
+        return Price(noise, math.sqrt(bias) if bias >= 0 else bias, float(lost))
+
+    def spread(self, errors: Sequence[Gradient]) -> tuple[float, float]:
+        """The noise, and the square of the bias, of the errors of some batches. Both add up over
+        operations."""
+        count, mean = len(errors), _squares(_means(errors))
+        if not math.isfinite(mean):
+            return math.inf, math.inf
+        variance = max(sum(map(_squares, errors)) - count * mean, 0.0) / (count - 1)
+        return variance / self.variance, max(mean - variance / count, 0.0) / self.mean
+
+
+def _means(gradients: Sequence[Gradient]) -> list[np.ndarray]:
+    count = len(gradients)
+    columns = zip(*gradients, strict=True)
+    with np.errstate(all="ignore"):  # a sum that is not finite says that all is lost
+        return [np.add.reduce([np.asarray(g, np.float64) for g in c]) / count for c in columns]
+
+
+def _squares(gradient: Gradient) -> float:
+    with np.errstate(all="ignore"):
+        return float(sum(np.square(np.asarray(g, np.float64)).sum() for g in gradient))
+
+
+def _lost(found: Gradient, exact: Gradient) -> float:
+    """The share of the elements that are 0, among those that are not in float32."""
+    known = sum(int((e != 0).sum()) for e in exact)
+    gone = sum(int(((f == 0) & (e != 0)).sum()) for f, e in zip(found, exact, strict=True))
+    return gone / known if known else 0.0

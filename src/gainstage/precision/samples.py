@@ -1,0 +1,149 @@
+"""Gradients of a function on some batches, in any precision."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gainstage._base import checks
+from gainstage._base.arrays import partition
+from gainstage._scaling import gradients
+from gainstage._variables.types import PyTree, Using
+from gainstage.precision.autocast import plan_of
+from gainstage.transforms.value_and_grad import scaled_value_and_grad
+
+FEWEST = 2  # batches: from one, noise and bias cannot be told apart
+CALLS_ALIKE = 1e-3  # the largest relative difference of two losses of one batch
+
+Run = Callable[[int, float], list[np.ndarray]]  # `(batch, loss scale) -> [loss, *gradients]`
+
+
+class Samples:
+    """A float32 function, its parameters and some batches.
+
+    Args:
+        fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        params: its first argument, a pytree or a model.
+        batches: a sequence of batches. A tuple holds the arguments of `fun` behind the parameters,
+            if it has several; anything else is one argument.
+        has_aux, using: as for `gainstage.value_and_grad`.
+        fewest: the number of batches that is needed.
+
+    Raises:
+        TypeError, ValueError: `fun` is under autocast, there are too few batches, or they differ in
+            structure or shapes.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        params: PyTree,
+        batches: Sequence[Any],
+        has_aux: bool,
+        using: Using | None,
+        fewest: int = FEWEST,
+    ):
+        if not callable(fun):
+            raise TypeError(f"Expected a function for fun; got {checks.brief(fun)}.")
+        if plan_of(fun) is not None:
+            raise ValueError(
+                f"Expected a float32 function for fun; got {fun!r}, which is under autocast "
+                f"already. Pass the function that autocast was given: fun.__wrapped__."
+            )
+        if not isinstance(batches, Sequence) or isinstance(batches, str):
+            raise TypeError(
+                f"Expected a list of batches, such as [(x1, y1), (x2, y2)]; got "
+                f"{checks.brief(batches)}."
+            )
+        if len(batches) < fewest:
+            raise ValueError(
+                f"Expected at least {fewest} batches; got {len(batches)}. Noise is what differs "
+                f"between batches, and bias is what does not: one batch shows neither."
+            )
+        self.fun, self.has_aux, self.using, self.params = fun, has_aux, using, params
+        self.batches = [_arguments(fun, batch) for batch in batches]
+        split = [partition((params, *batch)) for batch in self.batches]
+        self.arrays = [arrays for arrays, _ in split]
+        self.static = split[0][1]
+        for number, (arrays, static) in enumerate(split[1:], 1):
+            if static != self.static or _shapes(arrays) != _shapes(self.arrays[0]):
+                raise ValueError(
+                    f"Expected batches of one structure and of the same shapes; batch {number} "
+                    f"differs from batch 0. Leave the last, shorter batch of a dataset out."
+                )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def args(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of the function, of which some arrays may be traced."""
+        return self.static.combine(arrays)
+
+    def gradients_of(
+        self, fun: Callable[..., Any], scale: jax.Array, arrays: Sequence[Any]
+    ) -> list[jax.Array]:
+        """The loss and the gradients of a function at a loss scale, in float32."""
+        args = self.args(arrays)
+        differentiate = scaled_value_and_grad(fun, scale, self.has_aux, self.using, args)
+        (_, (loss, _)), grads = differentiate(*args)
+        true = gradients.unscale(grads, scale)
+        return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
+
+    def compiled(self, fun: Callable[..., Any]) -> Run:
+        """A function `(number of a batch, loss scale) -> [loss, *gradients]`."""
+        program = jax.jit(lambda scale, arrays: self.gradients_of(fun, scale, arrays))
+
+        def run(number: int, scale: float) -> list[np.ndarray]:
+            return jax.device_get(program(jnp.float32(scale), self.arrays[number]))
+
+        return run
+
+    def exact(self) -> list[list[np.ndarray]]:
+        """The losses and gradients of all batches in float32.
+
+        Raises:
+            ValueError: one is not finite, all are 0, or two calls with one batch differ.
+        """
+        run = self.compiled(self.fun)
+        found = [run(number, 1.0) for number in range(len(self))]
+        for number, results in enumerate(found):
+            if not all(np.isfinite(x).all() for x in results):
+                raise ValueError(
+                    f"Expected a function whose loss and gradients are finite in float32; got a "
+                    f"loss of {float(results[0])} on batch {number}. Look for the cause: "
+                    f"gainstage.diagnostics.xray(fun, params, *batch)."
+                )
+        if not any(np.any(g) for results in found for g in results[1:]):
+            raise ValueError(
+                "Expected a loss that depends on the parameters; its gradient is 0 on each batch."
+            )
+        # Traced again: what `numpy.random` draws in a trace is a constant of the program.
+        result = jax.jit(lambda arrays: self.fun(*self.args(arrays)))(self.arrays[0])
+        again = float(result[0] if self.has_aux else result)
+        if abs(again - float(found[0][0])) > CALLS_ALIKE * max(abs(again), 1e-30):
+            raise ValueError(
+                f"Expected the same loss from two calls with one batch; got {float(found[0][0])} "
+                f"and {again}. Draw random numbers from a key among the arguments, and pass the "
+                f"same key with each batch."
+            )
+        return found
+
+
+def _arguments(fun: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
+    """The arguments of a function behind its parameters."""
+    if not isinstance(batch, tuple) or hasattr(batch, "_fields"):
+        return (batch,)
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return batch
+    several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
+    return batch if several or len(needed) != 1 else (batch,)
+
+
+def _shapes(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(np.shape(x), getattr(x, "dtype", type(x))) for x in arrays]

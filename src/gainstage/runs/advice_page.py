@@ -1,0 +1,50 @@
+"""What each precision costs, as one HTML file."""
+
+import math
+from typing import NamedTuple
+
+from gainstage.precision.advice import MAX_BIAS, MAX_NOISE, Advice
+from gainstage.runs.render import render
+from gainstage.runs.rows import Rows
+
+LOWEST, HIGHEST = 1e-6, 1.0  # of the logarithmic scale of a bar
+
+
+class Bar(NamedTuple):
+    """A bar of the chart."""
+
+    name: str
+    number: str
+    width: float  # per cent
+    fits: bool
+
+
+def page(advice: Advice) -> str:
+    """Returns the page of an advice, as HTML."""
+    head, *rows = advice.table()
+    charts = {
+        "Noise, of the batch's own": ([c.price.noise for c in advice.costs], MAX_NOISE),
+        "Bias, of the mean gradient": ([c.price.bias for c in advice.costs], MAX_BIAS),
+    }
+    names = [cost.name for cost in advice.costs]
+    drawn = {
+        words: ([_bar(*pair, limit) for pair in zip(names, sizes, strict=True)], _place(limit))
+        for words, (sizes, limit) in charts.items()
+    }
+    table = Rows("Costs", head, rows, advice.notes())
+    return render("advice.html", "What a precision costs", advice=advice, table=table, charts=drawn)
+
+
+def _bar(name: str, size: float, limit: float) -> Bar:
+    number = f"{size:.2g}" if math.isfinite(size) else "not finite"
+    return Bar(
+        name, number if not math.isfinite(size) else f"{size:.2%}", _place(size), size <= limit
+    )
+
+
+def _place(size: float) -> float:
+    """Where a number is on the scale, in per cent."""
+    if not size > LOWEST:
+        return 0.0
+    part = math.log(min(size, HIGHEST) / LOWEST) / math.log(HIGHEST / LOWEST)
+    return 100 * part

@@ -1,0 +1,209 @@
+"""What a precision costs is measured as noise and bias, and said before training."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import gainstage as gs
+from gainstage.__main__ import main
+from gainstage.precision import advise
+
+
+def draw(number, *shape):
+    return jnp.asarray(np.random.default_rng(number).normal(size=shape), jnp.float32)
+
+
+PARAMS = {"a": draw(1, 48, 64) / 7, "b": draw(2, 64, 32) / 8}
+BATCHES = [(draw(10 + i, 96, 48), draw(20 + i, 96, 32)) for i in range(4)]
+
+
+def network(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def years(params, x, y):
+    """Features of about 2,000, whose mean is subtracted after the product."""
+    h = jnp.tanh((x + 2000.0) @ params["a"] - 2000.0 * params["a"].sum(0))
+    return jnp.mean((h @ params["b"] - y) ** 2)
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return advise(network, PARAMS, BATCHES)
+
+
+def costs(advice):
+    return {cost.name: cost for cost in advice.costs}
+
+
+def vector(tree):
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_noise_and_bias_are_those_of_the_definition(advice, dtype):
+    """Both are computed again in float64 from the gradients of JAX."""
+    exact = np.stack([vector(jax.jit(jax.grad(network))(PARAMS, *b)) for b in BATCHES])
+    cast, scale = gs.autocast(network, dtype), 2.0 ** (costs(advice)[dtype].exponent or 0)
+
+    def scaled(params, x, y):
+        return cast(params, x, y) * scale
+
+    found = np.stack([vector(jax.jit(jax.grad(scaled))(PARAMS, *b)) for b in BATCHES]) / scale
+    off = found - exact
+    batch = exact.var(0, ddof=1).sum()
+    noise = off.var(0, ddof=1).sum()
+    assert costs(advice)[dtype].price.noise == pytest.approx(noise / batch, rel=0.02)
+    mean = (exact.mean(0) ** 2).sum() - batch / 4
+    bias = max((off.mean(0) ** 2).sum() - noise / 4, 0.0)
+    assert costs(advice)[dtype].price.bias == pytest.approx((bias / mean) ** 0.5, rel=0.02)
+
+
+def test_each_precision_costs_more_with_fewer_digits(advice):
+    """Float32 costs nothing; then float16, bfloat16 and float8, in this order."""
+    each = costs(advice)
+    noises = [each[n].price.noise for n in ("float32", "float16", "bfloat16", "float8")]
+    assert noises[0] == 0.0
+    assert noises == sorted(noises)
+    assert noises[3] > 100 * noises[1]
+    assert each["float16"].kept < each["float32"].kept
+    assert each["float8"].arithmetic == {"float8": 1.0}
+
+
+def test_the_time_on_paper_is_arithmetic_or_memory(advice):
+    """Products of this size take as long as their bytes take the memory, three times."""
+    shapes = [(96, 48, 64), (96, 64, 32)]
+    moved = sum(r * s + s * c + r * c for r, s, c in shapes)
+    each = costs(advice)
+    assert each["float16"].seconds == pytest.approx(3 * 2 * moved / 3.35e12)
+    assert each["float32"].seconds == pytest.approx(3 * 4 * moved / 3.35e12)
+
+
+def test_a_precision_that_pulls_training_elsewhere_is_refused():
+    """Year numbers: bfloat16 and float8 are out of the budget, and float16 is recommended."""
+    params = {"a": PARAMS["a"] / 8, "b": PARAMS["b"]}
+    advice = advise(years, params, BATCHES)
+    each = costs(advice)
+    assert each["bfloat16"].price.bias > 0.02
+    assert each["float8"].price.bias > 0.02
+    assert "Not bfloat16" in advice.reason
+    if each["float16"].price.noise < 0.01 and each["float16"].price.bias < 0.02:
+        assert advice.recommended.name == "float16"
+    else:
+        assert advice.recommended.name == "float32"
+
+
+def test_a_card_without_bfloat16_is_given_float16(advice):
+    """On a T4 bfloat16 is as slow as float32."""
+    assert advice.recommended.name == "bfloat16"
+    assert "FixedLossScale(1.0)" in str(advice)
+    on_t4 = advise(network, PARAMS, BATCHES[:2], card="T4")
+    assert on_t4.recommended.name == "float16"
+    assert str(on_t4).endswith('step = gs.train_step(gs.autocast(loss_fn, "float16"), tx)')
+
+
+@pytest.mark.parametrize(("factor", "needed"), [(1.0, False), (2.0**-12, True)])
+def test_it_says_from_which_batch_size_on_float16_needs_scaling(factor, needed):
+    """A loss whose gradients are thousands of times smaller needs it now, the other one later."""
+    advice = advise(lambda p, x, y: network(p, x, y) * factor, PARAMS, BATCHES[:2])
+    assert (advice.needs_scaling_from == 1) == needed
+    assert ("needs loss scaling at this batch size" in str(advice)) == needed
+    lost = {cost.name: cost.price.lost for cost in advice.costs}
+    assert (lost["float16, unscaled"] > 0.01) == needed
+    assert lost["float16"] < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["dict", "one array", "nnx", "aux"])
+def test_batches_and_models_of_any_kind(kind):
+    """A batch may be a tuple of arguments, or one argument; the parameters may be a model."""
+    if kind == "nnx":
+        model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
+        found = advise(lambda m, x, y: jnp.mean((m(x) - y) ** 2), model, BATCHES)
+    elif kind == "aux":
+        found = advise(lambda p, x, y: (network(p, x, y), x), PARAMS, BATCHES, has_aux=True)
+    elif kind == "dict":
+        batches = [{"x": x, "y": y} for x, y in BATCHES]
+        found = advise(lambda p, batch: network(p, **batch), PARAMS, batches)
+    else:
+        found = advise(lambda p, x: jnp.mean((x @ p["a"]) ** 2), PARAMS, [x for x, _ in BATCHES])
+    assert found.recommended.name == "bfloat16"
+
+
+def test_a_pair_is_one_argument_of_a_function_that_takes_one(advice):
+    """`loss(params, batch)` gets each pair whole, and costs what `loss(params, x, y)` does."""
+    found = advise(lambda params, batch: network(params, *batch), PARAMS, BATCHES)
+    prices = [cost.price for cost in found.costs]
+    np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
+
+
+def randomly(params, x, y):
+    return network(params, x + np.float32(np.random.default_rng().normal()), y)
+
+
+MISTAKES = {
+    "one batch": ((network, PARAMS, BATCHES[:1]), "at least 2 batches; got 1"),
+    "an array": ((network, PARAMS, BATCHES[0][0]), "list of batches"),
+    "a last batch": (
+        (network, PARAMS, [*BATCHES, tuple(x[:5] for x in BATCHES[0])]),
+        "batch 4 differs from batch 0",
+    ),
+    "the same batch": ((network, PARAMS, [BATCHES[0]] * 2), "different batches"),
+    "no function": ((None, PARAMS, BATCHES), "Expected a function for fun"),
+    "autocast": ((gs.autocast(network), PARAMS, BATCHES), "under autocast already"),
+    "no gradient": ((lambda p, x, y: jnp.mean(x) * y.sum(), PARAMS, BATCHES), "its gradient is 0"),
+    "not finite": (
+        (lambda p, x, y: network(p, x * jnp.inf, y), PARAMS, BATCHES),
+        "finite in float32",
+    ),
+    "no key": ((randomly, PARAMS, BATCHES), "same loss from two calls"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_be_measured_is_an_error(mistake):
+    """Each mistake is named, before or after the float32 gradients, with what to do."""
+    args, words = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=words):
+        advise(*args)
+
+
+def test_an_unknown_card_is_an_error():
+    """The cards whose rates are known are listed."""
+    with pytest.raises(ValueError, match=r"'T4'.*for card; got 'B200'"):
+        advise(network, PARAMS, BATCHES, card="B200")
+
+
+MODULE = """
+import jax, jax.numpy as jnp
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+def what():
+    keys = jax.random.split(jax.random.key(0), 5)
+    batches = [jax.random.normal(key, (32, 16)) for key in keys[1:]]
+    return loss_fn, jax.random.normal(keys[0], (16, 16)) / 4, batches
+
+def one():
+    return loss_fn
+"""
+
+
+def test_the_command_prints_the_advice_and_writes_a_page(tmp_path, monkeypatch, capsys):
+    """It ends with the recommendation and two lines of code; the page has a bar for each price."""
+    (tmp_path / "of_advice.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    assert main(["advise", "of_advice:what", "--batches", "3", "--output", "a.html"]) == 0
+    printed = capsys.readouterr().out
+    assert "Measured on 3 batches" in printed
+    assert "Use bfloat16: noise" in printed
+    assert 'gs.autocast(loss_fn, "bfloat16")' in printed
+    page = (tmp_path / "a.html").read_text()
+    assert page.count('class="track"') == 10
+    assert "float16, unscaled" in page
+    assert main(["advise", "of_advice:one"]) == 1
+    assert "Expected (loss_fn, params, batches) from of_advice:one" in capsys.readouterr().err
+    assert main(["advise", "of_advice:what", "--batches", "1"]) == 1
+    assert "at least 2 batches" in capsys.readouterr().err
