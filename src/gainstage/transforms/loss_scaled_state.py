@@ -1,5 +1,6 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import optax
 
 from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import Observed
-from gainstage._variables.types import OptState, PyTree, RuleState
+from gainstage._variables.types import OptState, PyTree, RuleState, Transformation
 from gainstage._variables.variable import Variable
 
 
@@ -193,6 +194,39 @@ def _with_states(
 
 def _is_state(node: object) -> bool:
     return isinstance(node, LossScaledState)
+
+
+def refuse_other(
+    tx: Transformation, state: OptState, *like: PyTree, error: Exception | None = None
+) -> None:
+    """Raises a ValueError if `tx.init` makes another state of each of the trees.
+
+    Args:
+        tx: the transformation that is to update the state.
+        state: the state, perhaps of another chain or for other parameters.
+        like: the gradients, and the parameters if there are any.
+        error: what `tx` raised.
+    """
+    differ = list[str]()
+    for tree in like:
+        with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its parameters only
+            own, made = (
+                {jax.tree_util.keystr(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
+                for leaves in (
+                    jax.tree_util.tree_leaves_with_path(each)
+                    for each in (state, jax.eval_shape(tx.init, tree))
+                )
+            )
+            if own == made:
+                return
+            differ = differ or sorted(n for n in own | made if own.get(n) != made.get(n))
+    if differ:
+        raise ValueError(
+            f"opt_state was made by another chain than tx, or for other parameters: they differ in "
+            f"{brief(differ)}. Use the chain that made it, or start with opt_state = "
+            f"tx.init(params). If `using` selects some parameters of a model, pass these alone, "
+            f"such as nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
+        ) from error
 
 
 class StepScalars(NamedTuple):

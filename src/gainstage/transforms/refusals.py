@@ -1,6 +1,5 @@
 """What `loss_scaled` says about parameters and states that it was not made for."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._scaling.float8_states import place_of_state
-from gainstage._variables.types import OptState, PyTree, Structure, Transformation
+from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.gradient_faults import (
@@ -101,22 +100,6 @@ def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., 
         return value
 
     return checked
-
-
-def explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:
-    """Raises a clearer error than optax's if the state was made for other parameters."""
-    made = state
-    with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its own parameters only
-        made = jax.eval_shape(tx.init, grads)
-    trees = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (state, made))
-    own, new = ({jax.tree_util.keystr(path) for path, _ in tree} for tree in trees)
-    if own != new:
-        raise ValueError(
-            f"opt_state was made for other parameters than the gradients: they differ in "
-            f"{brief(sorted(own ^ new))}. Start with opt_state = tx.init(params). If `using` "
-            f"selects some parameters of a model, pass these alone, such as "
-            f"nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
-        ) from error
 
 
 def wrong_state(state: object) -> TypeError:
