@@ -58,6 +58,7 @@ from gainstage.transforms.refusals import (
     statistics_in,
     told_if_half,
     told_if_plain,
+    unrecorded,
     wrong_rule,
     wrong_state,
 )
@@ -328,6 +329,10 @@ class ScaledTransformation:
         own: Structure = jax.tree.structure(self.rule.init())
         if own != jax.tree.structure(state.loss_scale) and not self.is_fixed:
             raise wrong_rule(self.rule, state.loss_scale)
+        if self._scaling.telemetry and not (
+            state.observed and (state.observed.exponents or not self._scaling.every)
+        ):
+            raise unrecorded("underflow_every" if state.observed else "telemetry")
         if self._watches:
             scale = state.loss_scale.scale
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):

@@ -145,7 +145,10 @@ def observed_in(opt_state: OptState) -> Observed:
     """The telemetry in an optax state; optimizers are registered by their own module."""
     observed: Observed | None = loss_scaled_state(opt_state).observed
     if observed is None:
-        raise ValueError("Expected telemetry=True for loss_scaled; got a state without it.")
+        raise ValueError(
+            "Expected telemetry=True of the loss_scaled whose init made opt_state; got a state "
+            "without it."
+        )
     return observed
 
 

@@ -140,6 +140,15 @@ def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     )
 
 
+def unrecorded(option: str) -> ValueError:
+    """The error for a state that has no place for what `tx` records."""
+    return ValueError(
+        f"opt_state was made without {option}, which tx has. Start with tx.init(params), or go on "
+        f"from the same scale and moments: opt_state = tx.init(params)._replace("
+        f"loss_scale=opt_state.loss_scale, inner=opt_state.inner)."
+    )
+
+
 def explain_step(error: Exception, params: PyTree, opt_state: OptState, batch: PyTree) -> None:
     """Raises a clearer error than JAX's if a batch has no arrays, or an argument is deleted."""
     trees = {"params": params, "opt_state": opt_state, "batch": batch}
