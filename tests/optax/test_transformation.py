@@ -1150,6 +1150,22 @@ def test_the_state_of_another_rule_names_both(how):
     assert float(gs.loss_scale(after)) == 8.0
 
 
+@pytest.mark.parametrize("make", [optax.sgd, optax.adamw])
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_rate_of_a_schedule_is_read_by_the_name_of_its_state(make, k):
+    """The count of `ScaleByScheduleState` is that of the updates, of Adam too, for which the name
+    `count` is ambiguous."""
+    schedule = optax.exponential_decay(0.5, transition_steps=1, decay_rate=0.5)
+    inside = optax.chain(optax.clip_by_global_norm(1.0), make(schedule))
+    tx = gs.loss_scaled(inside if k == 1 else optax.MultiSteps(inside, k))
+    w = jnp.ones(2)
+    state = tx.init(w)
+    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    for x in (1.0, jnp.nan, 1.0, 1.0, 1.0):
+        w, state, _ = step(w, state, x)
+    assert schedule(optax.tree.get(state, "ScaleByScheduleState").count) == 0.5 ** (1 + 4 // k)
+
+
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 
 
