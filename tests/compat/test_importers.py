@@ -86,7 +86,7 @@ def test_a_scale_of_a_run_that_accumulated():
 def test_a_wrong_number_of_microbatches(wrong):
     """What is no integer >= 1 is refused by name."""
     with pytest.raises(
-        (TypeError, ValueError), match="an integer and >= 1 .* for microbatches; got"
+        (TypeError, ValueError), match=r"an integer and >= 1 .* for microbatches; got"
     ):
         importers.from_torch(TORCH["steps"][0]["state"], microbatches=wrong)
 
