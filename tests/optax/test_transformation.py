@@ -1141,7 +1141,11 @@ def test_the_state_of_another_rule_names_both(how):
             state = other.init(params)
             if jax.tree.structure(state) == jax.tree.structure(tx.init(params)):
                 continue
-            message = f"The rule of tx is {type(rule).__name__}, but opt_state has .* {name}. Use"
+            own = type(rule).__name__
+            if rule == gs.DynamicLossScale(hysteresis=2):  # names what the two differ in
+                own += r"\(hysteresis=2\)"
+                name += r"\(hysteresis=1\)" * (name == "DynamicLossScale")
+            message = rf"The rule of tx is {own}, but opt_state has .* {name}\. Use"
             with pytest.raises(ValueError, match=message):
                 step(params, state) if how == "train_step" else tx.update(params, state, params)
     fixed, loaded = others[-1], others[0].init(params)  # a fixed rule takes any state

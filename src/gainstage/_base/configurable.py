@@ -161,6 +161,7 @@ def explains_arguments(cls: type[Class]) -> type[Class]:
             )
         init(self, *args, **kwargs)
 
+    checked.__doc__ = f"`help({cls.__name__})` explains the arguments and their defaults."
     untyped.__init__ = checked
     return cls
 

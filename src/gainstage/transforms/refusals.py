@@ -126,7 +126,7 @@ def cast_state(dtype: Any) -> TypeError:
 
 def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     """The error for the state of another rule; a fixed scale keeps any state."""
-    of = type(state).__name__
+    of, own = type(state).__name__, type(rule).__name__
     others = {"DynamicLossScale": DynamicLossScale(), "AdaptiveLossScale": AdaptiveLossScale()}
     others["DynamicLossScale(hysteresis=...)"] = DynamicLossScale(hysteresis=2)
     others["FixedLossScale"] = FixedLossScale(1.0)
@@ -134,8 +134,11 @@ def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     for name, other in others.items():
         if structure == jax.tree.structure(other.init()):
             of = name
+    if isinstance(rule, DynamicLossScale) and rule.hysteresis > 1:
+        own += f"(hysteresis={rule.hysteresis})"
+        of += "(hysteresis=1)" * (of == "DynamicLossScale")
     return ValueError(
-        f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
+        f"The rule of tx is {own}, but opt_state has the scale of {of}. Use the "
         f"rule and options that the state was made with, or start with tx.init(params)."
     )
 
