@@ -147,8 +147,15 @@ def load_into(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     """Loads an imported state into an optimizer that has the imported rule.
 
     Raises:
+        TypeError: `optimizer` is something else, such as a state of `loss_scaled`.
         ValueError: a value cannot be a scale or a count; nothing is changed then.
     """
+    if not hasattr(optimizer, "dynamic_scale"):
+        raise TypeError(
+            f"Expected a LossScaleOptimizer for optimizer; got {checks.brief(optimizer)}. For a "
+            f"state of loss_scaled, also in a chain, write opt_state = "
+            f"optax.tree.set(opt_state, loss_scale=state)."
+        )
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:
         values[optimizer.step_counter] = state.good_steps

@@ -324,7 +324,8 @@ class ScaledTransformation:
         """Refuses a state of another transformation, and warns of gradients that cannot be true.
         In `extra`, functions that give plain losses or gradients are replaced by some that warn."""
         ours = isinstance(state, LossScaledState)
-        if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
+        scale = getattr(state.loss_scale, "scale", None) if ours else None
+        if scale is None or not jax.tree_util.all_leaves([scale]):
             raise wrong_state(state)
         own: Structure = jax.tree.structure(self.rule.init())
         if own != jax.tree.structure(state.loss_scale) and not self.is_fixed:
@@ -334,7 +335,6 @@ class ScaledTransformation:
         ):
             raise unrecorded("underflow_every" if state.observed else "telemetry")
         if self._watches:
-            scale = state.loss_scale.scale
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
             ruled = self._starts_at_own and not isinstance(state, WithLossScaleState)

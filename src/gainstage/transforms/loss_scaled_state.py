@@ -34,7 +34,19 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
             f"got {len(found)} in {_kind(opt_state)}. {_remedy(opt_state, found)}"
         )
     state = found[0]
+    if not hasattr(state.loss_scale, "scale"):
+        raise no_rule_state(state.loss_scale)
     return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+
+
+def no_rule_state(value: object) -> TypeError:
+    """The error for something else in the place of a rule's state."""
+    return TypeError(
+        f"Expected the state of a rule for loss_scale in opt_state; got a {type(value).__name__}. "
+        f"For another scale, write opt_state._replace(loss_scale=opt_state.loss_scale._replace("
+        f"scale=jnp.float32(scale))). For a dictionary of torch: "
+        f"gainstage.interop.importers.from_torch(state_dict)."
+    )
 
 
 def _kind(tree: PyTree) -> str:
@@ -104,7 +116,8 @@ def state_to_scale_by(opt_state: OptState) -> LossScaledState:
     Raises:
         ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
     """
-    if isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array):
+    whole = isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array)
+    if whole and hasattr(opt_state.loss_scale, "scale"):
         return opt_state  # there is nothing around it, and nothing boxed
     state, node = loss_scaled_state(opt_state), opt_state
     while not isinstance(node, LossScaledState):

@@ -20,7 +20,7 @@ from gainstage.transforms.gradient_faults import (
     is_plain,
     is_plain_half,
 )
-from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
 
 
 def check_leaves(params: PyTree) -> None:
@@ -105,6 +105,8 @@ def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., 
 def wrong_state(state: object) -> TypeError:
     """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
     kind = type(state).__name__
+    if isinstance(state, LossScaledState) and not hasattr(state.loss_scale, "scale"):
+        return no_rule_state(state.loss_scale)
     if isinstance(state, LossScaledState):
         kind = f"a {kind} of {type(state.loss_scale.scale).__name__}"
     return TypeError(
@@ -167,8 +169,14 @@ def explain_step(error: Exception, params: PyTree, opt_state: OptState, batch: P
                 f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
                 f"returned, or create the step with train_step(..., donate=False)."
             ) from error
-        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
+        dtype = getattr(leaf, "dtype", None)
+        kind = getattr(dtype, "kind", "O")
         is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
+        if "requires real" in str(error) and name.startswith("params") and kind in "biu":
+            raise TypeError(
+                f"Expected floating parameters; got {dtype} for `{name}`. Pass what is not "
+                f"trained in the batch, or make it floating: jnp.asarray(x, jnp.float32)."
+            ) from error
         if isinstance(error, TypeError) and name.startswith("batch") and not is_known:
             raise TypeError(
                 f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "
