@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from gainstage import distributed as distributed
     from gainstage import interop as interop
 else:
-    __getattr__, __dir__ = lazy(globals(), "compat", "diagnostics", "distributed", "interop")
+    _importers = "It is in gainstage.interop.importers."
+    __getattr__, __dir__ = lazy(
+        globals(),
+        *("compat", "diagnostics", "distributed", "interop"),
+        GradScaler="Wrap the optimizer: tx = gainstage.loss_scaled(tx). See docs/from/torch.md.",
+        from_torch=_importers,
+        from_flax=_importers,
+        from_jmp=_importers,
+    )
 
 __version__ = "0.1.0"
 

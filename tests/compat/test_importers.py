@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gainstage as gs
@@ -44,6 +45,68 @@ def test_a_scale_from_torch_may_fall_below_1():
     for _ in range(3):
         state = rule.update(state, False)
     assert float(state.scale) == 2.0**-3
+
+
+class Scaler:
+    """torch's GradScaler, of which each window of microbatches is one step."""
+
+    def __init__(self, state):
+        self.state = dict(state)
+
+    def update(self):
+        """What `scaler.update()` does after a finite window."""
+        self.state["_growth_tracker"] += 1
+        if self.state["_growth_tracker"] == self.state["growth_interval"]:
+            self.state["scale"] *= self.state["growth_factor"]
+            self.state["_growth_tracker"] = 0
+
+
+def test_a_scale_of_a_run_that_accumulated():
+    """With `microbatches`, each loss is multiplied as torch's divided one was, and the scale grows
+    after the same window."""
+    windows, k = 7, 4
+    start = {"scale": 1024.0, "growth_factor": 4.0, "backoff_factor": 0.5}
+    start |= {"growth_interval": 3, "_growth_tracker": 2}
+    torch = Scaler(start)
+    rule, state = importers.from_torch(start, microbatches=k)
+    tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(0.5), k), rule)
+    w = jnp.ones(2)
+    opt_state = tx.init(w)._replace(loss_scale=state)
+    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    for window in range(windows):
+        for _ in range(k):
+            assert float(gs.loss_scale(opt_state)) == torch.state["scale"] / k, window
+            w, opt_state, _ = step(w, opt_state, 1.0)
+        torch.update()
+        assert int(opt_state.loss_scale.good_steps) == torch.state["_growth_tracker"] * k
+    assert torch.state["scale"] == 4.0**3 * 1024
+
+
+@pytest.mark.parametrize("wrong", [0, 1.5, True, "4"])
+def test_a_wrong_number_of_microbatches(wrong):
+    """What is no integer >= 1 is refused by name."""
+    with pytest.raises(
+        (TypeError, ValueError), match=r"an integer and >= 1 .* for microbatches; got"
+    ):
+        importers.from_torch(TORCH["steps"][0]["state"], microbatches=wrong)
+
+
+def test_an_imported_rule_is_saved_by_its_arguments():
+    """`rule.get_config()` is JSON data, from which a resumed run makes the same rule."""
+    rule, _ = importers.from_torch(TORCH["steps"][0]["state"])
+    assert gs.DynamicLossScale(**json.loads(json.dumps(rule.get_config()))) == rule
+
+
+@pytest.mark.parametrize("telemetry", [False, True])
+def test_an_imported_scale_is_put_into_a_chain(telemetry):
+    """`optax.tree.set` replaces the state of the rule, wherever `loss_scaled` stands."""
+    rule, state = importers.from_torch(TORCH["steps"][0]["state"])
+    made = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), telemetry=telemetry)
+    tx = optax.chain(made, optax.scale(2.0))
+    before = tx.init(jnp.ones(2))
+    after = optax.tree.set(before, loss_scale=state)
+    assert float(gs.loss_scale(after)) == rule.initial_loss_scale
+    assert jax.tree.structure(after) == jax.tree.structure(before)
 
 
 def test_torch_disabled():

@@ -162,6 +162,51 @@ def test_training(case, run):
     assert float(scale) == scaler.scale == 128.0 * 2.0 ** (1 if case == "accumulation" else 4)
 
 
+@jax.jit
+def scaled_in_a_scan(params, state, window):
+    """The mean loss of a window and its gradients, as the page for torch accumulates them."""
+
+    def add(total, microbatch):
+        def part(params):
+            x, t, factor = microbatch
+            predicted = x @ params["w"] + params["b"]
+            return ((predicted - t) ** 2).mean() * factor / 2
+
+        loss, grads = gs.value_and_grad(part, state)(params)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    grads, losses = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), window)
+    return losses.sum(), grads
+
+
+def test_accumulation_in_a_scan():
+    """A window that is summed in a scan is torch's: an overflow drops it whole, the norm is
+    that of all of it, and the schedule and the scale count windows."""
+    scaler, rates = Scaler(128.0, interval=1), []
+    schedule = optax.piecewise_constant_schedule(RATE, {2: 0.5})
+    tx = gs.loss_scaled(optax.sgd(schedule), rule(scaler), telemetry=True)
+    params, skipped = first_params(), BAD // 2
+    state, update = tx.init(params), jax.jit(tx.update)
+    for first in range(0, BATCHES, 2):
+        window = slice(first, first + 2)
+        factors = np.float32([np.inf if batch == BAD else 1.0 for batch in (first, first + 1)])
+        loss, grads = scaled_in_a_scan(params, state, (X[window], T[window], factors))
+        mean = (
+            of_numpy(first, joined(params), False) + of_numpy(first + 1, joined(params), False)
+        ) / 2
+        updates, state = update(grads, state, params)
+        params = gs.apply_updates(params, updates, state)
+        rates.append(float(schedule(optax.tree.get(state, "ScaleByScheduleState").count)))
+        info = gs.telemetry(state)
+        assert bool(info.applied) == bool(np.isfinite(loss)) == (first // 2 != skipped)
+        if info.applied:
+            assert float(info.grad_norm) == pytest.approx(np.sqrt((mean**2).sum()), rel=1e-5)
+    weights = oracle("accumulation", scaler)
+    np.testing.assert_allclose(joined(params), weights, rtol=1e-5, atol=1e-6)
+    assert float(gs.loss_scale(state)) == scaler.scale
+    assert rates == [RATE, RATE, RATE / 2]
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"interval": 1}, {"interval": 3, "growth": 4.0, "backoff": 0.25},
                 {"scale": 2.0**100, "interval": 2, "growth": 1.5, "backoff": 0.75}],

@@ -599,6 +599,31 @@ tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w).inner, w)
 tx, other = gs.loss_scaled(sgd), gs.loss_scaled(sgd, gs.AdaptiveLossScale())
 tx.update(w, other.init(w), w)
 """),
+    "a number as the state of the rule": ("refused", "_replace\\(scale=jnp.float32\\(scale\\)", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(loss_scale=1024.0)
+gs.train_step(plain, tx)(w, state)
+"""),
+    "a number as the state of the rule, in update": ("refused", "got a float. For another scale", """
+tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w)._replace(loss_scale=1024.0), w)
+"""),
+    "a dictionary of torch as the state of the rule": ("refused", "importers.from_torch", """
+tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(loss_scale={'scale': 1024.0})
+gs.value_and_grad(plain, state)(w)
+"""),
+    "load_into of a state of loss_scaled": ("refused", "optax.tree.set\\(opt_state, loss_scale=state", """
+from gainstage.interop import importers
+tx = gs.loss_scaled(sgd); importers.load_into(tx.init(w), gs.DynamicLossScale().init())
+"""),
+    "the transformation before the loss": ("refused", "the loss first; got GradientTransformation", """
+gs.train_step(gs.loss_scaled(sgd), plain)
+"""),
+    "a batch by name": ("refused", "step\\(params, opt_state, x\\)", """
+tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w, x), tx)(w, tx.init(w), x=1.0)
+"""),
+    "integers among the parameters": ("refused", "floating parameters; got int32 for `params\\['n'\\]`", """
+tx = gs.loss_scaled(sgd); params = {'w': w, 'n': jnp.arange(3)}; state = tx.init(params)
+gs.train_step(lambda p: plain(p['w']), tx)(params, state)
+"""),
     "the state of other parameters": ("refused", "other parameters", """
 tx = gs.loss_scaled(optax.adam(0.1))
 tx.update({'w': w}, tx.init({'v': w}), {'w': w})
@@ -623,6 +648,24 @@ gs.loss_scaled(sgd, gs.DynamicLossScale)
 """),
     "a rule and a scale": ("refused", "cannot be combined", """
 gs.LossScaleOptimizer(gs.optimizers.SGD(), 8.0, rule=gs.AdaptiveLossScale())
+"""),
+    "torch's name of the factor": ("refused", "Write multiplier. Its arguments are", """
+gs.DynamicLossScale(growth_factor=2.0)
+"""),
+    "torch's name of the interval": ("refused", "Write increment_period. Its arguments are", """
+gs.DynamicLossScale(growth_interval=2000)
+"""),
+    "torch's name of the first scale": ("refused", "Write initial_loss_scale. Its arguments are", """
+gs.AdaptiveLossScale(init_scale=8.0)
+"""),
+    "a name of nobody": ("refused", "no argument 'factor'. Its arguments are", """
+gs.DynamicLossScale(factor=2.0)
+"""),
+    "torch's scaler": ("refused", "no attribute 'GradScaler'. Wrap the optimizer", """
+gs.GradScaler()
+"""),
+    "an importer as a name of the package": ("refused", "It is in gainstage.interop.importers", """
+gs.from_torch({})
 """),
     "a scale of 0": ("refused", "initial_loss_scale", """
 gs.DynamicLossScale(0.0)

@@ -355,12 +355,12 @@ HELPFUL = {
     "live scale": (
         lambda: experimental.DynamicLossScale(init_scale=8),
         TypeError,
-        "no argument 'init_scale'; its arguments are initial_loss_scale, increment_period",
+        "no argument 'init_scale'. Write initial_loss_scale. Its arguments are initial_loss_scale",
     ),
     "rule": (
         lambda: gs.DynamicLossScale(init_scale=8),
         TypeError,
-        "no argument 'init_scale'; its arguments are initial_loss_scale, increment_period",
+        "no argument 'init_scale'. Write initial_loss_scale. Its arguments are initial_loss_scale",
     ),
 }
 

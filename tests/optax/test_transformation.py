@@ -1141,13 +1141,85 @@ def test_the_state_of_another_rule_names_both(how):
             state = other.init(params)
             if jax.tree.structure(state) == jax.tree.structure(tx.init(params)):
                 continue
-            message = f"The rule of tx is {type(rule).__name__}, but opt_state has .* {name}. Use"
+            own = type(rule).__name__
+            if rule == gs.DynamicLossScale(hysteresis=2):  # names what the two differ in
+                own += r"\(hysteresis=2\)"
+                name += r"\(hysteresis=1\)" * (name == "DynamicLossScale")
+            message = rf"The rule of tx is {own}, but opt_state has .* {name}\. Use"
             with pytest.raises(ValueError, match=message):
                 step(params, state) if how == "train_step" else tx.update(params, state, params)
     fixed, loaded = others[-1], others[0].init(params)  # a fixed rule takes any state
     after = fixed.update(params, loaded, params)[1]
     assert jax.tree.structure(after) == jax.tree.structure(loaded)
     assert float(gs.loss_scale(after)) == 8.0
+
+
+@pytest.mark.parametrize("make", [optax.sgd, optax.adamw])
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_rate_of_a_schedule_is_read_by_the_name_of_its_state(make, k):
+    """The count of `ScaleByScheduleState` is that of the updates, of Adam too, for which the name
+    `count` is ambiguous."""
+    schedule = optax.exponential_decay(0.5, transition_steps=1, decay_rate=0.5)
+    inside = optax.chain(optax.clip_by_global_norm(1.0), make(schedule))
+    tx = gs.loss_scaled(inside if k == 1 else optax.MultiSteps(inside, k))
+    w = jnp.ones(2)
+    state = tx.init(w)
+    step = gs.train_step(lambda w, x: (w * x).sum(), tx)
+    for x in (1.0, jnp.nan, 1.0, 1.0, 1.0):
+        w, state, _ = step(w, state, x)
+    assert schedule(optax.tree.get(state, "ScaleByScheduleState").count) == 0.5 ** (1 + 4 // k)
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+
+
+@pytest.mark.parametrize("how", ["update", "train_step"])
+@pytest.mark.parametrize(
+    ("made", "used", "place"),
+    [
+        pytest.param(optax.sgd(0.1), optax.MultiSteps(optax.sgd(0.1), 2), "gradient_step", id="k"),
+        pytest.param(
+            optax.MultiSteps(optax.sgd(0.1), 2),
+            optax.MultiSteps(optax.adam(0.1), 2),
+            r"inner_opt_state\[0\]\.mu",
+            id="inside",
+        ),
+        pytest.param(optax.adam(0.1), CLIPPED, r"\[1\]\[0\]\.mu", id="clip"),
+        pytest.param(optax.adam(0.1), optax.sgd(0.1), r"\[0\]\.mu", id="in silence"),
+    ],
+)
+def test_the_state_of_another_chain_is_refused(made, used, place, how):
+    """A state of another chain is named as such, also by a chain that would not read it."""
+    params = {"w": jnp.ones(3)}
+    tx, state = gs.loss_scaled(used), gs.loss_scaled(made).init(params)
+    step = gs.train_step(lambda p: p["w"].sum(), tx)
+    with pytest.raises(ValueError, match=rf"made by another chain.* differ in .*{place}"):
+        step(params, state) if how == "train_step" else tx.update(params, state, params)
+
+
+@pytest.mark.parametrize("how", ["update", "train_step"])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("inside", [optax.adam(0.1), optax.MultiSteps(optax.adam(0.1), 2)])
+def test_a_state_of_parameters_of_another_shape_is_refused(inside, size, how):
+    """A state for parameters of other shapes is refused, whether or not these broadcast."""
+    params = {"w": jnp.ones(3)}
+    tx = gs.loss_scaled(inside)
+    state = tx.init({"w": jnp.ones(size)})
+    step = gs.train_step(lambda p: p["w"].sum(), tx)
+    with pytest.raises(ValueError, match=r"for other parameters: they differ in .*mu\['w'\]"):
+        step(params, state) if how == "train_step" else tx.update(params, state, params)
+
+
+def test_a_chain_whose_state_cannot_be_made_again_takes_any():
+    """A transformation whose `init` cannot be traced is not judged by it."""
+
+    def init(params):
+        return optax.trace(0.9).init(jax.tree.map(np.asarray, params))
+
+    tx = gs.loss_scaled(optax.GradientTransformation(init, optax.trace(0.9).update))
+    params = {"w": jnp.ones(3)}
+    step = gs.train_step(lambda p: p["w"].sum(), tx)
+    assert float(step(params, tx.init(params))[2]) == 3.0
 
 
 def test_a_string_in_the_batch_is_named():

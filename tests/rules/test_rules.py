@@ -586,3 +586,10 @@ def test_keras_scale_falls_to_the_smallest_of_float16():
         opt.apply([np.array([np.inf], np.float32)], [w])
         scales.append(float(opt.loss_scale))
     assert scales == [2.0**-23, 2.0**-24, 2.0**-24, 2.0**-24]
+
+
+@pytest.mark.parametrize("rule", [gs.DynamicLossScale, gs.FixedLossScale, gs.AdaptiveLossScale])
+def test_the_help_of_a_constructor_leads_to_its_defaults(rule):
+    """`help` of `__init__`, which shows `min_scale = None`, says where defaults are explained."""
+    assert f"help({rule.__name__})" in rule.__init__.__doc__
+    assert all(field.name in rule.__doc__ for field in dataclasses.fields(rule))

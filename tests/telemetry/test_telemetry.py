@@ -306,6 +306,21 @@ def test_without_it_the_error_says_how():
         gs.loss_scaled(optax.sgd(0.1), telemetry=1)
 
 
+@pytest.mark.parametrize("how", ["update", "train_step"])
+@pytest.mark.parametrize("made", [{}, {"telemetry": True}])
+def test_a_state_without_the_telemetry_of_its_transformation_is_refused(made, how):
+    """A step with telemetry names a state without it, such as a loaded one, and how to go on."""
+    option = "underflow_every" if made else "telemetry"
+    params = {"w": jnp.ones(2)}
+    old = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), **made).init(params)
+    tx = gs.loss_scaled(optax.adam(0.1), telemetry=True, underflow_every=5)
+    step = gs.train_step(lambda p: p["w"].sum(), tx, donate=False)
+    with pytest.raises(ValueError, match=f"opt_state was made without {option}, which tx has"):
+        step(params, old) if how == "train_step" else tx.update(params, old, params)
+    state = tx.init(params)._replace(loss_scale=old.loss_scale, inner=old.inner)  # as it says
+    assert float(gs.telemetry(step(params, state)[1]).loss_scale) == 8.0
+
+
 def test_it_is_part_of_the_configuration_and_of_what_is_saved():
     """A copy from the configuration has telemetry, and takes over what was counted."""
     made = []

@@ -14,6 +14,16 @@ from gainstage._base.checks import InvalidArgumentError
 _UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 F = TypeVar("F", bound=Callable[..., Any])
 Class = TypeVar("Class")
+# The arguments of rules, by their names in torch, Keras and flax.
+_OURS = {
+    "growth_factor": "multiplier",
+    "growth_interval": "increment_period",
+    "growth_steps": "increment_period",
+    "dynamic_growth_steps": "increment_period",
+    "init_scale": "initial_loss_scale",
+    "initial_scale": "initial_loss_scale",
+    "minimum_scale": "min_scale",
+}
 _NOT_KEPT = object()  # marks an argument that the object does not store as an attribute
 
 
@@ -155,12 +165,15 @@ def explains_arguments(cls: type[Class]) -> type[Class]:
     def checked(self: Class, *args: Any, **kwargs: Any) -> None:
         unknown = [name for name in kwargs if name not in names]
         if unknown and type(self) is cls:
+            ours = _OURS.get(unknown[0])
+            advice = f"Write {ours}. Its" if ours in names else "Its"
             raise TypeError(
-                f"{cls.__name__} has no argument {unknown[0]!r}; its arguments are "
+                f"{cls.__name__} has no argument {unknown[0]!r}. {advice} arguments are "
                 f"{', '.join(names)}."
             )
         init(self, *args, **kwargs)
 
+    checked.__doc__ = f"`help({cls.__name__})` explains the arguments and their defaults."
     untyped.__init__ = checked
     return cls
 

@@ -7,20 +7,22 @@ from typing import Any
 
 
 def lazy(
-    namespace: dict[str, Any], *modules: str
+    namespace: dict[str, Any], *modules: str, **others: str
 ) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a package with lazy modules.
 
     Args:
         namespace: the package's `globals()`.
         *modules: the names of modules inside it.
+        **others: what to use instead of names that the package does not have.
     """
     package = namespace["__name__"]
 
     def import_attribute(name: str) -> ModuleType:
         if name in modules:
             return import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        advice = f". {others[name]}" if name in others else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
 
     def names() -> list[str]:
         special = (name for name in namespace if name.startswith("__"))

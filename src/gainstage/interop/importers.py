@@ -37,8 +37,21 @@ _FLAX = (
 _JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
 
 
-def from_torch(state_dict: Mapping[str, Any]) -> Imported:
+def from_torch(state_dict: Mapping[str, Any], microbatches: int = 1) -> Imported:
     """Converts a `torch.amp.GradScaler.state_dict()` to a rule and its state.
+
+    torch has no lowest scale. The rule stops at `2**-24`, not at 1 as `DynamicLossScale()` does.
+
+    Args:
+        state_dict: the state of an enabled scaler.
+        microbatches: the microbatches of a window, for `optax.MultiSteps` inside of `loss_scaled`
+            where torch divided the loss by their number. The scale is divided by it, because here
+            the undivided loss is multiplied. The interval and the count of finite steps are
+            multiplied by it, because torch counts updates, and `loss_scaled` microbatches.
+
+    Returns:
+        The rule for `loss_scaled`, and the state for `opt_state._replace(loss_scale=state)`. The
+        rule is no part of `opt_state`: save `rule.get_config()` too.
 
     Examples:
         >>> from gainstage.interop import importers
@@ -56,10 +69,15 @@ def from_torch(state_dict: Mapping[str, Any]) -> Imported:
         raise (ValueError if isinstance(state_dict, Mapping) else TypeError)(
             f"Expected the state of an enabled GradScaler; got {reprlib.repr(state_dict)}."
         )
+    k = checks.integer("microbatches", microbatches, low=1)
+    counts = {
+        name: k * checks.integer(name, state_dict[name], low=low)
+        for name, low in [("_growth_tracker", 0), ("growth_interval", 1)]
+    }
     return _imported(
-        state_dict["scale"],
-        state_dict["_growth_tracker"],
-        period=state_dict["growth_interval"],
+        checks.real("scale", state_dict["scale"]) / k,
+        counts["_growth_tracker"],
+        period=counts["growth_interval"],
         multiplier=state_dict["growth_factor"],
         backoff=state_dict["backoff_factor"],
     )
@@ -129,8 +147,15 @@ def load_into(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     """Loads an imported state into an optimizer that has the imported rule.
 
     Raises:
+        TypeError: `optimizer` is something else, such as a state of `loss_scaled`.
         ValueError: a value cannot be a scale or a count; nothing is changed then.
     """
+    if not hasattr(optimizer, "dynamic_scale"):
+        raise TypeError(
+            f"Expected a LossScaleOptimizer for optimizer; got {checks.brief(optimizer)}. For a "
+            f"state of loss_scaled, also in a chain, write opt_state = "
+            f"optax.tree.set(opt_state, loss_scale=state)."
+        )
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:
         values[optimizer.step_counter] = state.good_steps

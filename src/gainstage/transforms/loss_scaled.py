@@ -1,5 +1,6 @@
 """Loss scaling for optax loops: the same rules, finite check and skip decision, on pytrees."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,16 +48,17 @@ from gainstage.transforms.gradient_faults import (
 )
 from gainstage.transforms.loss_scaled_state import (
     LossScaledState,
+    refuse_other,
     states_in,
 )
 from gainstage.transforms.refusals import (
     cast_state,
     check_leaves,
-    explain,
     half_in,
     statistics_in,
     told_if_half,
     told_if_plain,
+    unrecorded,
     wrong_rule,
     wrong_state,
 )
@@ -188,6 +190,7 @@ class ScaledTransformation:
         self._sums_in = sums_in
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
         self._told = set[str]()  # the warnings that were given
+        self._fits = False  # whether an update got a state that fits: an eager loop is checked once
         self._repeats, self._eager = Repeats(SAME_STATE, name="tx.update"), Eager()
 
     def as_optax(self) -> optax.GradientTransformationExtraArgs:
@@ -291,10 +294,19 @@ class ScaledTransformation:
         mask: object = None,
     ) -> tuple[PyTree, OptState]:
         """The updates of `tx` and its state, for true gradients."""
+        if is_inside() or not self._fits:
+            self._fits = False
+            with contextlib.suppress(Exception):  # `refuse_other` looks at what is not as usual
+                kinds = jax.eval_shape(self._tx.init, grads), inner
+                own, new = (jax.tree.map(lambda x: x.shape, tree) for tree in kinds)
+                self._fits = own == new
+            if not self._fits:
+                refuse_other(self._tx, inner, grads, params)
+                self._fits = True
         try:
             updates, new = self._tx.update(grads, inner, params, **extra)
         except (TypeError, ValueError) as error:
-            explain(error, self._tx, grads, inner)
+            refuse_other(self._tx, inner, grads, error=error)
             raise
         if any(map(typed_sharding, jax.tree.leaves(inner))):
             new = jax.tree.map(typed_like, new, inner)
@@ -312,13 +324,17 @@ class ScaledTransformation:
         """Refuses a state of another transformation, and warns of gradients that cannot be true.
         In `extra`, functions that give plain losses or gradients are replaced by some that warn."""
         ours = isinstance(state, LossScaledState)
-        if not ours or not jax.tree_util.all_leaves([state.loss_scale.scale]):
+        scale = getattr(state.loss_scale, "scale", None) if ours else None
+        if scale is None or not jax.tree_util.all_leaves([scale]):
             raise wrong_state(state)
         own: Structure = jax.tree.structure(self.rule.init())
         if own != jax.tree.structure(state.loss_scale) and not self.is_fixed:
             raise wrong_rule(self.rule, state.loss_scale)
+        if self._scaling.telemetry and not (
+            state.observed and (state.observed.exponents or not self._scaling.every)
+        ):
+            raise unrecorded("underflow_every" if state.observed else "telemetry")
         if self._watches:
-            scale = state.loss_scale.scale
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
             ruled = self._starts_at_own and not isinstance(state, WithLossScaleState)
@@ -371,8 +387,10 @@ def _sums_of_multi_steps(
         return ()
 
     def total(path: KeyPath, gradient: jax.Array | None) -> jax.Array | None:
-        if gradient is None or path not in found:
-            return None if gradient is None else jnp.zeros_like(gradient)
+        if gradient is None:
+            return None
+        if path not in found or found[path].shape != gradient.shape:  # `_updated` refuses these
+            return jnp.zeros_like(gradient)
         return jnp.copysign(found[path], gradient)
 
     return [total(path, gradient) for path, gradient in named]

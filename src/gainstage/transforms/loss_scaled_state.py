@@ -1,5 +1,6 @@
 """The state of `loss_scaled`, and the search for it in an optax state."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import optax
 
 from gainstage._base.checks import brief
 from gainstage._scaling.step_telemetry import Observed
-from gainstage._variables.types import OptState, PyTree, RuleState
+from gainstage._variables.types import OptState, PyTree, RuleState, Transformation
 from gainstage._variables.variable import Variable
 
 
@@ -33,7 +34,19 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
             f"got {len(found)} in {_kind(opt_state)}. {_remedy(opt_state, found)}"
         )
     state = found[0]
+    if not hasattr(state.loss_scale, "scale"):
+        raise no_rule_state(state.loss_scale)
     return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+
+
+def no_rule_state(value: object) -> TypeError:
+    """The error for something else in the place of a rule's state."""
+    return TypeError(
+        f"Expected the state of a rule for loss_scale in opt_state; got a {type(value).__name__}. "
+        f"For another scale, write opt_state._replace(loss_scale=opt_state.loss_scale._replace("
+        f"scale=jnp.float32(scale))). For a dictionary of torch: "
+        f"gainstage.interop.importers.from_torch(state_dict)."
+    )
 
 
 def _kind(tree: PyTree) -> str:
@@ -103,7 +116,8 @@ def state_to_scale_by(opt_state: OptState) -> LossScaledState:
     Raises:
         ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
     """
-    if isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array):
+    whole = isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array)
+    if whole and hasattr(opt_state.loss_scale, "scale"):
         return opt_state  # there is nothing around it, and nothing boxed
     state, node = loss_scaled_state(opt_state), opt_state
     while not isinstance(node, LossScaledState):
@@ -144,7 +158,10 @@ def observed_in(opt_state: OptState) -> Observed:
     """The telemetry in an optax state; optimizers are registered by their own module."""
     observed: Observed | None = loss_scaled_state(opt_state).observed
     if observed is None:
-        raise ValueError("Expected telemetry=True for loss_scaled; got a state without it.")
+        raise ValueError(
+            "Expected telemetry=True of the loss_scaled whose init made opt_state; got a state "
+            "without it."
+        )
     return observed
 
 
@@ -193,6 +210,39 @@ def _with_states(
 
 def _is_state(node: object) -> bool:
     return isinstance(node, LossScaledState)
+
+
+def refuse_other(
+    tx: Transformation, state: OptState, *like: PyTree, error: Exception | None = None
+) -> None:
+    """Raises a ValueError if `tx.init` makes another state of each of the trees.
+
+    Args:
+        tx: the transformation that is to update the state.
+        state: the state, perhaps of another chain or for other parameters.
+        like: the gradients, and the parameters if there are any.
+        error: what `tx` raised.
+    """
+    differ = list[str]()
+    for tree in like:
+        with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its parameters only
+            own, made = (
+                {jax.tree_util.keystr(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
+                for leaves in (
+                    jax.tree_util.tree_leaves_with_path(each)
+                    for each in (state, jax.eval_shape(tx.init, tree))
+                )
+            )
+            if own == made:
+                return
+            differ = differ or sorted(n for n in own | made if own.get(n) != made.get(n))
+    if differ:
+        raise ValueError(
+            f"opt_state was made by another chain than tx, or for other parameters: they differ in "
+            f"{brief(differ)}. Use the chain that made it, or start with opt_state = "
+            f"tx.init(params). If `using` selects some parameters of a model, pass these alone, "
+            f"such as nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
+        ) from error
 
 
 class StepScalars(NamedTuple):

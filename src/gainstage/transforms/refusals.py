@@ -1,6 +1,5 @@
 """What `loss_scaled` says about parameters and states that it was not made for."""
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
 from gainstage._scaling.float8_states import place_of_state
-from gainstage._variables.types import OptState, PyTree, Structure, Transformation
+from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.transforms.gradient_faults import (
@@ -21,7 +20,7 @@ from gainstage.transforms.gradient_faults import (
     is_plain,
     is_plain_half,
 )
-from gainstage.transforms.loss_scaled_state import LossScaledState
+from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
 
 
 def check_leaves(params: PyTree) -> None:
@@ -103,25 +102,11 @@ def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., 
     return checked
 
 
-def explain(error: Exception, tx: Transformation, grads: PyTree, state: OptState) -> None:
-    """Raises a clearer error than optax's if the state was made for other parameters."""
-    made = state
-    with contextlib.suppress(Exception):  # `tx` may have a mask, which fits its own parameters only
-        made = jax.eval_shape(tx.init, grads)
-    trees = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (state, made))
-    own, new = ({jax.tree_util.keystr(path) for path, _ in tree} for tree in trees)
-    if own != new:
-        raise ValueError(
-            f"opt_state was made for other parameters than the gradients: they differ in "
-            f"{brief(sorted(own ^ new))}. Start with opt_state = tx.init(params). If `using` "
-            f"selects some parameters of a model, pass these alone, such as "
-            f"nnx.state(model, nnx.LoRAParam); for all parameters leave `using` out."
-        ) from error
-
-
 def wrong_state(state: object) -> TypeError:
     """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
     kind = type(state).__name__
+    if isinstance(state, LossScaledState) and not hasattr(state.loss_scale, "scale"):
+        return no_rule_state(state.loss_scale)
     if isinstance(state, LossScaledState):
         kind = f"a {kind} of {type(state.loss_scale.scale).__name__}"
     return TypeError(
@@ -143,7 +128,7 @@ def cast_state(dtype: Any) -> TypeError:
 
 def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     """The error for the state of another rule; a fixed scale keeps any state."""
-    of = type(state).__name__
+    of, own = type(state).__name__, type(rule).__name__
     others = {"DynamicLossScale": DynamicLossScale(), "AdaptiveLossScale": AdaptiveLossScale()}
     others["DynamicLossScale(hysteresis=...)"] = DynamicLossScale(hysteresis=2)
     others["FixedLossScale"] = FixedLossScale(1.0)
@@ -151,9 +136,21 @@ def wrong_rule(rule: LossScale, state: PyTree) -> ValueError:
     for name, other in others.items():
         if structure == jax.tree.structure(other.init()):
             of = name
+    if isinstance(rule, DynamicLossScale) and rule.hysteresis > 1:
+        own += f"(hysteresis={rule.hysteresis})"
+        of += "(hysteresis=1)" * (of == "DynamicLossScale")
     return ValueError(
-        f"The rule of tx is {type(rule).__name__}, but opt_state has the scale of {of}. Use the "
+        f"The rule of tx is {own}, but opt_state has the scale of {of}. Use the "
         f"rule and options that the state was made with, or start with tx.init(params)."
+    )
+
+
+def unrecorded(option: str) -> ValueError:
+    """The error for a state that has no place for what `tx` records."""
+    return ValueError(
+        f"opt_state was made without {option}, which tx has. Start with tx.init(params), or go on "
+        f"from the same scale and moments: opt_state = tx.init(params)._replace("
+        f"loss_scale=opt_state.loss_scale, inner=opt_state.inner)."
     )
 
 
@@ -172,8 +169,14 @@ def explain_step(error: Exception, params: PyTree, opt_state: OptState, batch: P
                 f"`{name}` was donated to an earlier step and deleted. Pass on what that step "
                 f"returned, or create the step with train_step(..., donate=False)."
             ) from error
-        kind = getattr(getattr(leaf, "dtype", None), "kind", "O")
+        dtype = getattr(leaf, "dtype", None)
+        kind = getattr(dtype, "kind", "O")
         is_known = isinstance(leaf, jax.Array | complex | float | int) or kind not in "OSU"
+        if "requires real" in str(error) and name.startswith("params") and kind in "biu":
+            raise TypeError(
+                f"Expected floating parameters; got {dtype} for `{name}`. Pass what is not "
+                f"trained in the batch, or make it floating: jnp.asarray(x, jnp.float32)."
+            ) from error
         if isinstance(error, TypeError) and name.startswith("batch") and not is_known:
             raise TypeError(
                 f"Expected arrays or numbers in the batch; got {brief(leaf)} for `{name}`. Bind it "

@@ -160,6 +160,10 @@ def train_step(
 
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
+    if hasattr(loss_fn, "update") and not hasattr(tx, "update"):
+        raise TypeError(
+            f"Expected train_step(loss_fn, tx), the loss first; got {checks.brief(loss_fn)}."
+        )
     checks.transformation("tx", tx)
     refuse_self_scaled(loss_fn, "train_step")
     donates = checks.flag("donate", donate)
@@ -203,8 +207,15 @@ class TrainStep(Generic[Params, P, *More]):
             ...
     else:
 
-        def __call__(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> tuple[Any, ...]:
+        def __call__(
+            self, params: PyTree, opt_state: OptState, *batch: PyTree, **named: PyTree
+        ) -> tuple[Any, ...]:
             """Takes a step."""
+            if named:
+                raise TypeError(
+                    f"Expected the batch by position; got {', '.join(named)} by name. Write "
+                    f"step(params, opt_state, {', '.join(named)})."
+                )
             self._loop.look(lambda: _scale_in(opt_state))
             inside, (given, model) = is_inside(), self._checked(params)
             donates = self._donates and not reruns() and not inside
