@@ -326,6 +326,14 @@ def equations(program: AnyJaxpr) -> Iterator[JaxprEqn]:
             yield from equations(part)
 
 
+def repeated(program: AnyJaxpr, times: int = 1) -> Iterator[tuple[int, JaxprEqn]]:
+    """As `equations`, each with how often it is run; a `while` loop counts as one iteration."""
+    for eqn in open_jaxpr(program).eqns:
+        yield times, eqn
+        for part in inner(eqn):
+            yield from repeated(part, times * eqn.params.get("length", 1))
+
+
 def calls_back(program: AnyJaxpr) -> bool:
     """Whether a program calls Python code, which may raise."""
     # `jax.debug.print` has an effect; `jax.pure_callback` has a name and no effect.

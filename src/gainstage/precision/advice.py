@@ -13,12 +13,16 @@ from gainstage.precision.autocast import autocast, with_float8
 from gainstage.precision.cards import CARDS, Card
 from gainstage.precision.costs import kept, products_of
 from gainstage.precision.price import Price, Reference
-from gainstage.precision.samples import Run, Samples
+from gainstage.precision.samples import GradientsOf, Samples
 
 __all__ = ["Advice", "Cost", "advise"]
 
 MAX_NOISE, MAX_BIAS = 0.01, 0.02  # of what is recommended
-FIRST, HIGHEST, STEP = 15, 24, 3  # exponents of loss scales: the first one tried, the last, a step
+FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = (
+    15,
+    24,
+    3,
+)  # exponents of loss scales: the first one tried, the last, a step
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
 ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
@@ -59,6 +63,16 @@ class Advice:
         batches: the number of batches.
         is_clear: whether the mean gradient can be told from the noise of so few batches. If not,
             bias is given relative to what 100 batches would leave of the noise.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from gainstage.precision import advise
+        >>> x = jax.random.normal(jax.random.key(0), (2, 64, 16))
+        >>> advice = advise(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 4)), list(x))
+        >>> print(advice.recommended.name)
+        bfloat16
+
+    Source: `precision.advise` makes it.
     """
 
     def __init__(
@@ -171,10 +185,9 @@ def advise(
     if not reference.variance:
         raise ValueError("Expected different batches; all of them have the same gradient.")
     each = (time.perf_counter() - start) / (len(samples) + 1)
-    measured = _Measured(samples, reference, CARDS[card])
     pieces = 4 * len(samples) + 2 * len(LARGER)
     with counted(pieces, f"advise, about {each * pieces:.0f} s", shows=progress) as tick:
-        measured.tick = tick
+        measured = _Measured(samples, reference, CARDS[card], tick)
         half = autocast(fun)
         of_half = samples.compiled(half)
         rows = [
@@ -188,7 +201,7 @@ def advise(
     return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
 
 
-def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], Run]:
+def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
     """A function, and its gradients."""
     return fun, samples.compiled(fun)
 
@@ -196,11 +209,13 @@ def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any]
 class _Measured:
     """Measurements of one function in several precisions."""
 
-    def __init__(self, samples: Samples, reference: Reference, card: Card):
+    def __init__(self, samples: Samples, reference: Reference, card: Card, tick: Callable[[], Any]):
         self._samples, self._reference, self._card = samples, reference, card
-        self.tick: Callable[[], Any] = lambda: None
+        self._tick = tick
 
-    def row(self, name: str, fun: Callable[..., Any], run: Run, exponent: int | None) -> Cost:
+    def row(
+        self, name: str, fun: Callable[..., Any], run: GradientsOf, exponent: int | None
+    ) -> Cost:
         """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
         scaled = exponent is None
         if exponent is None:
@@ -209,10 +224,10 @@ class _Measured:
         for number in range(len(self._samples)):
             results = run(number, 2.0**exponent)
             while scaled and exponent > 0 and not _is_finite(results):
-                exponent -= STEP
+                exponent -= EXPONENTS
                 results = run(number, 2.0**exponent)
             found.append(results[1:])
-            self.tick()
+            self._tick()
         price = self._reference.price(found)
         args = self._samples.args(self._samples.arrays[0])
         products = products_of(fun, *args)
@@ -227,26 +242,26 @@ class _Measured:
     def _loss(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         return (lambda *args: fun(*args)[0]) if self._samples.has_aux else fun
 
-    def needs_scaling_from(self, run: Run) -> int | None:
+    def needs_scaling_from(self, run: GradientsOf) -> int | None:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
         mean over more examples has smaller cotangents, as a smaller loss scale makes them."""
         for order in (0, *LARGER):
             found = [run(number, 2.0**-order)[1:] for number in range(2)]
-            self.tick()
+            self._tick()
             if not self._reference.price(found).fits(MAX_NOISE, MAX_BIAS):
                 return 2**order
         return None
 
 
 def _largest(is_finite: Callable[[int], bool]) -> int:
-    """The largest exponent of a loss scale that is finite, up to `HIGHEST`."""
-    exponent = FIRST
+    """The largest exponent of a loss scale that is finite, up to `LAST_EXPONENT`."""
+    exponent = FIRST_EXPONENT
     if is_finite(exponent):
-        while exponent < HIGHEST and is_finite(exponent + STEP):
-            exponent += STEP
+        while exponent < LAST_EXPONENT and is_finite(exponent + EXPONENTS):
+            exponent += EXPONENTS
         return exponent
     while exponent > 0 and not is_finite(exponent):
-        exponent -= STEP
+        exponent -= EXPONENTS
     return exponent
 
 
@@ -288,6 +303,6 @@ def _percent(part: float) -> str:
 def _line(cost: Cost) -> tuple[str, ...]:
     products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
     scale = "" if cost.exponent is None else f"2^{cost.exponent}"
-    scale += " or more" * (cost.exponent == HIGHEST)
+    scale += " or more" * (cost.exponent == LAST_EXPONENT)
     memory, price = f"{cost.kept / 1e6:.3g} MB", map(_percent, cost.price)
     return cost.name, *price, scale, memory, products, f"{1e6 * cost.seconds:.3g} us"

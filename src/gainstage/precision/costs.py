@@ -1,17 +1,16 @@
 """The arithmetic of a function's products, and what its forward pass keeps."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from gainstage._base._jax import JaxprEqn, Literal
 from gainstage._programs import jaxprs
-from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import PRODUCTS
 from gainstage.precision.cards import Card
-from gainstage.precision.float8_rule import PASSES, added_bytes
+from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP, added_bytes
 from gainstage.precision.plan import FLOAT8
 
 UPCAST = {"bfloat16": 2, "float16": 2, FLOAT8: 4}  # by which a cast to float32 multiplies bytes
@@ -30,20 +29,13 @@ class Product(NamedTuple):
         backwards."""
         moved = self.moved if card.multiplies(self.dtype) else self.moved * UPCAST[self.dtype]
         each = max(self.operations / card.rate(self.dtype), moved / (1e12 * card.memory))
-        return PASSES * each + self.cast / (1e12 * card.memory)
+        return PRODUCTS_OF_A_STEP * each + self.cast / (1e12 * card.memory)
 
 
 def products_of(fun: Callable[..., Any], *args: Any) -> list[Product]:
     """The products of a function."""
-    return list(_products(jax.make_jaxpr(fun)(*args)))
-
-
-def _products(program: AnyJaxpr, times: float = 1.0) -> Iterator[Product]:
-    for eqn in jaxprs.open_jaxpr(program).eqns:
-        if eqn.primitive.name in PRODUCTS:
-            yield _product(eqn, times)
-        for part in jaxprs.inner(eqn):
-            yield from _products(part, times * eqn.params.get("length", 1))
+    every = jaxprs.repeated(jax.make_jaxpr(fun)(*args))
+    return [_product(eqn, times) for times, eqn in every if eqn.primitive.name in PRODUCTS]
 
 
 def _product(eqn: JaxprEqn, times: float) -> Product:
@@ -78,7 +70,7 @@ def kept(fun: Callable[..., Any], params: Any, *batch: Any) -> int:
     given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
     casts = {
         id(eqn.outvars[0]): (id(eqn.invars[0]), jaxprs.array(eqn.outvars[0]).dtype)
-        for eqn in jaxpr.eqns
+        for eqn in jaxprs.equations(jaxpr)
         if eqn.primitive.name == "convert_element_type"
     }
     arrays = {

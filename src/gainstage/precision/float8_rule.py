@@ -9,12 +9,12 @@ from gainstage._programs import jaxprs
 from gainstage.precision.cards import Card
 from gainstage.transforms.retrace import Kind, Retraced
 
-FEWEST = 16  # rows, columns or summed elements: below, float8 multiplies no faster
+NARROWEST = 16  # rows, columns or summed elements: below, float8 multiplies no faster
 # Bytes that float8 adds for each element: of an activation or a cotangent, which is read for its
 # largest number (2), read again and written in float8 (2 + 1), and then read twice by products with
 # one byte for two (-2); of a weight, the same from float32 (4, 4 + 1), without float16 (-8).
 BYTES_OF_ACTIVATION, BYTES_OF_WEIGHT = 3, 1
-PASSES = 3  # a product, and the derivatives of both operands
+PRODUCTS_OF_A_STEP = 3  # a product, and the derivatives of both operands
 
 
 class Sizes(NamedTuple):
@@ -38,7 +38,7 @@ def can_be_float8(eqn: JaxprEqn, values: Sequence[Retraced]) -> bool:
     hardware."""
     if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
         return False
-    return min(sizes_of(eqn, values)) >= FEWEST
+    return min(sizes_of(eqn, values)) >= NARROWEST
 
 
 def is_linear(values: Sequence[Retraced]) -> bool:
@@ -65,7 +65,7 @@ def pays(sizes: Sizes, card: Card) -> bool:
         return False
     each = 1 / card.rate("float16") - 1 / card.rate("float8")
     added = added_bytes(rows * summed, summed * columns, rows * columns)
-    return PASSES * sizes.operations * each > added / (1e12 * card.memory)
+    return PRODUCTS_OF_A_STEP * sizes.operations * each > added / (1e12 * card.memory)
 
 
 def added_bytes(activation: int, weight: int, result: int) -> int:

@@ -1,8 +1,7 @@
-"""What rounding costs training: the noise that it adds to a gradient, and its bias.
+"""What rounding costs training: the noise that it adds to a gradient, and its bias."""
 
-A gradient of one batch is a sample. Rounding errors that are independent from batch to batch are
-like a smaller batch; what is the same in each batch pulls training elsewhere.
-"""
+# A gradient of one batch is a sample. Rounding errors that are independent from batch to batch are
+# like a smaller batch; what is the same in each batch pulls training elsewhere.
 
 import math
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Gradient = Sequence[np.ndarray]  # one array for each parameter
+Parts = Sequence[np.ndarray]  # one array for each parameter
 FLOOR = 100  # batches: where the mean gradient is lost in noise, the bias is one of so many
 
 
@@ -33,17 +32,17 @@ class Reference:
         gradients: one for each batch, at least two.
     """
 
-    def __init__(self, gradients: Sequence[Gradient]):
-        self.gradients = gradients
+    def __init__(self, gradients: Sequence[Parts]):
+        self.gradients: Sequence[Parts] = gradients
         count = len(gradients)
         mean = _squares(_means(gradients))
-        self.variance = (sum(map(_squares, gradients)) - count * mean) / (count - 1)
+        self.variance: float = (sum(map(_squares, gradients)) - count * mean) / (count - 1)
         of_mean = mean - self.variance / count
         # The square of the norm of the mean gradient, and whether it can be told from noise.
-        self.is_clear = of_mean > self.variance / FLOOR
-        self.mean = of_mean if self.is_clear else self.variance / FLOOR
+        self.is_clear: bool = of_mean > self.variance / FLOOR
+        self.mean: float = of_mean if self.is_clear else self.variance / FLOOR
 
-    def price(self, found: Sequence[Gradient], batches: Sequence[int] | None = None) -> Price:
+    def price(self, found: Sequence[Parts], batches: Sequence[int] | None = None) -> Price:
         """What gradients of some of the batches cost.
 
         Args:
@@ -57,7 +56,7 @@ class Reference:
         lost = np.mean([_lost(fs, es) for fs, es in pairs])
         return Price(noise, math.sqrt(bias) if bias >= 0 else bias, float(lost))
 
-    def spread(self, errors: Sequence[Gradient]) -> tuple[float, float]:
+    def spread(self, errors: Sequence[Parts]) -> tuple[float, float]:
         """The noise, and the square of the bias, of the errors of some batches. Both add up over
         operations."""
         count, mean = len(errors), _squares(_means(errors))
@@ -67,19 +66,19 @@ class Reference:
         return variance / self.variance, max(mean - variance / count, 0.0) / self.mean
 
 
-def _means(gradients: Sequence[Gradient]) -> list[np.ndarray]:
+def _means(gradients: Sequence[Parts]) -> list[np.ndarray]:
     count = len(gradients)
     columns = zip(*gradients, strict=True)
     with np.errstate(all="ignore"):  # a sum that is not finite says that all is lost
         return [np.add.reduce([np.asarray(g, np.float64) for g in c]) / count for c in columns]
 
 
-def _squares(gradient: Gradient) -> float:
+def _squares(gradient: Parts) -> float:
     with np.errstate(all="ignore"):
         return float(sum(np.square(np.asarray(g, np.float64)).sum() for g in gradient))
 
 
-def _lost(found: Gradient, exact: Gradient) -> float:
+def _lost(found: Parts, exact: Parts) -> float:
     """The share of the elements that are 0, among those that are not in float32."""
     known = sum(int((e != 0).sum()) for e in exact)
     gone = sum(int(((f == 0) & (e != 0)).sum()) for f, e in zip(found, exact, strict=True))

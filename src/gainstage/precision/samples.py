@@ -1,4 +1,4 @@
-"""Gradients of a function on some batches, in any precision."""
+"""GradientsOf of a function on some batches, in any precision."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base.arrays import partition
+from gainstage._base.arrays import Static, partition
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import plan_of
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
-FEWEST = 2  # batches: from one, noise and bias cannot be told apart
+MIN_BATCHES = 2  # batches: from one, noise and bias cannot be told apart
 CALLS_ALIKE = 1e-3  # the largest relative difference of two losses of one batch
 
-Run = Callable[[int, float], list[np.ndarray]]  # `(batch, loss scale) -> [loss, *gradients]`
+GradientsOf = Callable[
+    [int, float], list[np.ndarray]
+]  # `(batch, loss scale) -> [loss, *gradients]`
 
 
 class Samples:
@@ -44,7 +46,7 @@ class Samples:
         batches: Sequence[Any],
         has_aux: bool,
         using: Using | None,
-        fewest: int = FEWEST,
+        fewest: int = MIN_BATCHES,
     ):
         if not callable(fun):
             raise TypeError(f"Expected a function for fun; got {checks.brief(fun)}.")
@@ -63,11 +65,12 @@ class Samples:
                 f"Expected at least {fewest} batches; got {len(batches)}. Noise is what differs "
                 f"between batches, and bias is what does not: one batch shows neither."
             )
-        self.fun, self.has_aux, self.using, self.params = fun, has_aux, using, params
-        self.batches = [_arguments(fun, batch) for batch in batches]
-        split = [partition((params, *batch)) for batch in self.batches]
-        self.arrays = [arrays for arrays, _ in split]
-        self.static = split[0][1]
+        self.fun: Callable[..., Any] = fun
+        self.has_aux: bool = has_aux
+        self._using = using
+        split = [partition((params, *_arguments(fun, batch))) for batch in batches]
+        self.arrays: list[list[Any]] = [arrays for arrays, _ in split]
+        self.static: Static = split[0][1]
         for number, (arrays, static) in enumerate(split[1:], 1):
             if static != self.static or _shapes(arrays) != _shapes(self.arrays[0]):
                 raise ValueError(
@@ -76,7 +79,7 @@ class Samples:
                 )
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.arrays)
 
     def args(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of the function, of which some arrays may be traced."""
@@ -87,12 +90,12 @@ class Samples:
     ) -> list[jax.Array]:
         """The loss and the gradients of a function at a loss scale, in float32."""
         args = self.args(arrays)
-        differentiate = scaled_value_and_grad(fun, scale, self.has_aux, self.using, args)
+        differentiate = scaled_value_and_grad(fun, scale, self.has_aux, self._using, args)
         (_, (loss, _)), grads = differentiate(*args)
         true = gradients.unscale(grads, scale)
         return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
 
-    def compiled(self, fun: Callable[..., Any]) -> Run:
+    def compiled(self, fun: Callable[..., Any]) -> GradientsOf:
         """A function `(number of a batch, loss scale) -> [loss, *gradients]`."""
         program = jax.jit(lambda scale, arrays: self.gradients_of(fun, scale, arrays))
 

@@ -7,10 +7,10 @@ from gainstage.precision.advice import MAX_BIAS, MAX_NOISE, Advice
 from gainstage.runs.render import render
 from gainstage.runs.rows import Rows
 
-LOWEST, HIGHEST = 1e-6, 1.0  # of the logarithmic scale of a bar
+SHOWN_FROM, SHOWN_TO = 1e-6, 1.0  # of the logarithmic scale of a bar
 
 
-class Bar(NamedTuple):
+class PriceBar(NamedTuple):
     """A bar of the chart."""
 
     name: str
@@ -35,16 +35,16 @@ def page(advice: Advice) -> str:
     return render("advice.html", "What a precision costs", advice=advice, table=table, charts=drawn)
 
 
-def _bar(name: str, size: float, limit: float) -> Bar:
+def _bar(name: str, size: float, limit: float) -> PriceBar:
     number = f"{size:.2g}" if math.isfinite(size) else "not finite"
-    return Bar(
+    return PriceBar(
         name, number if not math.isfinite(size) else f"{size:.2%}", _place(size), size <= limit
     )
 
 
 def _place(size: float) -> float:
     """Where a number is on the scale, in per cent."""
-    if not size > LOWEST:
+    if not size > SHOWN_FROM:
         return 0.0
-    part = math.log(min(size, HIGHEST) / LOWEST) / math.log(HIGHEST / LOWEST)
+    part = math.log(min(size, SHOWN_TO) / SHOWN_FROM) / math.log(SHOWN_TO / SHOWN_FROM)
     return 100 * part
