@@ -586,13 +586,34 @@ def test_a_report_says_a_thing_once():
     assert advice.endswith("This happened 40 times: 76 steps in all.")
     assert [row[:3] for row in found.overflows.rows] == [("all 41 tensors", "0", "76")]
     assert found.replay.rows == ()
-    assert "the 76 skipped steps are not finite at any scale" in found.replay.lead[0]
+    (same,) = found.replay.lead
+    assert same.startswith("They would have skipped the same 76 steps, which are not finite at any")
     some = {"head/bias": KNOWN | {"inf": 0, "first": -1}, "model/norm/scale": KNOWN}
     found = findings(skipping(bad)._replace(tensors=tensors | some))
     assert [row[0] for row in found.overflows.rows] == [
         "41 tensors: block0 (1), block1 (1), block2 (1) and 38 more",
         "model/norm/scale",
     ]
+
+
+def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
+    """Where each third loss is not finite and the scale falls, the advice names all three causes
+    and the X-ray before the rule that holds the scale."""
+    run = skipping(range(2, 100, 3), 100, max_abs=np.full(100, 2.0**-5))
+    recorder, advice = findings(run).advice
+    causes = "bad data, too high a learning rate, or an overflow in the forward pass."
+    assert advice.startswith("Steps that no scale makes finite lowered it to 2^0.")
+    assert advice.index(causes) < advice.index("xray(") < advice.index("AdaptiveLossScale()")
+    assert "If it is the data, rule=gs.AdaptiveLossScale()" in advice
+    assert advice.endswith("it skips the same steps.")
+    assert "StepRecorder" in recorder
+
+
+def test_a_report_advises_the_rule_for_bad_data_once():
+    """The alarm of a long run of skipped steps names the rule; the replay does not repeat it."""
+    run = skipping(range(50, 80), 100, max_abs=np.full(100, 2.0**-5))
+    advice = findings(run).advice
+    assert [sentence.count("rule=gs.AdaptiveLossScale()") for sentence in advice] == [1, 0]
 
 
 def test_no_advice_contradicts_the_scale():

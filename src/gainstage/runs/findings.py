@@ -10,7 +10,7 @@ import numpy as np
 from gainstage._base.checks import as_power
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.runs.alarms import alarms_in
-from gainstage.runs.messages import XRAY
+from gainstage.runs.messages import IF_DATA, XRAY
 from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
@@ -82,9 +82,11 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
         if _is_of(run, kept)
     ]
     alarms = alarms_in(run)
-    if not sentences and any(XRAY in alarm.message for alarm in alarms):
-        sentences = [RECORD]
     replayed, better = _replay(run)
+    if any(IF_DATA in alarm.message for alarm in alarms):
+        better = [sentence for sentence in better if IF_DATA not in sentence]
+    if not sentences and any(XRAY in said for said in (*(a.message for a in alarms), *better)):
+        sentences = [RECORD]
     causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
     others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
     drawn = {name: CURVES[name] for name in CURVES if _finite(run, name).size}
@@ -309,7 +311,8 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         return Rows(title, columns, [], [str(error)]), []
     bad, outcomes = int(replayed.recorded.bad.sum()), replayed.outcomes
     if bad and all(of.skips.sum() == bad for of in (replayed.recorded, *outcomes.values())):
-        note = f"The same: the {bad} skipped steps are not finite at any scale that was tried."
+        same = f"{bad} steps, which are" if bad > 1 else "step, which is"
+        note = f"They would have skipped the same {same} not finite at any scale that was tried."
         return Rows(title, lead=[note]), advice(replayed, run.made.get("rule", ""))
 
     def row(name: str, of: Outcome) -> tuple[str, ...]:
