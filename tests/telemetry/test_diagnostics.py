@@ -740,12 +740,13 @@ def test_a_page_says_that_nothing_underflows():
     run = gapped(20, [])._replace(tensors={"w": KNOWN | healthy})
     found = findings(run)
     assert found.underflow.lead == [
-        "Nothing underflows: float16 is at most 0.02% off.",
+        "In gradients of parameters nothing underflows: float16 is at most 0.02% off.",
         "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
         "you need it.",
+        "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray.",
     ]
     text = page(run, found, "healthy")
-    assert "<h2>Underflow</h2><p>Nothing underflows" in text
+    assert "<h2>Underflow</h2><p>In gradients of parameters nothing" in text
     assert text.count("you need it.") == 1  # the run cannot be replayed
     old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
     assert old.underflow.lead == []  # recorded before rounding errors were

@@ -202,16 +202,21 @@ def test_the_rounding_error_is_that_of_a_cast(size, rng, after_step):
 
 def test_the_report_says_whether_what_is_lost_matters():
     """A step without small elements, one whose small ones do not matter, and one that needs
-    scaling are each said to be so, with and without the scale."""
-    healthy = str(counted([1.0, 0.5])).splitlines()
-    assert healthy[2] == "Nothing underflows: float16 is at most 0.02% off."
-    assert healthy[3].endswith(
-        "float16 would be at most 0.02% off: the X-ray sees smaller numbers inside."
+    scaling are each said to be so, with and without the scale. Good news is of parameters alone."""
+    good, inside = (
+        "In gradients of parameters",
+        "Numbers inside of the network are smaller, and are",
     )
+    healthy = str(counted([1.0, 0.5])).splitlines()
+    assert healthy[2] == f"{good} nothing underflows: float16 is at most 0.02% off."
+    assert healthy[3] == (
+        "Without scaling float16 would be at most 0.02% off in gradients of parameters."
+    )
+    assert healthy[4] == f"{inside} not measured: see gs.diagnostics.xray."
     harmless = str(counted([1.0, 2.0**-40])).splitlines()
-    assert harmless[2] == "Underflow does not matter: float16 is at most 0.02% off."
+    assert harmless[2] == f"{good} underflow does not matter: float16 is at most 0.02% off."
     small = str(counted([2.0**-22, 2.0**-23], [1.0])).splitlines()
-    assert small[2] == "Nothing underflows: float16 is at most 0.02% off."
+    assert small[2] == healthy[2]
     assert small[3] == (
         "Without scaling float16 would be 6.5% off in w, and by more than 1% in 1 of 2 tensors: "
         "you need it."
@@ -223,7 +228,8 @@ def test_the_report_says_whether_what_is_lost_matters():
         "Overflow: w is beyond the largest number of float16.",
         "w: overflows, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, -15 bits of headroom",
     ]
-    assert len(str(counted([1.0], scale=1.0)).splitlines()) == 4  # nothing on scaling
+    fixed = str(counted([1.0], scale=1.0)).splitlines()
+    assert (len(fixed), fixed[3]) == (5, healthy[4])  # nothing on scaling
 
 
 def test_five_tensors_are_printed():
@@ -318,4 +324,4 @@ def test_gradients_that_are_all_zero_are_no_good_news(lost):
     text = str(gs.diagnostics.report(opt))
     which = "every parameter" if len(lost) == 2 else "b"
     assert f"The gradient of {which} is 0 in all elements" in text
-    assert ("Nothing underflows" in text) == (len(lost) == 1)
+    assert ("nothing underflows" in text) == (len(lost) == 1)

@@ -15,7 +15,7 @@ from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
-from gainstage.runs.telemetry import underflow_summary
+from gainstage.runs.telemetry import UNSCALED, underflow_summary
 
 SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
@@ -270,8 +270,7 @@ def underflow(run: Run) -> Rows:
             worst[layer] = (printable(name), *shares, f"{layers[layer]}")
     notes = [
         "Off: the rounding error of float16 as a share of the tensor's root mean square. Unscaled: "
-        "the same without loss scaling. Only gradients of parameters are measured, none inside of "
-        "the network."
+        "the same without loss scaling."
     ] * bool(lead)
     notes += [
         "Flushed: the share of elements that float16 makes 0. Subnormal: those that it holds with "
@@ -332,7 +331,8 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         "is known to be finite, on average.",
         "Presumed: the share of steps of which the recording does not show what would happen.",
     ]
-    if "FixedLossScale(1.0)" in outcomes and len(lost := _underflow_summary(run)) > 1:
-        notes.append(f"FixedLossScale(1.0) does not scale. {lost[1]}")
+    lost = [said for said in _underflow_summary(run) if said.startswith(UNSCALED)]
+    if "FixedLossScale(1.0)" in outcomes:
+        notes += [f"FixedLossScale(1.0) does not scale. {said}" for said in lost]
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
     return Rows(title, columns, rows, notes), advice(replayed, run.made.get("rule", ""))

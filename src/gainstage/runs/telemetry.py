@@ -20,6 +20,9 @@ from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import observed_in
 
 SHOWN = 5  # tensors that are printed
+# A gradient of a weight is a sum, and so larger than the numbers it is made of.
+INSIDE = "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray."
+UNSCALED = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
 
@@ -274,18 +277,16 @@ def underflow_summary(
         beyond = max(error, key=lambda name: error[name])
         return [f"Overflow: {beyond} is beyond the largest number of float16."]
     if _most(error) > OFF:
-        first = f"Underflow: float16 is {_worst(error)}."
-    elif underflows:
-        first = f"Underflow does not matter: float16 is {_worst(error)}."
+        first, inside = f"Underflow: float16 is {_worst(error)}.", []
     else:
-        first = f"Nothing underflows: float16 is {_worst(error)}."
+        what = "underflow does not matter" if underflows else "nothing underflows"
+        first, inside = f"In gradients of parameters {what}: float16 is {_worst(error)}.", [INSIDE]
     if not unscaled or math.isinf(_most(unscaled)):
-        return [first]
+        return [first, *inside]
     if _most(unscaled) > OFF and _most(unscaled) <= _most(error):
-        return [first]  # the scale in force is 1 or less
-    # A gradient of a weight is a sum, and so larger than the numbers it is made of.
-    need = "you need it" if _most(unscaled) > OFF else "the X-ray sees smaller numbers inside"
-    return [first, f"Without scaling float16 would be {_worst(unscaled)}: {need}."]
+        return [first, *inside]  # the scale in force is 1 or less
+    need = ": you need it" if _most(unscaled) > OFF else " in gradients of parameters"
+    return [first, f"{UNSCALED} float16 would be {_worst(unscaled)}{need}.", *inside]
 
 
 def _most(error: Mapping[str, float]) -> float:
@@ -334,8 +335,9 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         2 of 3 steps were skipped.
         query: inf in 2 of 2 skipped steps, steps 1 to 2
         At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):
-        Underflow does not matter: float16 is at most 0.02% off.
-        Without scaling float16 would be at most 0.04% off: the X-ray sees smaller numbers inside.
+        In gradients of parameters underflow does not matter: float16 is at most 0.02% off.
+        Without scaling float16 would be at most 0.04% off in gradients of parameters.
+        Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray.
         query: 0.02% off, 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
         key: 0.02% off, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """
