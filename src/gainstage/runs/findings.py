@@ -15,7 +15,7 @@ from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
-from gainstage.runs.telemetry import UNSCALED, underflow_summary
+from gainstage.runs.telemetry import UNSCALED, left_out, underflow_summary
 
 SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
@@ -258,16 +258,19 @@ def underflow(run: Run) -> Rows:
     kinds = [kind for kind in SHARES if lead or not kind.endswith("error")]  # else an older file
     worst: dict[str, tuple[str, ...]] = {}
 
+    aside = _left_out(run.tensors)
+
     def badness(name: str) -> tuple[float, ...]:
         known = run.tensors[name]
         numbers = [known.get(kind, math.nan) for kind in ("error", "flushed", "subnormal")]
-        return tuple(-np.nan_to_num(numbers))
+        return (name in aside, *-np.nan_to_num(numbers))
 
     for name in sorted(run.tensors, key=badness):
         known, layer = run.tensors[name], _layer(name)
         if layer not in worst and (known.get("flushed", 0) > 0 or known.get("subnormal", 0) > 0):
             shares = (_percent(known.get(kind, math.nan)) for kind in kinds)
-            worst[layer] = (printable(name), *shares, f"{layers[layer]}")
+            note = " (left out)" * (name in aside)
+            worst[layer] = (f"{printable(name)}{note}", *shares, f"{layers[layer]}")
     notes = [
         "Off: the rounding error of float16 as a share of the tensor's root mean square. Unscaled: "
         "the same without loss scaling."
@@ -290,14 +293,22 @@ def _underflow_summary(run: Run) -> list[str]:
     if not known:
         return []
     underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in known.values())
-    error, unscaled = (
-        {name: k[which] for name, k in known.items() if k.get(which, math.nan) >= 0}
-        for which in ("error", "unscaled_error")
-    )
+    error, unscaled = _known(known, "error"), _known(known, "unscaled_error")
     scale = _finite(run, "loss_scale")
     unscaled = {} if scale.size and scale[-1] == 1 else unscaled
     zeros = [name for name, k in known.items() if k.get("zero") == 1]
-    return underflow_summary(error, unscaled, underflows, zeros)
+    return underflow_summary(error, unscaled, underflows, zeros, _left_out(known))
+
+
+def _known(tensors: Mapping[str, dict[str, float]], kind: str) -> dict[str, float]:
+    """The numbers of one kind, as far as they were recorded, by tensor."""
+    return {name: known[kind] for name, known in tensors.items() if known.get(kind, -1) >= 0}
+
+
+def _left_out(tensors: Mapping[str, dict[str, float]]) -> list[str]:
+    """The tensors that the sentences on underflow leave out."""
+    error, unscaled = _known(tensors, "error"), _known(tensors, "unscaled_error")
+    return left_out(error, unscaled, _known(tensors, "norm_share"))
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:

@@ -19,9 +19,20 @@ from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import observed_in
 
+MEASURED = (
+    "zero", "flushed", "subnormal", "headroom", "error", "unscaled_error", "norm_share"
+)  # fmt: skip
+# Of the norm of all gradients. Below it a gradient may be nothing but rounding, as that of a bias
+# before a normalisation is: 1e-7 to 1e-5 under `autocast`, where others have 1e-2 or more.
+NEGLIGIBLE = 1e-4
 SHOWN = 5  # tensors that are printed
 # A gradient of a weight is a sum, and so larger than the numbers it is made of.
 INSIDE = "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray."
+SMALL = (
+    "Left out: {which}. Gradients below "
+    f"{NEGLIGIBLE:g} of all together may be rounding errors, as those of a bias before a "
+    "normalisation are."
+)
 UNSCALED = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
@@ -112,6 +123,14 @@ class Underflow:
         return self._share(FLUSHED, SUBNORMAL)
 
     @property
+    def norm_share(self) -> np.ndarray:
+        """The norm of each tensor's gradient, as a share of that of all together; estimated from
+        the exponents."""
+        # Relative to the largest exponent, so that no square overflows.
+        squares = self.counts[:, 1:].astype(float) @ 4.0 ** np.arange(LOWEST - HIGHEST, 1.0)
+        return np.sqrt(squares / max(squares.sum(), sys.float_info.min))
+
+    @property
     def error(self) -> np.ndarray:
         """The rounding error of float16, as a share of each tensor's root mean square."""
         return self.error_at(self.scale)
@@ -186,14 +205,14 @@ class Report:
 
     def tensors(self) -> dict[str, dict[str, float]]:
         """Returns the numbers of each tensor by name, for JSON: `inf`, `nan`, `first`, `last`. With
-        `underflow` also the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, and the
-        rounding errors `error` and `unscaled_error`."""
+        `underflow` also the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, the
+        rounding errors `error` and `unscaled_error`, and `norm_share`."""
         names = ("inf", "nan", "first", "last")
         rows: list[dict[str, float]] = [
             dict(zip(names, row, strict=True)) for row in self.counts.tolist()
         ]
         if self.underflow is not None:
-            for name in ("zero", "flushed", "subnormal", "headroom", "error", "unscaled_error"):
+            for name in MEASURED:
                 for row, number in zip(rows, getattr(self.underflow, name).tolist(), strict=True):
                     row[name] = number
         return dict(zip(self.names, rows, strict=True))
@@ -228,26 +247,46 @@ class Report:
         if u.overflowed <= 1 and u.headroom.min(initial=np.inf) > 1:  # so it is not the scale
             known = f"no scale suggested, as steps were skipped at {high} too"
         lines = [f"At step {u.step} and scale {now} ({known}):"]
+        error, unscaled, shares = (
+            dict(zip(self.names, numbers.tolist(), strict=True))
+            for numbers in (u.error, u.unscaled_error if u.scale != 1 else u.error, u.norm_share)
+        )
+        aside = left_out(error, unscaled, shares)
         rows = sorted(
             zip(self.names, u.error, u.zero, u.flushed, u.subnormal, u.headroom, strict=True),
-            key=lambda row: (-row[1], -row[3] - row[4]),
-        )
-        error, unscaled = (
-            dict(zip(self.names, errors.tolist(), strict=True))
-            for errors in (u.error, u.unscaled_error)
+            key=lambda row: (row[0] in aside, -row[1], -row[3] - row[4]),
         )
         lines += underflow_summary(
             error,
             unscaled if u.scale != 1 else {},
             bool((u.flushed + u.subnormal).any()),
             [name for name, zero in zip(self.names, u.zero, strict=True) if zero == 1],
+            aside,
         )
         for name, error, zero, flushed, subnormal, bits in rows[:SHOWN]:
-            shares = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
-            lines.append(f"{name}: {off(error)}, {shares}, {bits:g} bits of headroom")
+            parts = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
+            off_by = f"{off(error)}{', left out' * (name in aside)}"
+            lines.append(f"{name}: {off_by}, {parts}, {bits:g} bits of headroom")
         if len(rows) > SHOWN:
-            lines.append(f"and {len(rows) - SHOWN} more, at most {off(rows[SHOWN][1])}")
+            most = max(row[1] for row in rows[SHOWN:])
+            lines.append(f"and {len(rows) - SHOWN} more, at most {off(most)}")
         return lines
+
+
+def left_out(
+    error: Mapping[str, float], unscaled: Mapping[str, float], shares: Mapping[str, float]
+) -> list[str]:
+    """Returns the tensors that would need a higher scale, but whose gradients are so far below the
+    others that they may be nothing but rounding.
+
+    Args:
+        error, unscaled: as for `underflow_summary`.
+        shares: the norm of each gradient, as a share of that of all; without those not recorded.
+    """
+    off_by = {name: max(error[name], unscaled.get(name, 0.0)) for name in error}
+    small = [name for name in error if shares.get(name, 1.0) < NEGLIGIBLE]
+    found = [name for name in small if OFF < off_by[name] < math.inf]
+    return found if len(found) < len(error) else []
 
 
 def underflow_summary(
@@ -255,6 +294,7 @@ def underflow_summary(
     unscaled: Mapping[str, float],
     underflows: bool,
     zeros: Sequence[str] = (),
+    aside: Sequence[str] = (),
 ) -> list[str]:
     """Returns sentences: whether float16 loses what matters, with scaling and without.
 
@@ -263,6 +303,7 @@ def underflow_summary(
         unscaled: the same without scaling; empty if the run does not scale.
         underflows: whether any element is flushed to zero or subnormal.
         zeros: the tensors whose gradient is 0 in every element.
+        aside: the tensors that do not count, as `left_out` returns them.
     """
     if zeros:
         every = len(zeros) == len(error)
@@ -272,7 +313,14 @@ def underflow_summary(
             f"The gradient of {which}{more} is 0 in all elements: the loss does not depend on it, "
             f"or float16 has lost all of it in the backward pass, which gs.diagnostics.xray shows."
         )
-        return [lost, *([] if every else underflow_summary(error, unscaled, underflows))]
+        return [lost, *([] if every else underflow_summary(error, unscaled, underflows, (), aside))]
+    if aside:
+        more = f" and {len(aside) - SHOWN} more" if len(aside) > SHOWN else ""
+        which = f"{', '.join(aside[:SHOWN])}{more}"
+        error, unscaled = (
+            {name: x for name, x in each.items() if name not in aside} for each in (error, unscaled)
+        )
+        return [*underflow_summary(error, unscaled, underflows), SMALL.format(which=which)]
     if math.isinf(_most(error)):
         beyond = max(error, key=lambda name: error[name])
         return [f"Overflow: {beyond} is beyond the largest number of float16."]
