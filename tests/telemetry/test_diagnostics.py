@@ -616,6 +616,25 @@ def test_a_report_advises_the_rule_for_bad_data_once():
     assert [sentence.count("rule=gs.AdaptiveLossScale()") for sentence in advice] == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("scale", "remedy"),
+    [(1.0, "leave out the rule, and loss_scaled takes gs.DynamicLossScale()"),
+     (16.0, "Take a higher scale than 2^4.")],
+)  # fmt: skip
+def test_gradients_that_are_all_zero_have_advice(scale, remedy):
+    """The report of a run without any gradient says what to change, and which step to keep."""
+    numbers = {"finite": 1.0, "loss": 2.0, "grad_norm": 0.0, "loss_scale": scale}
+    run = Run(np.arange(40), {name: np.full(40, x) for name, x in numbers.items()})
+    advice = findings(run).advice[0]
+    assert advice.startswith("All gradients are 0: the loss does not depend on the parameters, or")
+    assert remedy in advice
+    assert "recorder.save(n, info, params, batch)" in advice
+    norms = {**run.numbers, "grad_norm": np.arange(40.0)}
+    assert findings(run._replace(numbers=norms)).advice == []
+    counted = {"w": {**KNOWN, "inf": 0, "first": -1, "last": -1, "zero": 1.0, "error": 0.0}}
+    assert remedy in findings(run._replace(numbers=norms, tensors=counted)).advice[0]
+
+
 def test_no_advice_contradicts_the_scale():
     """A run whose scale has fallen to 1 is not told that it needs scaling."""
     shares = {"zero": 0.0, "flushed": 0.1, "subnormal": 0.1, "error": 0.2, "unscaled_error": 0.2}

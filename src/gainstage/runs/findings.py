@@ -82,6 +82,8 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
         if _is_of(run, kept)
     ]
     alarms = alarms_in(run)
+    if not any(alarm.kind == "growth" for alarm in alarms):
+        sentences = [*_without_gradient(run), *sentences]
     replayed, better = _replay(run)
     if any(IF_DATA in alarm.message for alarm in alarms):
         better = [sentence for sentence in better if IF_DATA not in sentence]
@@ -102,6 +104,25 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
         underflow(run),
         replayed,
     )
+
+
+def _without_gradient(run: Run) -> list[str]:
+    """One sentence if all gradients are 0."""
+    zeros = [known.get("zero") == 1 for known in run.tensors.values()]
+    norms, scale = _finite(run, "grad_norm"), _finite(run, "loss_scale")
+    if not (zeros and all(zeros)) and (not norms.size or norms.any()):
+        return []
+    higher = f" Take a higher scale than {as_power(scale[-1])}." if scale.size else ""
+    if scale.size and (scale == 1).all():
+        higher = (
+            " A fixed scale of 1 does not scale: leave out the rule, and loss_scaled takes "
+            "gs.DynamicLossScale(), which starts at 2^15."
+        )
+    return [
+        f"All gradients are 0: the loss does not depend on the parameters, or float16 has lost all "
+        f"of it.{higher} To see which it is, keep any step with recorder.save(n, info, params, "
+        f"batch) of a gs.diagnostics.StepRecorder, and take its X-ray."
+    ]
 
 
 def _is_of(run: Run, kept: StepFile) -> bool:

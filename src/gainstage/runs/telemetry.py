@@ -33,6 +33,7 @@ SMALL = (
     f"{NEGLIGIBLE:g} of all together may be rounding errors, as those of a bias before a "
     "normalisation are."
 )
+NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
 UNSCALED = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
@@ -233,6 +234,8 @@ class Report:
             clean = len(worst) - len(hit)
             rest = f"; {clean} others were finite" if clean else ""
             lines.append(f"and {len(hit) - SHOWN} more{rest}")
+        counts_none = self.underflow is None and self.skipped < self.steps and self.names
+        lines += [NOT_COUNTED] if counts_none else []
         return "\n".join([*lines, *self._lost()])
 
     def _lost(self) -> list[str]:
