@@ -1,5 +1,6 @@
 """The X-ray of a step: which operation is not finite, in which layer, and what helps."""
 
+import contextlib
 import functools
 import math
 
@@ -66,6 +67,31 @@ def test_float32_where_it_overflows_is_prescribed():
     assert (remedy.kind, remedy.is_finite) == ("float32", True)
     assert remedy.error < 0.01
     assert [place.partition(" ")[2] for place in remedy.places] == ["mul (second)"]
+
+
+def squares(params, x, keeps=contextlib.nullcontext):
+    h = x @ params["up"]
+    with keeps():
+        h = (h * h + h * h) @ params["down"]
+    return (h * 1e-6).sum()
+
+
+SQUARED = {"up": jnp.full((4, 3), 60.0), "down": jnp.full((3, 2), 1e-3)}, jnp.ones((2, 4))
+
+
+def test_a_rounding_under_autocast_has_a_line_and_code():
+    """A rounding that no user has written is named as such, at the line that needs it. The change
+    that helps is also code: around its lines, it makes the step finite."""
+    x = look(gs.autocast(squares), *SQUARED, scale=1.0)
+    line = f"test_xray.py:{squares.__code__.co_firstlineno + 3}"
+    assert str(x.causes[0]).startswith(f"forward rounding to float16[2, 3], {line}, after up: 6")
+    assert x.causes[0].line == line
+    assert f"tried: float32 for {line} rounding to float16 (up)" in str(x)
+    assert f"write that as: with gainstage.keep_float32(): around {line}\n" in str(x)
+    assert "convert_element_type" not in str(x)
+    kept = functools.partial(squares, keeps=gs.keep_float32)
+    assert look(gs.autocast(kept), *SQUARED, scale=1.0, prescribe=False).finite
+    assert "keep_float32" not in str(look(network(too_large)))  # no autocast
 
 
 def test_a_backward_overflow_asks_for_a_lower_scale():

@@ -144,7 +144,8 @@ class Xray:
         self.plan: Plan | None = None
         if prescribe:
             windows = self.windows()
-            self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick)
+            is_cast = trial is not None
+            self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick, is_cast)
             if self.remedies and windows and trial is not None:
                 tried = trial()
                 self.plan = tried.plan
@@ -221,7 +222,9 @@ class Xray:
                 lines.append(NEEDED if needed else NOT_NEEDED)
         elif not any(result.is_half for result in self._ran.results):
             lines.append("nothing of this step is in half precision")
-        lines += [f"tried: {remedy}" for remedy in self.remedies]
+        for remedy in self.remedies:
+            lines.append(f"tried: {remedy}")
+            lines += [f"write that as: {remedy.code}"] if remedy.code and remedy.helps else []
         lines += [self.conclusion] if self.conclusion else []
         if self.unseen:
             lines.append(f"It does not look inside of {', '.join(self.unseen)}.")

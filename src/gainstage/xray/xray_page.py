@@ -48,6 +48,7 @@ def _tried(x: "Xray") -> Rows:
         for r in x.remedies
     ]
     notes = ["Error: of all gradients together, relative to float32."] * bool(rows)
+    notes += [f"{r.change}, as code: {r.code}" for r in x.remedies if r.code and r.helps]
     notes += [x.conclusion] * bool(x.conclusion)
     return Rows("Tried", ("Change", "Finite", "Loss", "Error"), rows, notes)
 
