@@ -95,7 +95,10 @@ def main(
     if plan is not None and found.plan is not None:
         found.plan.save(plan)
         load = f"gainstage.precision.Plan.load({str(plan)!r})"
-        print(f"See {plan}. Write gainstage.autocast(fun, {load}).")
+        print(
+            f"See {plan}. Write gainstage.autocast(fun, {load}), where fun is the function without "
+            f"autocast: {loss.partition(':')[2]}.__wrapped__."
+        )
     elif plan is not None:
         print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
     if output is not None:
