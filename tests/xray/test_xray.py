@@ -94,6 +94,21 @@ def test_a_rounding_under_autocast_has_a_line_and_code():
     assert "keep_float32" not in str(look(network(too_large)))  # no autocast
 
 
+def test_diverged_parameters_are_no_matter_of_precision():
+    """Float32 makes a step of diverged parameters finite, not the run: the X-ray says so."""
+
+    def loss(params, x):
+        return jnp.square(x.astype(HALF) @ params["up"].astype(HALF)).astype(jnp.float32).mean()
+
+    x = look(loss, {"up": jnp.full((4, 2), 1e4)}, jnp.ones((3, 4)), scale=1.0)
+    assert any(remedy.helps for remedy in x.remedies)
+    *_, caution = str(x).splitlines()
+    assert caution.startswith("The parameters have diverged: up has a root mean square of 1e+04.")
+    assert caution.endswith("lower the rate, and restart from a checkpoint before it.")
+    assert look(loss, {"up": jnp.eye(4)}, 1e4 * jnp.ones((3, 4))).caution == ""
+    assert look(loss, {"up": jnp.full((4, 2), 200.0)}, jnp.ones((3, 4)) / 64, scale=1.0).finite
+
+
 def test_a_backward_overflow_asks_for_a_lower_scale():
     """A scale in the window of all layers, which makes the step finite."""
     x = look(network(lambda h: h * HALF(2.0**-10) * HALF(2.0**10)), scale=2.0**12)

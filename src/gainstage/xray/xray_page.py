@@ -49,7 +49,7 @@ def _tried(x: "Xray") -> Rows:
     ]
     notes = ["Error: of all gradients together, relative to float32."] * bool(rows)
     notes += [f"{r.change}, as code: {r.code}" for r in x.remedies if r.code and r.helps]
-    notes += [x.conclusion] * bool(x.conclusion)
+    notes += [said for said in (x.caution, x.conclusion) if said]
     return Rows("Tried", ("Change", "Finite", "Loss", "Error"), rows, notes)
 
 
