@@ -685,6 +685,16 @@ def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
     assert "other.npz" not in said
 
 
+def test_a_step_file_of_an_applied_step_has_no_cause():
+    """The report offers a look into a saved step that was applied, and still says how to keep a
+    bad one."""
+    run = skipping(range(50, 80), 100)
+    file = StepFile(99, float(run.get("loss_scale")[99]), time.time())
+    advice = findings(run, {"gainstage xray last.npz": file}).advice
+    assert "Step 99 is kept in a step file. Look into it: gainstage xray last.npz" in advice
+    assert any("StepRecorder" in sentence for sentence in advice)
+
+
 def test_the_command_for_the_step_file_of_a_model_has_like(tmp_path):
     """The command for a step file that needs `--like` has this option."""
     for name, params in {"tuple": (np.ones(2),), "model": info()}.items():

@@ -74,21 +74,18 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
         run: the recorded run.
         step_files: the step files beside it, by the commands that look into them.
     """
-    sentences = [
-        printable(
-            f"Step {kept.step} is kept in a step file. Find its cause: {command}", 10 * LONGEST
-        )
-        for command, kept in step_files.items()
-        if _is_of(run, kept)
-    ]
+    kept = {command: file for command, file in step_files.items() if _is_of(run, file)}
+    sentences = [_look(run, file, command) for command, file in kept.items()]
     alarms = alarms_in(run)
     if not any(alarm.kind == "growth" for alarm in alarms):
         sentences = [*_without_gradient(run), *sentences]
     replayed, better = _replay(run)
     if any(IF_DATA in alarm.message for alarm in alarms):
         better = [sentence for sentence in better if IF_DATA not in sentence]
-    if not sentences and any(XRAY in said for said in (*(a.message for a in alarms), *better)):
-        sentences = [RECORD]
+    if not any(_is_bad(run, file) for file in kept.values()) and any(
+        XRAY in said for said in (*(a.message for a in alarms), *better)
+    ):
+        sentences.append(RECORD)
     causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
     others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
     drawn = {name: CURVES[name] for name in CURVES if _finite(run, name).size}
@@ -123,6 +120,17 @@ def _without_gradient(run: Run) -> list[str]:
         f"of it.{higher} To see which it is, keep any step with recorder.save(n, info, params, "
         f"batch) of a gs.diagnostics.StepRecorder, and take its X-ray."
     ]
+
+
+def _look(run: Run, kept: StepFile, command: str) -> str:
+    """A sentence with the command for a step file."""
+    look = "Find its cause" if _is_bad(run, kept) else "Look into it"
+    return printable(f"Step {kept.step} is kept in a step file. {look}: {command}", 10 * LONGEST)
+
+
+def _is_bad(run: Run, kept: StepFile) -> bool:
+    """Whether the step of a file was skipped."""
+    return bool((run.skipped & (run.steps == kept.step)).any())
 
 
 def _is_of(run: Run, kept: StepFile) -> bool:
