@@ -180,10 +180,12 @@ def test_data_and_parameters_are_named():
     """A NaN that came in from outside is called so, with its place."""
     loss = network()
     data = look(loss, PARAMS, X.at[1, 2].set(jnp.nan))
-    assert str(data.causes[0]) == "x has 1 element of 12 that is not finite"
+    assert str(data.causes[0]) == "x has 1 element of 12 that is not finite, at [1, 2]"
     bad = PARAMS | {"third": {"kernel": PARAMS["third"]["kernel"].at[0].set(jnp.inf)}}
     parameter = look(loss, bad, X)
-    assert str(parameter.causes[0]) == "third/kernel has 4 elements of 16 that are not finite"
+    assert str(parameter.causes[0]) == (
+        "third/kernel has 4 elements of 16 that are not finite, the first at [0, 0]"
+    )
     table = np.full(4, np.nan, np.float32)
     closed_over = look(lambda w: (w * table).sum(), jnp.ones(4))
     assert "an array that the loss closes over has 4 elements" in str(closed_over.causes[0])

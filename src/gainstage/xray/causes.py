@@ -158,6 +158,9 @@ def _argument(result: Result) -> Cause:
     n = result.numbers
     name = result.place.near or "an array that the loss closes over"
     message = f"{name} has {_plural(n.bad, 'element')} of {n.size} that {_are(n.bad)} not finite"
+    if result.shape and n.first_bad >= 0:
+        index = list(map(int, np.unravel_index(n.first_bad, result.shape)))
+        message += f", {'the first at' if n.bad > 1 else 'at'} {index}"
     return _cause("argument" if result.op == "argument" else "constant", result, n.bad, message, "")
 
 
