@@ -591,9 +591,26 @@ def test_a_report_says_a_thing_once():
     some = {"head/bias": KNOWN | {"inf": 0, "first": -1}, "model/norm/scale": KNOWN}
     found = findings(skipping(bad)._replace(tensors=tensors | some))
     assert [row[0] for row in found.overflows.rows] == [
-        "41 tensors: block0 (1), block1 (1), block2 (1) and 38 more",
+        "41 tensors: block0, block1, block2 and 38 more",
         "model/norm/scale",
     ]
+
+
+def test_names_of_tensors_are_broken_between_words(tmp_path, capsys):
+    """A row of many tensors in a terminal is broken at its spaces, and counts those of a layer."""
+    pytest.importorskip("rich")
+
+    class Told:
+        def tensors(self):
+            one = {f"encoder/layer{n}/kernel": KNOWN | {"inf": 0, "nan": 7} for n in range(4)}
+            return one | {"encoder/layer0/bias": one["encoder/layer0/kernel"], "head": KNOWN}
+
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        run.write(0, info())
+        run.write_report(0, Told())
+    assert main(["report", str(tmp_path / "run.jsonl")]) == 0
+    said = " ".join(re.sub(r"[0-9]+  .*", "", line) for line in capsys.readouterr().out.split("\n"))
+    assert "5 tensors: encoder/layer0 (2 of them)" in " ".join(said.split())
 
 
 def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
@@ -680,7 +697,7 @@ def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
     assert main(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Step 1 is kept in a step file. Find its cause: gainstage xray" in said
-    assert "bad step.npz' --loss MODULE:FUNCTION" in said
+    assert "bad step.npz' --loss MODULE:LOSS_FN" in said
     assert "--like" not in said
     assert "other.npz" not in said
 
@@ -701,8 +718,8 @@ def test_the_command_for_the_step_file_of_a_model_has_like(tmp_path):
         recorder = gs.diagnostics.StepRecorder(tmp_path / f"{name}.npz")
         assert recorder.write(3, info(finite=False), params, np.ones(2))
     (of_model, of_tuple) = commands(tmp_path)
-    assert of_model.endswith("model.npz --loss MODULE:FUNCTION --like MODULE:FUNCTION")
-    assert of_tuple.endswith("tuple.npz --loss MODULE:FUNCTION")
+    assert of_model.endswith("model.npz --loss MODULE:LOSS_FN --like MODULE:MAKE_MODEL")
+    assert of_tuple.endswith("tuple.npz --loss MODULE:LOSS_FN")
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
         odd.writestr("step.json", '{"gainstage step": 1, "versions": {}, "settings": {}}')
     assert len(commands(tmp_path)) == 2
@@ -788,7 +805,7 @@ WRONG_RUNS = {
     "table.csv": "in line 1 of table.csv; got 'step,loss'. Pass a file that JsonLines wrote.",
     "picture.png": "Expected text in picture.png; got",
     "a run.jsonl": "got a run.html (Is a directory). Pass another path to --output.",
-    "bad step.npz": "If it is a step file, write: gainstage xray 'bad step.npz' --loss MODULE:FUN",
+    "bad step.npz": "If it is a step file, write: gainstage xray 'bad step.npz' --loss MODULE:LOSS",
 }
 
 

@@ -265,6 +265,14 @@ def test_a_report_in_words():
     ]
 
 
+def test_a_report_of_an_nnx_model_has_the_names_of_the_xray():
+    """The tensors of a model of Flax NNX are named by their paths, without a last `value`."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = gs.loss_scaled(optax.sgd(0.1), telemetry=True).init(model)
+    assert gs.diagnostics.report(state, model).names == ("bias", "kernel")
+
+
 def test_a_report_says_that_underflow_was_not_measured():
     """Without `underflow_every` the report of applied steps names the option."""
     w = gs.Variable(1.0, name="w")

@@ -276,7 +276,9 @@ def _together(names: Sequence[str], of: int) -> str:
     if len(names) == of:
         return f"all {of} tensors"
     layers = Counter(map(_layer, names))
-    words = [f"{printable(layer, 50)} ({n})" for layer, n in list(layers.items())[:3]]
+    words = [
+        printable(layer, 50) + f" ({n} of them)" * (n > 1) for layer, n in list(layers.items())[:3]
+    ]
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     return f"{len(names)} tensors: {', '.join(words)}{more}"
 

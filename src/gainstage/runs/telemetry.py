@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gainstage._base.arrays import joined
 from gainstage._base.checks import as_power
 from gainstage._scaling.exponents import DIGITS, FLUSHED, HIGHEST, LOWEST, NEVER, SUBNORMAL, TOP
 from gainstage._scaling.step_telemetry import Observed, StepInfo
@@ -400,9 +401,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     else:
         params = models.trainable(params)
         leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
-        names = [
-            jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in leaves
-        ]
+        names = [joined(path) or "params" for path, _ in leaves]
     if len(names) != len(causes):
         raise ValueError(f"Expected params of {len(causes)} leaves; got {len(names)}.")
     lost = None
