@@ -15,7 +15,7 @@ from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
-from gainstage.runs.telemetry import UNSCALED, left_out, underflow_summary
+from gainstage.runs.telemetry import WITHOUT_SCALING, left_out, underflow_summary
 
 SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
@@ -373,7 +373,7 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         "is known to be finite, on average.",
         "Presumed: the share of steps of which the recording does not show what would happen.",
     ]
-    lost = [said for said in _underflow_summary(run) if said.startswith(UNSCALED)]
+    lost = [said for said in _underflow_summary(run) if said.startswith(WITHOUT_SCALING)]
     if "FixedLossScale(1.0)" in outcomes:
         notes += [f"FixedLossScale(1.0) does not scale. {said}" for said in lost]
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]

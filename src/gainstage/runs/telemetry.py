@@ -25,17 +25,17 @@ MEASURED = (
 )  # fmt: skip
 # Of the norm of all gradients. Below it a gradient may be nothing but rounding, as that of a bias
 # before a normalisation is: 1e-7 to 1e-5 under `autocast`, where others have 1e-2 or more.
-NEGLIGIBLE = 1e-4
+TINY_SHARE = 1e-4
 SHOWN = 5  # tensors that are printed
 # A gradient of a weight is a sum, and so larger than the numbers it is made of.
 INSIDE = "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray."
-SMALL = (
+LEFT_OUT = (
     "Left out: {which}. Gradients below "
-    f"{NEGLIGIBLE:g} of all together may be rounding errors, as those of a bias before a "
+    f"{TINY_SHARE:g} of all together may be rounding errors, as those of a bias before a "
     "normalisation are."
 )
 NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
-UNSCALED = "Without scaling"
+WITHOUT_SCALING = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
 
@@ -288,7 +288,7 @@ def left_out(
         shares: the norm of each gradient, as a share of that of all; without those not recorded.
     """
     off_by = {name: max(error[name], unscaled.get(name, 0.0)) for name in error}
-    small = [name for name in error if shares.get(name, 1.0) < NEGLIGIBLE]
+    small = [name for name in error if shares.get(name, 1.0) < TINY_SHARE]
     found = [name for name in small if OFF < off_by[name] < math.inf]
     return found if len(found) < len(error) else []
 
@@ -324,7 +324,7 @@ def underflow_summary(
         error, unscaled = (
             {name: x for name, x in each.items() if name not in aside} for each in (error, unscaled)
         )
-        return [*underflow_summary(error, unscaled, underflows), SMALL.format(which=which)]
+        return [*underflow_summary(error, unscaled, underflows), LEFT_OUT.format(which=which)]
     if math.isinf(_most(error)):
         beyond = max(error, key=lambda name: error[name])
         return [f"Overflow: {beyond} is beyond the largest number of float16."]
@@ -338,7 +338,7 @@ def underflow_summary(
     if _most(unscaled) > OFF and _most(unscaled) <= _most(error):
         return [first, *inside]  # the scale in force is 1 or less
     need = ": you need it" if _most(unscaled) > OFF else " in gradients of parameters"
-    return [first, f"{UNSCALED} float16 would be {_worst(unscaled)}{need}.", *inside]
+    return [first, f"{WITHOUT_SCALING} float16 would be {_worst(unscaled)}{need}.", *inside]
 
 
 def _most(error: Mapping[str, float]) -> float:

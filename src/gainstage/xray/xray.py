@@ -203,7 +203,7 @@ class Xray:
 
     @property
     def caution(self) -> str:
-        """Says that a step that is not finite has diverged parameters; empty if it has not."""
+        """Says that the parameters of a non-finite step have diverged; empty if they have not."""
         sizes = {r.place.near: r.numbers.rms for r in self._ran.results if r.op == "argument"}
         own = {name: size for name, size in sizes.items() if name in self.gradient_errors}
         worst = max(own, key=lambda name: own[name], default="")
