@@ -110,6 +110,7 @@ def test_an_xray_of_a_file_writes_the_plan(module, capsys):
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "See plan.json. Write gainstage.autocast(fun, " in said
+    assert "where fun is the function without autocast: loss_fn.__wrapped__." in said
     (load,) = re.findall(r"gainstage\.(precision\.Plan\.load\('plan\.json'\))\)", said)
     plan = eval(f"gs.{load}")
     assert of_products(plan) == {"trunk": "float16", "head": "float32"}

@@ -157,6 +157,12 @@ def test_a_plan_is_saved_and_loaded(plan, tmp_path):
     assert "test_tune_precision.py:" in str(plan)
 
 
+def test_a_plan_needs_the_function_without_autocast(plan):
+    """`autocast` refuses a plan for what `autocast` returned, and names the function to pass."""
+    with pytest.raises(ValueError, match=r"which autocast returned\. Pass .*: fun\.__wrapped__\."):
+        gs.autocast(gs.autocast(lambda params, x: (x @ params).mean()), plan)
+
+
 def test_a_row_of_a_plan_shows_its_largest_number(plan):
     """Operations of one line are one row, with the largest of their numbers, in whatever order."""
     first = plan.operations[0]

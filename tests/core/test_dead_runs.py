@@ -84,6 +84,35 @@ def test_a_dead_run_says_so_once(loop):
         assert "the loss scale is 2^" in text
 
 
+@pytest.mark.parametrize("rule", [None, gs.DynamicLossScale(2.0**4, min_scale=2.0)], ids=repr)
+def test_a_scale_that_fell_to_its_lowest_is_told_once(rule):
+    """If each third step is skipped until the scale is at its lowest, `train_step` says so once."""
+    tx = gs.loss_scaled(optax.sgd(0.1), rule)
+    step, w = gs.train_step(loss_fn, tx), jnp.ones(3)
+    state, lowest = tx.init(w), "2^0" if rule is None else "2^1"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for n in range(300):
+            w, state, loss = step(w, state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
+            loss.block_until_ready()
+    (warning,) = (w for w in found if "lowered the loss scale to its lowest" in str(w.message))
+    assert f"its lowest, {lowest}. gainstage.diagnostics.xray" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "rule", [gs.FixedLossScale(1.0), gs.DynamicLossScale(1.0), gs.AdaptiveLossScale()], ids=repr
+)
+def test_a_scale_that_cannot_fall_is_not_told(rule):
+    """A scale that starts at its lowest, or that bad data does not lower, has no such warning."""
+    tx = gs.loss_scaled(optax.sgd(0.1), rule)
+    step, w = gs.train_step(loss_fn, tx), jnp.ones(3)
+    state = tx.init(w)
+    for n in range(200):  # a warning is an error here
+        w, state, loss = step(w, state, jnp.float32(np.nan if n % 3 == 2 else 0.0))
+        loss.block_until_ready()
+
+
 @pytest.mark.parametrize("loop", EACH)
 def test_a_run_that_goes_on_is_silent(loop):
     """Bad batches here and there, and 49 in a row, are no dead run."""

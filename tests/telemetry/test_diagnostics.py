@@ -586,13 +586,70 @@ def test_a_report_says_a_thing_once():
     assert advice.endswith("This happened 40 times: 76 steps in all.")
     assert [row[:3] for row in found.overflows.rows] == [("all 41 tensors", "0", "76")]
     assert found.replay.rows == ()
-    assert "the 76 skipped steps are not finite at any scale" in found.replay.lead[0]
+    (same,) = found.replay.lead
+    assert same.startswith("They would have skipped the same 76 steps, which are not finite at any")
     some = {"head/bias": KNOWN | {"inf": 0, "first": -1}, "model/norm/scale": KNOWN}
     found = findings(skipping(bad)._replace(tensors=tensors | some))
     assert [row[0] for row in found.overflows.rows] == [
-        "41 tensors: block0 (1), block1 (1), block2 (1) and 38 more",
+        "41 tensors: block0, block1, block2 and 38 more",
         "model/norm/scale",
     ]
+
+
+def test_names_of_tensors_are_broken_between_words(tmp_path, capsys):
+    """A row of many tensors in a terminal is broken at its spaces, and counts those of a layer."""
+    pytest.importorskip("rich")
+
+    class Told:
+        def tensors(self):
+            one = {f"encoder/layer{n}/kernel": KNOWN | {"inf": 0, "nan": 7} for n in range(4)}
+            return one | {"encoder/layer0/bias": one["encoder/layer0/kernel"], "head": KNOWN}
+
+    with JsonLines(tmp_path / "run.jsonl") as run:
+        run.write(0, info())
+        run.write_report(0, Told())
+    assert main(["report", str(tmp_path / "run.jsonl")]) == 0
+    said = " ".join(re.sub(r"[0-9]+  .*", "", line) for line in capsys.readouterr().out.split("\n"))
+    assert "5 tensors: encoder/layer0 (2 of them)" in " ".join(said.split())
+
+
+def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
+    """Where each third loss is not finite and the scale falls, the advice names all three causes
+    and the X-ray before the rule that holds the scale."""
+    run = skipping(range(2, 100, 3), 100, max_abs=np.full(100, 2.0**-5))
+    recorder, advice = findings(run).advice
+    causes = "bad data, too high a learning rate, or an overflow in the forward pass."
+    assert advice.startswith("Steps that no scale makes finite lowered it to 2^0.")
+    assert advice.index(causes) < advice.index("xray(") < advice.index("AdaptiveLossScale()")
+    assert "If it is the data, rule=gs.AdaptiveLossScale()" in advice
+    assert advice.endswith("it skips the same steps.")
+    assert "StepRecorder" in recorder
+
+
+def test_a_report_advises_the_rule_for_bad_data_once():
+    """The alarm of a long run of skipped steps names the rule; the replay does not repeat it."""
+    run = skipping(range(50, 80), 100, max_abs=np.full(100, 2.0**-5))
+    advice = findings(run).advice
+    assert [sentence.count("rule=gs.AdaptiveLossScale()") for sentence in advice] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "remedy"),
+    [(1.0, "leave out the rule, and loss_scaled takes gs.DynamicLossScale()"),
+     (16.0, "Take a higher scale than 2^4.")],
+)  # fmt: skip
+def test_gradients_that_are_all_zero_have_advice(scale, remedy):
+    """The report of a run without any gradient says what to change, and which step to keep."""
+    numbers = {"finite": 1.0, "loss": 2.0, "grad_norm": 0.0, "loss_scale": scale}
+    run = Run(np.arange(40), {name: np.full(40, x) for name, x in numbers.items()})
+    advice = findings(run).advice[0]
+    assert advice.startswith("All gradients are 0: the loss does not depend on the parameters, or")
+    assert remedy in advice
+    assert "recorder.save(n, info, params, batch)" in advice
+    norms = {**run.numbers, "grad_norm": np.arange(40.0)}
+    assert findings(run._replace(numbers=norms)).advice == []
+    counted = {"w": {**KNOWN, "inf": 0, "first": -1, "last": -1, "zero": 1.0, "error": 0.0}}
+    assert remedy in findings(run._replace(numbers=norms, tensors=counted)).advice[0]
 
 
 def test_no_advice_contradicts_the_scale():
@@ -640,9 +697,19 @@ def test_a_step_file_beside_the_recording_is_offered(tmp_path, capsys):
     assert main(["report", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Step 1 is kept in a step file. Find its cause: gainstage xray" in said
-    assert "bad step.npz' --loss MODULE:FUNCTION" in said
+    assert "bad step.npz' --loss MODULE:LOSS_FN" in said
     assert "--like" not in said
     assert "other.npz" not in said
+
+
+def test_a_step_file_of_an_applied_step_has_no_cause():
+    """The report offers a look into a saved step that was applied, and still says how to keep a
+    bad one."""
+    run = skipping(range(50, 80), 100)
+    file = StepFile(99, float(run.get("loss_scale")[99]), time.time())
+    advice = findings(run, {"gainstage xray last.npz": file}).advice
+    assert "Step 99 is kept in a step file. Look into it: gainstage xray last.npz" in advice
+    assert any("StepRecorder" in sentence for sentence in advice)
 
 
 def test_the_command_for_the_step_file_of_a_model_has_like(tmp_path):
@@ -651,8 +718,8 @@ def test_the_command_for_the_step_file_of_a_model_has_like(tmp_path):
         recorder = gs.diagnostics.StepRecorder(tmp_path / f"{name}.npz")
         assert recorder.write(3, info(finite=False), params, np.ones(2))
     (of_model, of_tuple) = commands(tmp_path)
-    assert of_model.endswith("model.npz --loss MODULE:FUNCTION --like MODULE:FUNCTION")
-    assert of_tuple.endswith("tuple.npz --loss MODULE:FUNCTION")
+    assert of_model.endswith("model.npz --loss MODULE:LOSS_FN --like MODULE:MAKE_MODEL")
+    assert of_tuple.endswith("tuple.npz --loss MODULE:LOSS_FN")
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
         odd.writestr("step.json", '{"gainstage step": 1, "versions": {}, "settings": {}}')
     assert len(commands(tmp_path)) == 2
@@ -719,12 +786,13 @@ def test_a_page_says_that_nothing_underflows():
     run = gapped(20, [])._replace(tensors={"w": KNOWN | healthy})
     found = findings(run)
     assert found.underflow.lead == [
-        "Nothing underflows: float16 is at most 0.02% off.",
+        "In gradients of parameters nothing underflows: float16 is at most 0.02% off.",
         "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
         "you need it.",
+        "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray.",
     ]
     text = page(run, found, "healthy")
-    assert "<h2>Underflow</h2><p>Nothing underflows" in text
+    assert "<h2>Underflow</h2><p>In gradients of parameters nothing" in text
     assert text.count("you need it.") == 1  # the run cannot be replayed
     old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
     assert old.underflow.lead == []  # recorded before rounding errors were
@@ -737,7 +805,7 @@ WRONG_RUNS = {
     "table.csv": "in line 1 of table.csv; got 'step,loss'. Pass a file that JsonLines wrote.",
     "picture.png": "Expected text in picture.png; got",
     "a run.jsonl": "got a run.html (Is a directory). Pass another path to --output.",
-    "bad step.npz": "If it is a step file, write: gainstage xray 'bad step.npz' --loss MODULE:FUN",
+    "bad step.npz": "If it is a step file, write: gainstage xray 'bad step.npz' --loss MODULE:LOSS",
 }
 
 

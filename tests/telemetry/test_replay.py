@@ -336,11 +336,15 @@ def test_advice_is_one_sentence_with_the_setting():
 
 
 def test_the_rule_that_holds_the_scale_through_bad_data_is_advised():
-    """If bad data lowered the scale, the advice is the rule that holds it, unless it is in use."""
+    """If bad steps lowered the scale, the advice names the rule that holds it through bad data,
+    unless it is in use. Nothing lowered a fixed scale."""
     limits, bad = np.full(120, 2.0**20), np.arange(120) % 10 == 9
     run = real_run(gs.DynamicLossScale(), limits, 60000.0 / limits, bad)
     (sentence,) = advice(replay(run), "DynamicLossScale()")
-    assert "Bad data lowered the scale to 2^4. rule=gs.AdaptiveLossScale()" in sentence
+    assert sentence.startswith("Steps that no scale makes finite lowered it to 2^4. They have bad")
+    assert "If it is the data, rule=gs.AdaptiveLossScale(), given the loss, holds" in sentence
+    fixed = real_run(gs.FixedLossScale(1.0), limits, 60000.0 / limits, bad)
+    assert advice(replay(fixed), "FixedLossScale(1.0)") == []
     assert advice(replay(run), "AdaptiveLossScale(2.0**10)") == []
     with pytest.raises(TypeError, match=r"replay for replayed; got Run\. Write advice\(replay"):
         advice(run)

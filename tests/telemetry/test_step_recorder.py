@@ -634,12 +634,14 @@ def command(tmp_path, monkeypatch, capsys):
 
 
 def test_an_xray_of_a_file_x_rays_the_step_with_the_loss_of_a_module(command, write, tmp_path):
-    """It prints what the step file is, the X-ray, and writes the page if asked to."""
+    """It prints what the step file is, that it works, and the X-ray; it writes the page if asked
+    to."""
     path = write(jnp.float16(40000.0), 2)
     status, said = command(path, "--loss", "train_it:loss", "--output", "page.html", "--has-aux")
     assert (status, said.err) == (0, "")
-    first, *rest = said.out.splitlines()
+    first, second, *rest = said.out.splitlines()
     assert first.startswith(f"{path}: step 0 at scale 2^3, of gainstage {gs.__version__}, jax ")
+    assert second == "It compiles each operation, which can take a minute."
     assert rest == ["finite: False, options: ['has_aux']", "See page.html."]
     assert (tmp_path / "page.html").read_text() == "page"
 

@@ -265,6 +265,26 @@ def test_a_report_in_words():
     ]
 
 
+def test_a_report_of_an_nnx_model_has_the_names_of_the_xray():
+    """The tensors of a model of Flax NNX are named by their paths, without a last `value`."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = gs.loss_scaled(optax.sgd(0.1), telemetry=True).init(model)
+    assert gs.diagnostics.report(state, model).names == ("bias", "kernel")
+
+
+def test_a_report_says_that_underflow_was_not_measured():
+    """Without `underflow_every` the report of applied steps names the option."""
+    w = gs.Variable(1.0, name="w")
+    opt = gs.LossScaleOptimizer(SGD(0.1), telemetry=True)
+    opt.apply([jnp.inf], [w])
+    assert "Underflow" not in str(gs.diagnostics.report(opt))
+    opt.apply([1.0])
+    assert str(gs.diagnostics.report(opt)).splitlines()[-1] == (
+        "Underflow was not measured: pass underflow_every=100."
+    )
+
+
 def test_a_gradient_of_none_keeps_its_place():
     """In an optax loop a gradient may be None; the others keep their names."""
     tx = gs.loss_scaled(optax.sgd(0.1), telemetry=True)

@@ -8,7 +8,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.diagnostics import Run
 from gainstage.optimizers import SGD
+from gainstage.runs.findings import findings
 
 from programs import update_in_shard_map
 
@@ -147,10 +149,11 @@ def test_tensors_by_name_for_json():
     assert gs.diagnostics.report(opt).tensors() == {
         "w": {"inf": 1, "nan": 0, "first": 1, "last": 1,
               "zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "headroom": 15.0,
-              "error": pytest.approx(NORMAL), "unscaled_error": pytest.approx(NORMAL)},
+              "error": pytest.approx(NORMAL), "unscaled_error": pytest.approx(NORMAL),
+              "norm_share": 1.0},
         "w#2": {"inf": 0, "nan": 0, "first": -1, "last": -1,
                   "zero": 1.0, "flushed": 0.0, "subnormal": 0.0, "headroom": np.inf,
-                  "error": 0.0, "unscaled_error": 0.0},
+                  "error": 0.0, "unscaled_error": 0.0, "norm_share": 0.0},
     }  # fmt: skip
 
 
@@ -202,28 +205,57 @@ def test_the_rounding_error_is_that_of_a_cast(size, rng, after_step):
 
 def test_the_report_says_whether_what_is_lost_matters():
     """A step without small elements, one whose small ones do not matter, and one that needs
-    scaling are each said to be so, with and without the scale."""
+    scaling are each said to be so, with and without the scale. Good news is of parameters alone."""
+    good = "In gradients of parameters"
+    inside = "Numbers inside of the network are smaller, and are"
     healthy = str(counted([1.0, 0.5])).splitlines()
-    assert healthy[2] == "Nothing underflows: float16 is at most 0.02% off."
-    assert healthy[3].endswith(
-        "float16 would be at most 0.02% off: the X-ray sees smaller numbers inside."
+    assert healthy[2] == f"{good} nothing underflows: float16 is at most 0.02% off."
+    assert healthy[3] == (
+        "Without scaling float16 would be at most 0.02% off in gradients of parameters."
     )
+    assert healthy[4] == f"{inside} not measured: see gs.diagnostics.xray."
     harmless = str(counted([1.0, 2.0**-40])).splitlines()
-    assert harmless[2] == "Underflow does not matter: float16 is at most 0.02% off."
-    small = str(counted([2.0**-22, 2.0**-23], [1.0])).splitlines()
-    assert small[2] == "Nothing underflows: float16 is at most 0.02% off."
+    assert harmless[2] == f"{good} underflow does not matter: float16 is at most 0.02% off."
+    small = str(counted([2.0**-22, 2.0**-23], [2.0**-12])).splitlines()
+    assert small[2] == healthy[2]
     assert small[3] == (
         "Without scaling float16 would be 6.5% off in w, and by more than 1% in 1 of 2 tensors: "
         "you need it."
     )
-    lost = str(counted([2.0**-33], [1.0])).splitlines()
+    lost = str(counted([2.0**-33], [2.0**-22])).splitlines()
     assert lost[2] == "Underflow: float16 is 10% off in w, and by more than 1% in 1 of 2 tensors."
     large = str(counted([2.0**20])).splitlines()
     assert large[2:] == [
         "Overflow: w is beyond the largest number of float16.",
         "w: overflows, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, -15 bits of headroom",
     ]
-    assert len(str(counted([1.0], scale=1.0)).splitlines()) == 4  # nothing on scaling
+    fixed = str(counted([1.0], scale=1.0)).splitlines()
+    assert (len(fixed), fixed[3]) == (5, healthy[4])  # nothing on scaling
+
+
+def test_a_gradient_far_below_the_others_needs_no_scaling():
+    """A gradient that may be nothing but rounding, as of a bias before a normalisation, is left out
+    of the sentence on scaling, and the report says so."""
+    lines = str(counted([2.0**-22, 2.0**-23], [2.0**-5])).splitlines()
+    assert lines[3].endswith("float16 would be at most 0.02% off in gradients of parameters.")
+    assert lines[5].startswith(
+        "Left out: w. Gradients below 0.0001 of all together may be rounding"
+    )
+    assert lines[-1].startswith("w: 0.02% off, left out, 0.0% zero")
+    lost = str(counted([2.0**-33], [1.0])).splitlines()
+    assert lost[2].startswith("In gradients of parameters underflow does not matter")
+    assert "Left out" not in str(counted([2.0**-10], [1.0]))
+
+
+def test_a_gradient_far_below_the_others_is_left_out_of_a_recorded_report():
+    """The report of a recording leaves it out too; a recording without norms leaves out nothing."""
+    tensors = counted([2.0**-22, 2.0**-23], [2.0**-5]).tensors()
+    run = Run(np.arange(2), {"finite": np.ones(2), "loss_scale": np.full(2, SCALE)}, tensors)
+    lead = findings(run).underflow.lead
+    assert not any("you need it" in sentence for sentence in lead)
+    assert lead[-1].startswith("Left out: w. Gradients below")
+    old = {n: {k: v for k, v in row.items() if k != "norm_share"} for n, row in tensors.items()}
+    assert findings(run._replace(tensors=old)).underflow.lead[1].endswith("you need it.")
 
 
 def test_five_tensors_are_printed():
@@ -318,4 +350,4 @@ def test_gradients_that_are_all_zero_are_no_good_news(lost):
     text = str(gs.diagnostics.report(opt))
     which = "every parameter" if len(lost) == 2 else "b"
     assert f"The gradient of {which} is 0 in all elements" in text
-    assert ("Nothing underflows" in text) == (len(lost) == 1)
+    assert ("nothing underflows" in text) == (len(lost) == 1)

@@ -163,3 +163,10 @@ def test_it_says_what_it_does_not_see(tmp_path):
     inside = jax.shard_map(lambda h: h, mesh=mesh, in_specs=spec, out_specs=spec)
     _, _, tags = drawn(tmp_path, network(inside), prescribe=False)
     assert "does not look inside of shard_map" in "".join(tags.words)
+
+
+def test_the_page_says_that_parameters_have_diverged(tmp_path):
+    """The caution of the X-ray stands below the changes that were tried."""
+    x = xray(network(overflow), {"kernel": KERNEL * 1e3}, X, compiled=False)
+    x.to_html(tmp_path / "x.html")
+    assert "The parameters have diverged: kernel has" in (tmp_path / "x.html").read_text()

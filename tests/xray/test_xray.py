@@ -1,5 +1,6 @@
 """The X-ray of a step: which operation is not finite, in which layer, and what helps."""
 
+import contextlib
 import functools
 import math
 
@@ -66,6 +67,46 @@ def test_float32_where_it_overflows_is_prescribed():
     assert (remedy.kind, remedy.is_finite) == ("float32", True)
     assert remedy.error < 0.01
     assert [place.partition(" ")[2] for place in remedy.places] == ["mul (second)"]
+
+
+def squares(params, x, keeps=contextlib.nullcontext):
+    h = x @ params["up"]
+    with keeps():
+        h = (h * h + h * h) @ params["down"]
+    return (h * 1e-6).sum()
+
+
+SQUARED = {"up": jnp.full((4, 3), 60.0), "down": jnp.full((3, 2), 1e-3)}, jnp.ones((2, 4))
+
+
+def test_a_rounding_under_autocast_has_a_line_and_code():
+    """A rounding that no user has written is named as such, at the line that needs it. The change
+    that helps is also code: around its lines, it makes the step finite."""
+    x = look(gs.autocast(squares), *SQUARED, scale=1.0)
+    line = f"test_xray.py:{squares.__code__.co_firstlineno + 3}"
+    assert str(x.causes[0]).startswith(f"forward rounding to float16[2, 3], {line}, after up: 6")
+    assert x.causes[0].line == line
+    assert f"tried: float32 for {line} rounding to float16 (up)" in str(x)
+    assert f"write that as: with gainstage.keep_float32(): around {line}\n" in str(x)
+    assert "convert_element_type" not in str(x)
+    kept = functools.partial(squares, keeps=gs.keep_float32)
+    assert look(gs.autocast(kept), *SQUARED, scale=1.0, prescribe=False).finite
+    assert "keep_float32" not in str(look(network(too_large)))  # no autocast
+
+
+def test_diverged_parameters_are_no_matter_of_precision():
+    """Float32 makes a step of diverged parameters finite, not the run: the X-ray says so."""
+
+    def loss(params, x):
+        return jnp.square(x.astype(HALF) @ params["up"].astype(HALF)).astype(jnp.float32).mean()
+
+    x = look(loss, {"up": jnp.full((4, 2), 1e4)}, jnp.ones((3, 4)), scale=1.0)
+    assert any(remedy.helps for remedy in x.remedies)
+    *_, caution = str(x).splitlines()
+    assert caution.startswith("The parameters have diverged: up has a root mean square of 1e+04.")
+    assert caution.endswith("lower the rate, and restart from a checkpoint before it.")
+    assert look(loss, {"up": jnp.eye(4)}, 1e4 * jnp.ones((3, 4))).caution == ""
+    assert look(loss, {"up": jnp.full((4, 2), 200.0)}, jnp.ones((3, 4)) / 64, scale=1.0).finite
 
 
 def test_a_backward_overflow_asks_for_a_lower_scale():
@@ -139,10 +180,12 @@ def test_data_and_parameters_are_named():
     """A NaN that came in from outside is called so, with its place."""
     loss = network()
     data = look(loss, PARAMS, X.at[1, 2].set(jnp.nan))
-    assert str(data.causes[0]) == "x has 1 element of 12 that is not finite"
+    assert str(data.causes[0]) == "x has 1 element of 12 that is not finite, at [1, 2]"
     bad = PARAMS | {"third": {"kernel": PARAMS["third"]["kernel"].at[0].set(jnp.inf)}}
     parameter = look(loss, bad, X)
-    assert str(parameter.causes[0]) == "third/kernel has 4 elements of 16 that are not finite"
+    assert str(parameter.causes[0]) == (
+        "third/kernel has 4 elements of 16 that are not finite, the first at [0, 0]"
+    )
     table = np.full(4, np.nan, np.float32)
     closed_over = look(lambda w: (w * table).sum(), jnp.ones(4))
     assert "an array that the loss closes over has 4 elements" in str(closed_over.causes[0])

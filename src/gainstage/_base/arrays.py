@@ -1,7 +1,7 @@
-"""Arrays: which values are arrays, conversions to them, and pytrees without theirs."""
+"""Arrays: which values are arrays, conversions to them, their names, and pytrees without theirs."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Never, Self
 
 import jax
@@ -87,3 +87,10 @@ def is_key(leaf: object) -> bool:
 def leaves_and_none(tree: Any) -> list[Any]:
     """The leaves of a pytree, with None as a leaf."""
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+
+def joined(path: Sequence[Any], head: str = "") -> str:
+    """The keys of a path in a pytree, joined by slashes, without NNX's final `value`."""
+    keys = [head] if head else []
+    keys += [jax.tree_util.keystr((key,), simple=True) for key in path]
+    return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)

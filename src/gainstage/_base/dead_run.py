@@ -1,4 +1,5 @@
-"""The watch of a run: it warns once of a run whose last 50 steps were all skipped."""
+"""The watch of a run: it warns once if its last 50 steps were all skipped, and once if its scale
+has fallen to the lowest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,34 +13,46 @@ from gainstage._base.warn import warn
 EVERY = 64  # steps between two looks
 DEAD = 50  # skipped steps in a row with which a run counts as dead
 
+_LOW = (
+    "Skipped steps have lowered the loss scale to its lowest, {lowest}. "
+    "gainstage.diagnostics.xray(loss_fn, params, *batch) of such a step names the operation, and "
+    "gainstage.diagnostics.Alarms says why steps are skipped."
+)
+
 
 class Watch:
-    """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run.
+    """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run. It also
+    warns once if skipped steps have lowered the scale to the lowest of the rule.
 
     It never waits: a flag that is not computed yet is left for the next look. Of a healthy run it
     keeps the scalars of one step in 64. After a skipped one it keeps those of each step, as at the
     start. It looks before a step, so that a warning that is an error loses nothing.
+
+    Args:
+        lowest: the scale of which the second warning is; 0 for none.
     """
 
-    def __init__(self) -> None:
-        self._steps: list[tuple[Any, Any, Any]] = []  # those that it has not looked at yet
+    def __init__(self, lowest: float = 0.0) -> None:
+        self._lowest = lowest
+        self._steps: list[tuple[Any, Any, Any, Any]] = []  # those that it has not looked at yet
         self._count, self._keeps_all = 0, True
         self._skipped = 0  # in a row, up to these
         self._warned = False
         self._last: Any = None  # the flag of the last step
 
-    def see(self, applied: Any, loss: Any, wanted: Any = True) -> None:
+    def see(self, applied: Any, loss: Any, wanted: Any = True, scale: Any = None) -> None:
         """Notes a step.
 
         Args:
             applied: whether the step was applied, a bool scalar.
             loss: its true loss, or None.
             wanted: False, also as an array, for a step that the user left out.
+            scale: the loss scale after it, an array that no step donates, or None.
         """
         self._last = applied
         self._count += 1
         if self._keeps_all or not self._steps:
-            self._steps.append((applied, loss, wanted))
+            self._steps.append((applied, loss, wanted, scale))
 
     def ended_with(self, applied: Any) -> bool:
         """Whether this is the flag of the last step, so that the next one goes on from there."""
@@ -61,7 +74,7 @@ class Watch:
             ready -= 1
         looked, self._steps = self._steps[:ready], self._steps[ready:]
         in_a_row = 0
-        for applied, _, wanted in reversed(looked):  # of a healthy run, one flag is read
+        for applied, _, wanted, _ in reversed(looked):  # of a healthy run, one flag is read
             if np.asarray(applied):
                 break
             in_a_row += bool(np.asarray(wanted))
@@ -71,8 +84,16 @@ class Watch:
         if looked and self._skipped >= DEAD and not self._warned:
             self._warned = True
             warn(_message(in_a_row, looked[-1][1], float(np.asarray(scale()))))
+        elif looked and self._is_low(looked[-1][3]) and not self._warned:
+            message, self._lowest = _LOW.format(lowest=as_power(self._lowest)), 0.0
+            warn(message)
         if looked:
             self._keeps_all = in_a_row > 0 and not self._warned
+
+    def _is_low(self, scale: Any) -> bool:
+        """Whether a scale is the lowest of the rule; False if it is not computed yet."""
+        known = self._lowest > 0 and scale is not None and _is_ready(scale)
+        return known and float(np.asarray(scale)) <= self._lowest
 
 
 def _is_ready(x: Any) -> bool:

@@ -221,10 +221,11 @@ class Loop:
 
     Args:
         loss_fn, update: the loss and the transformation of the step.
+        lowest: the scale at which a warning is due; 0 for none.
     """
 
-    def __init__(self, loss_fn: Callable[..., Any], update: Callable[..., Any]):
-        self._update, self._watch = update, Watch()
+    def __init__(self, loss_fn: Callable[..., Any], update: Callable[..., Any], lowest: float):
+        self._update, self._watch = update, Watch(lowest)
         self._calls = Calls(loss_fn, _STEP_REMADE)
         self._states = Repeats(SAME_STATE, name="gainstage.train_step")
         self._params = Repeats(_SAME_PARAMS)
@@ -268,7 +269,9 @@ class Loop:
         self._same_state = self._states.note(applied)
         self._shared.before(applied, arrays, state)
 
-    def after(self, applied: Any, loss: Any, params: Any, arrays: Sequence[Any]) -> None:
+    def after(
+        self, applied: Any, loss: Any, params: Any, arrays: Sequence[Any], scale: Any
+    ) -> None:
         """Notes its result.
 
         Args:
@@ -276,6 +279,7 @@ class Loop:
             loss: its true loss.
             params: the first array of those that it got and did not return, None if unknown.
             arrays: the parameters that it returns.
+            scale: the loss scale after it.
         """
         if isinstance(applied, jax.Array):
             self._shared.after(applied, arrays)
@@ -283,4 +287,4 @@ class Loop:
                 self._calls.gave(applied)
         if isinstance(params, jax.Array) and not self._same_state:
             self._params.note(params)
-        self._watch.see(applied, loss)
+        self._watch.see(applied, loss, scale=scale)

@@ -94,8 +94,8 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
 
     Raises:
         TypeError: `fun` is not callable.
-        ValueError: another plan, or `fun` is what `self_scaled` returned; from the call, the plan
-            of another function.
+        ValueError: another plan; `fun` is what `self_scaled` returned, or `autocast` with a
+            `Plan`; from the call, the plan of another function.
 
     Examples:
         >>> import gainstage as gs
@@ -115,6 +115,11 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
         raise ValueError(
             f"Expected a function before self_scaled for fun; got {fun!r}, which autocast cannot "
             f"look into. Write self_scaled(autocast(loss_fn))."
+        )
+    if isinstance(plan, Plan) and plan_of(fun) is not None:
+        raise ValueError(
+            f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
+            f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
     if isinstance(plan, Policy) and plan.variable_dtype == "float32":
         plan = plan.compute_dtype

@@ -10,12 +10,12 @@ import numpy as np
 from gainstage._base.checks import as_power
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.runs.alarms import alarms_in
-from gainstage.runs.messages import XRAY
+from gainstage.runs.messages import IF_DATA, XRAY
 from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
-from gainstage.runs.telemetry import underflow_summary
+from gainstage.runs.telemetry import WITHOUT_SCALING, left_out, underflow_summary
 
 SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
@@ -74,17 +74,18 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
         run: the recorded run.
         step_files: the step files beside it, by the commands that look into them.
     """
-    sentences = [
-        printable(
-            f"Step {kept.step} is kept in a step file. Find its cause: {command}", 10 * LONGEST
-        )
-        for command, kept in step_files.items()
-        if _is_of(run, kept)
-    ]
+    kept = {command: file for command, file in step_files.items() if _is_of(run, file)}
+    sentences = [_look(run, file, command) for command, file in kept.items()]
     alarms = alarms_in(run)
-    if not sentences and any(XRAY in alarm.message for alarm in alarms):
-        sentences = [RECORD]
+    if not any(alarm.kind == "growth" for alarm in alarms):
+        sentences = [*_without_gradient(run), *sentences]
     replayed, better = _replay(run)
+    if any(IF_DATA in alarm.message for alarm in alarms):
+        better = [sentence for sentence in better if IF_DATA not in sentence]
+    if not any(_is_bad(run, file) for file in kept.values()) and any(
+        XRAY in said for said in (*(a.message for a in alarms), *better)
+    ):
+        sentences.append(RECORD)
     causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
     others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
     drawn = {name: CURVES[name] for name in CURVES if _finite(run, name).size}
@@ -100,6 +101,36 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
         underflow(run),
         replayed,
     )
+
+
+def _without_gradient(run: Run) -> list[str]:
+    """One sentence if all gradients are 0."""
+    zeros = [known.get("zero") == 1 for known in run.tensors.values()]
+    norms, scale = _finite(run, "grad_norm"), _finite(run, "loss_scale")
+    if not (zeros and all(zeros)) and (not norms.size or norms.any()):
+        return []
+    higher = f" Take a higher scale than {as_power(scale[-1])}." if scale.size else ""
+    if scale.size and (scale == 1).all():
+        higher = (
+            " A fixed scale of 1 does not scale: leave out the rule, and loss_scaled takes "
+            "gs.DynamicLossScale(), which starts at 2^15."
+        )
+    return [
+        f"All gradients are 0: the loss does not depend on the parameters, or float16 has lost all "
+        f"of it.{higher} To see which it is, keep any step with recorder.save(n, info, params, "
+        f"batch) of a gs.diagnostics.StepRecorder, and take its X-ray."
+    ]
+
+
+def _look(run: Run, kept: StepFile, command: str) -> str:
+    """A sentence with the command for a step file."""
+    look = "Find its cause" if _is_bad(run, kept) else "Look into it"
+    return printable(f"Step {kept.step} is kept in a step file. {look}: {command}", 10 * LONGEST)
+
+
+def _is_bad(run: Run, kept: StepFile) -> bool:
+    """Whether the step of a file was skipped."""
+    return bool((run.skipped & (run.steps == kept.step)).any())
 
 
 def _is_of(run: Run, kept: StepFile) -> bool:
@@ -245,7 +276,9 @@ def _together(names: Sequence[str], of: int) -> str:
     if len(names) == of:
         return f"all {of} tensors"
     layers = Counter(map(_layer, names))
-    words = [f"{printable(layer, 50)} ({n})" for layer, n in list(layers.items())[:3]]
+    words = [
+        printable(layer, 50) + f" ({n} of them)" * (n > 1) for layer, n in list(layers.items())[:3]
+    ]
     more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
     return f"{len(names)} tensors: {', '.join(words)}{more}"
 
@@ -256,20 +289,22 @@ def underflow(run: Run) -> Rows:
     kinds = [kind for kind in SHARES if lead or not kind.endswith("error")]  # else an older file
     worst: dict[str, tuple[str, ...]] = {}
 
+    aside = _left_out(run.tensors)
+
     def badness(name: str) -> tuple[float, ...]:
         known = run.tensors[name]
         numbers = [known.get(kind, math.nan) for kind in ("error", "flushed", "subnormal")]
-        return tuple(-np.nan_to_num(numbers))
+        return (name in aside, *-np.nan_to_num(numbers))
 
     for name in sorted(run.tensors, key=badness):
         known, layer = run.tensors[name], _layer(name)
         if layer not in worst and (known.get("flushed", 0) > 0 or known.get("subnormal", 0) > 0):
             shares = (_percent(known.get(kind, math.nan)) for kind in kinds)
-            worst[layer] = (printable(name), *shares, f"{layers[layer]}")
+            note = " (left out)" * (name in aside)
+            worst[layer] = (f"{printable(name)}{note}", *shares, f"{layers[layer]}")
     notes = [
         "Off: the rounding error of float16 as a share of the tensor's root mean square. Unscaled: "
-        "the same without loss scaling. Only gradients of parameters are measured, none inside of "
-        "the network."
+        "the same without loss scaling."
     ] * bool(lead)
     notes += [
         "Flushed: the share of elements that float16 makes 0. Subnormal: those that it holds with "
@@ -289,14 +324,22 @@ def _underflow_summary(run: Run) -> list[str]:
     if not known:
         return []
     underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in known.values())
-    error, unscaled = (
-        {name: k[which] for name, k in known.items() if k.get(which, math.nan) >= 0}
-        for which in ("error", "unscaled_error")
-    )
+    error, unscaled = _known(known, "error"), _known(known, "unscaled_error")
     scale = _finite(run, "loss_scale")
     unscaled = {} if scale.size and scale[-1] == 1 else unscaled
     zeros = [name for name, k in known.items() if k.get("zero") == 1]
-    return underflow_summary(error, unscaled, underflows, zeros)
+    return underflow_summary(error, unscaled, underflows, zeros, _left_out(known))
+
+
+def _known(tensors: Mapping[str, dict[str, float]], kind: str) -> dict[str, float]:
+    """The numbers of one kind, as far as they were recorded, by tensor."""
+    return {name: known[kind] for name, known in tensors.items() if known.get(kind, -1) >= 0}
+
+
+def _left_out(tensors: Mapping[str, dict[str, float]]) -> list[str]:
+    """The tensors that the sentences on underflow leave out."""
+    error, unscaled = _known(tensors, "error"), _known(tensors, "unscaled_error")
+    return left_out(error, unscaled, _known(tensors, "norm_share"))
 
 
 def _replay(run: Run) -> tuple[Rows, list[str]]:
@@ -309,7 +352,8 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         return Rows(title, columns, [], [str(error)]), []
     bad, outcomes = int(replayed.recorded.bad.sum()), replayed.outcomes
     if bad and all(of.skips.sum() == bad for of in (replayed.recorded, *outcomes.values())):
-        note = f"The same: the {bad} skipped steps are not finite at any scale that was tried."
+        same = f"{bad} steps, which are" if bad > 1 else "step, which is"
+        note = f"They would have skipped the same {same} not finite at any scale that was tried."
         return Rows(title, lead=[note]), advice(replayed, run.made.get("rule", ""))
 
     def row(name: str, of: Outcome) -> tuple[str, ...]:
@@ -329,7 +373,8 @@ def _replay(run: Run) -> tuple[Rows, list[str]]:
         "is known to be finite, on average.",
         "Presumed: the share of steps of which the recording does not show what would happen.",
     ]
-    if "FixedLossScale(1.0)" in outcomes and len(lost := _underflow_summary(run)) > 1:
-        notes.append(f"FixedLossScale(1.0) does not scale. {lost[1]}")
+    lost = [said for said in _underflow_summary(run) if said.startswith(WITHOUT_SCALING)]
+    if "FixedLossScale(1.0)" in outcomes:
+        notes += [f"FixedLossScale(1.0) does not scale. {said}" for said in lost]
     notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
     return Rows(title, columns, rows, notes), advice(replayed, run.made.get("rule", ""))

@@ -18,7 +18,8 @@ XRAY = (
 PASS_LOSS = (
     "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
 )
-HOLDS = f"rule=gs.AdaptiveLossScale() that is given the loss ({PASS_LOSS}) would hold the scale"
+IF_DATA = "If it is the data, rule=gs.AdaptiveLossScale()"
+HOLDS = f"{IF_DATA} that is given the loss ({PASS_LOSS}) would hold the scale"
 LOSS_MISSING = (
     "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
     f"overflow. Pass it: {PASS_LOSS}"

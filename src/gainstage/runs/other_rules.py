@@ -19,6 +19,7 @@ from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale, advance, start
 from gainstage.runs.header import code_of
 from gainstage.runs.largest import LargestGradient
+from gainstage.runs.messages import IF_DATA, XRAY
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import why_skipped
 
@@ -170,18 +171,25 @@ def advice(replayed: Replay, in_use: str = "") -> list[str]:
 
 
 def _held(replayed: Replay, in_use: str) -> list[str]:
-    """One sentence if bad data lowered the scale, and `AdaptiveLossScale` would have held it."""
+    """One sentence if steps that no scale makes finite lowered it, and `AdaptiveLossScale` would
+    have held it."""
     recorded, rule = replayed.recorded, "AdaptiveLossScale()"
     held = replayed.outcomes.get(rule)
-    if held is None or in_use.startswith("Adaptive") or not recorded.bad.any():
+    if held is None or in_use.startswith("Adaptive") or not _falls_after_bad(recorded):
         return []
     ends = [float(outcome.scales[-1]) for outcome in (recorded, held)]
     if held.skips.sum() > recorded.skips.sum() or ends[1] < 2**LOST_BITS * ends[0]:
         return []
     return [
-        f"Bad data lowered the scale to {as_power(ends[0])}. rule=gs.{rule}, given the loss, holds "
-        f"it, at {as_power(ends[1])} in this run."
+        f"Steps that no scale makes finite lowered it to {as_power(ends[0])}. They have bad data, "
+        f"too high a learning rate, or an overflow in the forward pass. {XRAY}. {IF_DATA}, given "
+        f"the loss, holds the scale; it skips the same steps."
     ]
+
+
+def _falls_after_bad(recorded: Outcome) -> bool:
+    """Whether a step that no scale makes finite lowered the scale."""
+    return bool((recorded.bad[:-1] & (recorded.scales[1:] < recorded.scales[:-1])).any())
 
 
 def _usable(run: Run) -> Run:

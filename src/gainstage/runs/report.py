@@ -1,5 +1,6 @@
 """`gainstage report RUN.jsonl`: tables in the terminal, and a page or a plot of a run."""
 
+import re
 import shlex
 import sys
 import warnings
@@ -19,6 +20,7 @@ from gainstage.runs.report_page import page
 from gainstage.runs.rows import Rows, printable
 
 WIDTH = 78  # of the text, for a terminal of 80 columns
+RULE = re.compile(r"\w+\(.*\)")
 LONG_RULE = 34  # characters of a rule, after which it is broken behind its bracket
 
 
@@ -39,7 +41,7 @@ def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING)
             raise ValueError(
                 f"Expected a run that gainstage.diagnostics.JsonLines wrote in {path}; got an "
                 f"archive. If it is a step file, write: gainstage xray {shlex.quote(str(path))} "
-                f"--loss MODULE:FUNCTION"
+                f"--loss MODULE:LOSS_FN"
             )
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -94,7 +96,8 @@ def _print(console: Console, table: Rows) -> None:
         for place, column in enumerate(table.columns):
             result.add_column(column, justify="right" if place else "left", overflow="fold")
         for first, *others in table.rows:
-            broken = first.replace("(", "(\n ", 1) if len(first) > LONG_RULE else first
+            is_long = len(first) > LONG_RULE and RULE.fullmatch(first)
+            broken = first.replace("(", "(\n ", 1) if is_long else first
             result.add_row(Text(broken), *map(Text, others))
         console.print(result)
     for line in table.notes:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gainstage._base.arrays import joined
 from gainstage._base.checks import as_power
 from gainstage._scaling.exponents import DIGITS, FLUSHED, HIGHEST, LOWEST, NEVER, SUBNORMAL, TOP
 from gainstage._scaling.step_telemetry import Observed, StepInfo
@@ -19,7 +20,22 @@ from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.transforms import models
 from gainstage.transforms.loss_scaled_state import observed_in
 
+MEASURED = (
+    "zero", "flushed", "subnormal", "headroom", "error", "unscaled_error", "norm_share"
+)  # fmt: skip
+# Of the norm of all gradients. Below it a gradient may be nothing but rounding, as that of a bias
+# before a normalisation is: 1e-7 to 1e-5 under `autocast`, where others have 1e-2 or more.
+TINY_SHARE = 1e-4
 SHOWN = 5  # tensors that are printed
+# A gradient of a weight is a sum, and so larger than the numbers it is made of.
+INSIDE = "Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray."
+LEFT_OUT = (
+    "Left out: {which}. Gradients below "
+    f"{TINY_SHARE:g} of all together may be rounding errors, as those of a bias before a "
+    "normalisation are."
+)
+NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
+WITHOUT_SCALING = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
 
@@ -109,6 +125,14 @@ class Underflow:
         return self._share(FLUSHED, SUBNORMAL)
 
     @property
+    def norm_share(self) -> np.ndarray:
+        """The norm of each tensor's gradient, as a share of that of all together; estimated from
+        the exponents."""
+        # Relative to the largest exponent, so that no square overflows.
+        squares = self.counts[:, 1:].astype(float) @ 4.0 ** np.arange(LOWEST - HIGHEST, 1.0)
+        return np.sqrt(squares / max(squares.sum(), sys.float_info.min))
+
+    @property
     def error(self) -> np.ndarray:
         """The rounding error of float16, as a share of each tensor's root mean square."""
         return self.error_at(self.scale)
@@ -183,14 +207,14 @@ class Report:
 
     def tensors(self) -> dict[str, dict[str, float]]:
         """Returns the numbers of each tensor by name, for JSON: `inf`, `nan`, `first`, `last`. With
-        `underflow` also the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, and the
-        rounding errors `error` and `unscaled_error`."""
+        `underflow` also the shares `zero`, `flushed` and `subnormal`, `headroom` in bits, the
+        rounding errors `error` and `unscaled_error`, and `norm_share`."""
         names = ("inf", "nan", "first", "last")
         rows: list[dict[str, float]] = [
             dict(zip(names, row, strict=True)) for row in self.counts.tolist()
         ]
         if self.underflow is not None:
-            for name in ("zero", "flushed", "subnormal", "headroom", "error", "unscaled_error"):
+            for name in MEASURED:
                 for row, number in zip(rows, getattr(self.underflow, name).tolist(), strict=True):
                     row[name] = number
         return dict(zip(self.names, rows, strict=True))
@@ -211,6 +235,8 @@ class Report:
             clean = len(worst) - len(hit)
             rest = f"; {clean} others were finite" if clean else ""
             lines.append(f"and {len(hit) - SHOWN} more{rest}")
+        counts_none = self.underflow is None and self.skipped < self.steps and self.names
+        lines += [NOT_COUNTED] if counts_none else []
         return "\n".join([*lines, *self._lost()])
 
     def _lost(self) -> list[str]:
@@ -225,26 +251,46 @@ class Report:
         if u.overflowed <= 1 and u.headroom.min(initial=np.inf) > 1:  # so it is not the scale
             known = f"no scale suggested, as steps were skipped at {high} too"
         lines = [f"At step {u.step} and scale {now} ({known}):"]
+        error, unscaled, shares = (
+            dict(zip(self.names, numbers.tolist(), strict=True))
+            for numbers in (u.error, u.unscaled_error if u.scale != 1 else u.error, u.norm_share)
+        )
+        aside = left_out(error, unscaled, shares)
         rows = sorted(
             zip(self.names, u.error, u.zero, u.flushed, u.subnormal, u.headroom, strict=True),
-            key=lambda row: (-row[1], -row[3] - row[4]),
-        )
-        error, unscaled = (
-            dict(zip(self.names, errors.tolist(), strict=True))
-            for errors in (u.error, u.unscaled_error)
+            key=lambda row: (row[0] in aside, -row[1], -row[3] - row[4]),
         )
         lines += underflow_summary(
             error,
             unscaled if u.scale != 1 else {},
             bool((u.flushed + u.subnormal).any()),
             [name for name, zero in zip(self.names, u.zero, strict=True) if zero == 1],
+            aside,
         )
         for name, error, zero, flushed, subnormal, bits in rows[:SHOWN]:
-            shares = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
-            lines.append(f"{name}: {off(error)}, {shares}, {bits:g} bits of headroom")
+            parts = f"{zero:.1%} zero, {flushed:.1%} flushed to zero, {subnormal:.1%} subnormal"
+            off_by = f"{off(error)}{', left out' * (name in aside)}"
+            lines.append(f"{name}: {off_by}, {parts}, {bits:g} bits of headroom")
         if len(rows) > SHOWN:
-            lines.append(f"and {len(rows) - SHOWN} more, at most {off(rows[SHOWN][1])}")
+            most = max(row[1] for row in rows[SHOWN:])
+            lines.append(f"and {len(rows) - SHOWN} more, at most {off(most)}")
         return lines
+
+
+def left_out(
+    error: Mapping[str, float], unscaled: Mapping[str, float], shares: Mapping[str, float]
+) -> list[str]:
+    """Returns the tensors that would need a higher scale, but whose gradients are so far below the
+    others that they may be nothing but rounding.
+
+    Args:
+        error, unscaled: as for `underflow_summary`.
+        shares: the norm of each gradient, as a share of that of all; without those not recorded.
+    """
+    off_by = {name: max(error[name], unscaled.get(name, 0.0)) for name in error}
+    small = [name for name in error if shares.get(name, 1.0) < TINY_SHARE]
+    found = [name for name in small if OFF < off_by[name] < math.inf]
+    return found if len(found) < len(error) else []
 
 
 def underflow_summary(
@@ -252,6 +298,7 @@ def underflow_summary(
     unscaled: Mapping[str, float],
     underflows: bool,
     zeros: Sequence[str] = (),
+    aside: Sequence[str] = (),
 ) -> list[str]:
     """Returns sentences: whether float16 loses what matters, with scaling and without.
 
@@ -260,6 +307,7 @@ def underflow_summary(
         unscaled: the same without scaling; empty if the run does not scale.
         underflows: whether any element is flushed to zero or subnormal.
         zeros: the tensors whose gradient is 0 in every element.
+        aside: the tensors that do not count, as `left_out` returns them.
     """
     if zeros:
         every = len(zeros) == len(error)
@@ -269,23 +317,28 @@ def underflow_summary(
             f"The gradient of {which}{more} is 0 in all elements: the loss does not depend on it, "
             f"or float16 has lost all of it in the backward pass, which gs.diagnostics.xray shows."
         )
-        return [lost, *([] if every else underflow_summary(error, unscaled, underflows))]
+        return [lost, *([] if every else underflow_summary(error, unscaled, underflows, (), aside))]
+    if aside:
+        more = f" and {len(aside) - SHOWN} more" if len(aside) > SHOWN else ""
+        which = f"{', '.join(aside[:SHOWN])}{more}"
+        error, unscaled = (
+            {name: x for name, x in each.items() if name not in aside} for each in (error, unscaled)
+        )
+        return [*underflow_summary(error, unscaled, underflows), LEFT_OUT.format(which=which)]
     if math.isinf(_most(error)):
         beyond = max(error, key=lambda name: error[name])
         return [f"Overflow: {beyond} is beyond the largest number of float16."]
     if _most(error) > OFF:
-        first = f"Underflow: float16 is {_worst(error)}."
-    elif underflows:
-        first = f"Underflow does not matter: float16 is {_worst(error)}."
+        first, inside = f"Underflow: float16 is {_worst(error)}.", []
     else:
-        first = f"Nothing underflows: float16 is {_worst(error)}."
+        what = "underflow does not matter" if underflows else "nothing underflows"
+        first, inside = f"In gradients of parameters {what}: float16 is {_worst(error)}.", [INSIDE]
     if not unscaled or math.isinf(_most(unscaled)):
-        return [first]
+        return [first, *inside]
     if _most(unscaled) > OFF and _most(unscaled) <= _most(error):
-        return [first]  # the scale in force is 1 or less
-    # A gradient of a weight is a sum, and so larger than the numbers it is made of.
-    need = "you need it" if _most(unscaled) > OFF else "the X-ray sees smaller numbers inside"
-    return [first, f"Without scaling float16 would be {_worst(unscaled)}: {need}."]
+        return [first, *inside]  # the scale in force is 1 or less
+    need = ": you need it" if _most(unscaled) > OFF else " in gradients of parameters"
+    return [first, f"{WITHOUT_SCALING} float16 would be {_worst(unscaled)}{need}.", *inside]
 
 
 def _most(error: Mapping[str, float]) -> float:
@@ -334,8 +387,9 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
         2 of 3 steps were skipped.
         query: inf in 2 of 2 skipped steps, steps 1 to 2
         At step 0 and scale 2^15 (2^13 suggested, as 2^14 overflowed):
-        Underflow does not matter: float16 is at most 0.02% off.
-        Without scaling float16 would be at most 0.04% off: the X-ray sees smaller numbers inside.
+        In gradients of parameters underflow does not matter: float16 is at most 0.02% off.
+        Without scaling float16 would be at most 0.04% off in gradients of parameters.
+        Numbers inside of the network are smaller, and are not measured: see gs.diagnostics.xray.
         query: 0.02% off, 0.0% zero, 50.0% flushed to zero, 0.0% subnormal, 15 bits of headroom
         key: 0.02% off, 0.0% zero, 0.0% flushed to zero, 0.0% subnormal, 5 bits of headroom
     """
@@ -347,9 +401,7 @@ def report(opt_or_state: Any, params: Any = None) -> Report:
     else:
         params = models.trainable(params)
         leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: x is None)
-        names = [
-            jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path, _ in leaves
-        ]
+        names = [joined(path) or "params" for path, _ in leaves]
     if len(names) != len(causes):
         raise ValueError(f"Expected params of {len(causes)} leaves; got {len(names)}.")
     lost = None

@@ -38,6 +38,7 @@ from gainstage._variables.types import (
 )
 from gainstage._variables.variable import is_inside
 from gainstage._variables.zero_sharding import divided_state
+from gainstage.rules.loss_scale import LossScale
 from gainstage.transforms import models, nnx_objects
 from gainstage.transforms.apply_updates import apply_updates, select_if_applied
 from gainstage.transforms.gradient_faults import FROZEN, is_constant_of_a_loop, note_scale
@@ -193,7 +194,7 @@ class TrainStep(Generic[Params, P, *More]):
         scaled = transformation_of(tx)  # None for one of another library
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
-        self._loop = Loop(loss_fn, tx.update)
+        self._loop = Loop(loss_fn, tx.update, _lowest_of(scaled.rule) if scaled else 0.0)
         self._told = False  # of a loss that varies by device
         self._placed = False  # whether it has looked at where the first batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
@@ -245,7 +246,8 @@ class TrainStep(Generic[Params, P, *More]):
                 _, scalars = without_scalars(opt_state)
                 pairs = () if donates else zip(given, arrays, strict=True)
                 first = next((old for old, x in pairs if x is not old), None)
-                self._loop.after(scalars[0].applied, loss, first, arrays)
+                scale = scalars[0].rule_state.scale
+                self._loop.after(scalars[0].applied, loss, first, arrays, scale)
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
             nnx_objects.change(batch, changed)
@@ -386,6 +388,13 @@ class TrainStep(Generic[Params, P, *More]):
 
 def _scale_in(opt_state: OptState) -> Any:
     return loss_scaled_state(opt_state).loss_scale.scale
+
+
+def _lowest_of(rule: LossScale) -> float:
+    """The scale to which a rule falls from a higher one; 0 if it does not."""
+    first = getattr(rule, "initial_loss_scale", None) or 0.0
+    lowest = getattr(rule, "min_scale", None) or 0.0
+    return lowest if lowest < first else 0.0
 
 
 def _firsts(*trees: PyTree) -> list[Any]:

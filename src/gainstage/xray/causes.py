@@ -5,6 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
+from gainstage._programs.in_dtype import HALF
 from gainstage._programs.jaxprs import OPAQUE
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.places import layer_of
@@ -15,6 +18,7 @@ LOST = 0.05  # the relative error by underflow that counts as a cause
 NEGLIGIBLE = (
     1e-5  # of the largest gradient, or of all: below it a gradient cancels to rounding errors
 )
+CONVERT = "convert_element_type"  # JAX's name for a change of dtype, which no user writes
 ADDS = names_with(Trait.ADDS)  # operations in which a small operand matters little
 HINTS = {
     "log": "log(0): keep its operand above 0",
@@ -45,17 +49,57 @@ class Cause(NamedTuple):
     message: str  # what happened, and what the limits are
     result: int  # its index among the results of the X-ray
 
+    @property
+    def name(self) -> str:
+        """Its operation, as users know it; the kind of an argument or a constant."""
+        return named(self.operation, self.dtype) if self.operation else self.kind
+
     def __str__(self) -> str:
         if not self.operation:
             return self.message
         way = "backward" if self.is_backward else "forward"
-        where = f"{way} {self.operation} {self.dtype}{list(self.shape)}, {self.place}"
+        dtype = "" if self.name.endswith(self.dtype) else f" {self.dtype}"
+        where = f"{way} {self.name}{dtype}{list(self.shape)}, {self.place}"
         turn = "" if self.iteration is None else f", iteration {self.iteration}"
         return f"{where}{turn}: {self.message}"
 
 
+def named(operation: str, dtype: np.dtype | str) -> str:
+    """An operation as users know it: a change of dtype is a rounding or a conversion."""
+    if operation != CONVERT:
+        return operation
+    return f"{'rounding' if np.dtype(dtype) in HALF else 'conversion'} to {dtype}"
+
+
+def described(result: Result) -> str:
+    """The operation of a result, with its dtype."""
+    name = named(result.op, result.dtype)
+    return name if name.endswith(str(result.dtype)) else f"{name} {result.dtype}"
+
+
+def line_of(ran: Ran, result: Result) -> str:
+    """The user's line of a result. If it has none, as a rounding under `autocast`, it is the line
+    of the first operation that reads it, or else of one that makes it."""
+    if result.place.line or not result.path:
+        return result.place.line
+    readers = (r for r in ran.results[result.id + 1 :] if result.id in r.operands)
+    makers = (ran.results[i] for i in result.operands)
+    return next((r.place.line for r in (*readers, *makers) if r.place.line), "")
+
+
 def causes_of(ran: Ran) -> list[Cause]:
     """The causes of a non-finite loss or gradient: arguments first, then in program order."""
+    return [_with_line(ran, cause) for cause in _causes(ran)]
+
+
+def _with_line(ran: Ran, cause: Cause) -> Cause:
+    line = line_of(ran, ran.results[cause.result])
+    if cause.line or not line:
+        return cause
+    return cause._replace(line=line, place=f"{line}, {cause.place}".removesuffix(", "))
+
+
+def _causes(ran: Ran) -> list[Cause]:
     arguments, born, masks = _traced(ran)
     found = [_argument(ran.results[i]) for i in arguments]
     if not found or born:
@@ -114,6 +158,9 @@ def _argument(result: Result) -> Cause:
     n = result.numbers
     name = result.place.near or "an array that the loss closes over"
     message = f"{name} has {_plural(n.bad, 'element')} of {n.size} that {_are(n.bad)} not finite"
+    if result.shape and n.first_bad >= 0:
+        index = list(map(int, np.unravel_index(n.first_bad, result.shape)))
+        message += f", {'the first at' if n.bad > 1 else 'at'} {index}"
     return _cause("argument" if result.op == "argument" else "constant", result, n.bad, message, "")
 
 
@@ -143,7 +190,7 @@ def _born(ran: Ran, result: Result) -> Cause:
     if not ref.bad and flushed is not None:
         message = (
             f"{not_finite}, because {_plural(flushed.flushed, 'element')} of an operand "
-            f"({flushed.op} {flushed.dtype}) {_are(flushed.flushed)} 0, but not in float32"
+            f"({described(flushed)}) {_are(flushed.flushed)} 0, but not in float32"
         )
         return _cause("underflow", result, n.bad, message)
     if not ref.bad and result.is_half:
@@ -163,7 +210,8 @@ def losses_of(ran: Ran) -> list[Cause]:
     """The causes of losing more than 5 % of a gradient in a finite step, the worst first. They are
     overflows that a later operation makes finite, such as 1 / inf, and flushed results."""
     weights = importance(ran)
-    return _swallowed(ran, weights) or _flushed(ran, weights)
+    found = _swallowed(ran, weights) or _flushed(ran, weights)
+    return [_with_line(ran, cause) for cause in found]
 
 
 def _swallowed(ran: Ran, weights: dict[int, float]) -> list[Cause]:

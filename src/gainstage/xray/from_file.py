@@ -73,6 +73,7 @@ def main(
         print(error, file=sys.stderr)
         return 1
     print(_about(path, bad))
+    print("It compiles each operation, which can take a minute.", flush=True)
     try:
         found = xray(loss_fn, *bad.args, scale=bad.scale, has_aux=has_aux, **options)
     except Exception as error:
@@ -95,7 +96,10 @@ def main(
     if plan is not None and found.plan is not None:
         found.plan.save(plan)
         load = f"gainstage.precision.Plan.load({str(plan)!r})"
-        print(f"See {plan}. Write gainstage.autocast(fun, {load}).")
+        print(
+            f"See {plan}. Write gainstage.autocast(fun, {load}), where fun is the function without "
+            f"autocast: {loss.partition(':')[2]}.__wrapped__."
+        )
     elif plan is not None:
         print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
     if output is not None:
@@ -111,8 +115,8 @@ def commands(folder: Path) -> dict[str, StepFile]:
         # Another file, or a damaged description.
         with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
             about = step_file.description(path)
-            like = " --like MODULE:FUNCTION" * step_file.needs_like(about)
-            command = f"gainstage xray {shlex.quote(str(path))} --loss MODULE:FUNCTION{like}"
+            like = " --like MODULE:MAKE_MODEL" * step_file.needs_like(about)
+            command = f"gainstage xray {shlex.quote(str(path))} --loss MODULE:LOSS_FN{like}"
             kept = StepFile(int(about["step"]), float(about["scale"]), path.stat().st_mtime)
             found[command] = kept
     return found

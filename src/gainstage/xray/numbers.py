@@ -24,6 +24,7 @@ class Numbers(NamedTuple):
     zero: int
     max: float
     rms: float
+    first_bad: int = -1  # the place of the first non-finite element, in a flat array
 
     @property
     def bad(self) -> int:
@@ -38,16 +39,17 @@ def numbers_of(x: ArrayLike) -> Numbers:
     a = np.abs(a if wide else a.astype(np.float32)).ravel()
     if not a.size:
         return Numbers(0, 0, 0, 0, 0.0, 0.0)
-    nan = inf = 0
+    nan, inf, first = 0, 0, -1
     top = float(a.max())
     if not np.isfinite(top):
         finite = np.isfinite(a)
         nan = int(np.isnan(a).sum())
         inf = int(a.size - finite.sum()) - nan
+        first = int(np.argmin(finite))
         a = np.where(finite, a, np.zeros((), a.dtype))
         top = float(a.max())
     zero = a.size - int(np.count_nonzero(a)) - nan - inf
-    return Numbers(a.size, nan, inf, zero, top, _rms(a, top))
+    return Numbers(a.size, nan, inf, zero, top, _rms(a, top), first)
 
 
 def _rms(a: np.ndarray, top: float) -> float:

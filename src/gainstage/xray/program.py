@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base._jax import ClosedJaxpr
-from gainstage._base.arrays import ARRAYS, is_key, partition
+from gainstage._base.arrays import ARRAYS, is_key, joined, partition
 from gainstage._variables.types import PyTree, Using
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 from gainstage.xray.numbers import is_floating
@@ -76,13 +76,6 @@ def _name(path: Sequence[Any], argument: str, is_own: bool) -> str:
     """The path of a parameter; for a list of arrays, and other arguments, with the argument."""
     keys = joined(path)
     return keys if is_own and re.search("[a-zA-Z]", keys) else joined(path, argument)
-
-
-def joined(path: Sequence[Any], head: str = "") -> str:
-    """The keys of a path in a pytree, joined by slashes, without NNX's final `value`."""
-    keys = [head] if head else []
-    keys += [jax.tree_util.keystr((key,), simple=True) for key in path]
-    return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
 
 
 def _argument_names(loss_fn: Callable[..., Any], count: int) -> list[str]:

@@ -11,13 +11,14 @@ import numpy as np
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
 from gainstage.precision.tuning import PlanTrial, whole_error
-from gainstage.xray.causes import Cause, importance, lost_share
+from gainstage.xray.causes import Cause, importance, line_of, lost_share, named
 from gainstage.xray.program import Program
 from gainstage.xray.walk import Changes, Ran, Result, walk_through
 from gainstage.xray.windows import Window, together
 
 GOOD = 0.01  # the relative error of all gradients at which the search ends
 USELESS = 0.5  # an error above which a change does not help
+SHOWN_LINES = 5  # of the user, in a piece of code
 MARGIN = 1  # powers of two below the largest scale that fits
 
 
@@ -33,12 +34,18 @@ class Remedy(NamedTuple):
     # relative to float32: the larger of the loss's and of all gradients' together; nan if they were
     # not finite
     error: float
+    code: str = ""  # the code to write for it, if it is known
+
+    @property
+    def helps(self) -> bool:
+        """Whether it makes the step finite, and gradients at most half off."""
+        return self.is_finite and not self.error > USELESS
 
     def __str__(self) -> str:
         if not self.is_finite:
             return f"{self.change}: still not finite"
         came = f"finite, loss {self.loss:.4g}"
-        if self.error > USELESS:
+        if not self.helps:
             return f"{self.change}: does not help: {came}, with gradients {self.error:.0%} off"
         return f"{self.change}: {came}, with gradients within {self.error:.2%} of float32"
 
@@ -50,6 +57,7 @@ def remedies_for(
     causes: Sequence[Cause],
     windows: Mapping[str, Window],
     tick: Callable[[], Any],
+    is_cast: bool = False,
 ) -> list[Remedy]:
     """Tries changes that might make the step right.
 
@@ -58,10 +66,11 @@ def remedies_for(
         causes: the causes of the problem, if there is one.
         windows: the windows of the layers, as `windows_of` returns them.
         tick: called after each equation.
+        is_cast: whether the step is under `autocast`, so that `keep_float32` keeps its operations.
     """
     if not causes or any(c.kind not in ("overflow", "underflow") for c in causes):
         return []
-    trial = _Trial(program, ran, scale, tick)
+    trial = _Trial(program, ran, scale, tick, is_cast)
     found: list[Remedy] = []
     if all(cause.is_backward for cause in causes) and windows:
         fits = together(windows)
@@ -86,8 +95,11 @@ def remedy_by_plan(trial: PlanTrial, scale: float) -> Remedy:
 
 
 class _Trial:
-    def __init__(self, program: Program, ran: Ran, scale: float, tick: Callable[[], Any]):
+    def __init__(
+        self, program: Program, ran: Ran, scale: float, tick: Callable[[], Any], is_cast: bool
+    ):
         self._program, self._ran, self._scale, self._tick = program, ran, scale, tick
+        self._is_cast = is_cast
 
     def with_scale(self, scale: float) -> Remedy:
         change = f"a loss scale of {as_power(scale)} instead of {as_power(self._scale)}"
@@ -127,17 +139,30 @@ class _Trial:
         underflows = any(cause.kind == "underflow" for cause in causes)
         found: list[Remedy] = []
         for chosen in [both] if underflows or not outside else [outside, both]:
-            names = (f"{r.place.line} {r.op} ({layer_of(r.place)})".strip() for r in chosen)
+            lines = (line_of(self._ran, r) for r in chosen)
+            each = zip(lines, chosen, strict=True)
+            names = (
+                f"{line} {named(r.op, r.dtype)} ({layer_of(r.place)})".strip() for line, r in each
+            )
             places = tuple(dict.fromkeys(names))
             more = f" and {len(places) - 3} more" if len(places) > 3 else ""
             islands = frozenset({r.path for r in chosen} | _readers(self._ran, chosen))
             change = f"float32 for {'; '.join(places[:3])}{more}"
             changes = Changes(self._scale, islands)
             if islands:
-                found = [self._tried("float32", change, places, changes)]
+                tried = self._tried("float32", change, places, changes)
+                found = [tried._replace(code=self._kept(islands) if self._is_cast else "")]
             if found and found[0].error <= GOOD:
                 break
         return found
+
+    def _kept(self, islands: frozenset[tuple[int, ...]]) -> str:
+        """The code that keeps these operations in float32."""
+        kept = (r for r in self._ran.results if r.path in islands and r.is_half)
+        lines = [*filter(None, dict.fromkeys(line_of(self._ran, r) for r in kept))]
+        more = f" and {len(lines) - SHOWN_LINES} more lines" * (len(lines) > SHOWN_LINES)
+        where = f" around {', '.join(lines[:SHOWN_LINES])}{more}" * bool(lines)
+        return f"with gainstage.keep_float32():{where}"
 
     def _tried(self, kind: str, change: str, places: tuple[str, ...], changes: Changes) -> Remedy:
         ran = walk_through(self._program, changes, False, self._tick)

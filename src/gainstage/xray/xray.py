@@ -30,6 +30,7 @@ __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
 TryPlan = Callable[[], PlanTrial]
 SHOWN_CAUSES = 3  # causes that are printed
+DIVERGED = 100.0  # a root mean square that the parameters of a network that learns do not have
 NEEDED = "2^0 does not fit: float16 needs loss scaling at these weights"
 NOT_NEEDED = "2^0 fits: float16 needs no loss scaling at these weights"
 
@@ -144,7 +145,8 @@ class Xray:
         self.plan: Plan | None = None
         if prescribe:
             windows = self.windows()
-            self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick)
+            is_cast = trial is not None
+            self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick, is_cast)
             if self.remedies and windows and trial is not None:
                 tried = trial()
                 self.plan = tried.plan
@@ -200,6 +202,20 @@ class Xray:
         return "The compiled step is not finite: it rounds differently."
 
     @property
+    def caution(self) -> str:
+        """Says that the parameters of a non-finite step have diverged; empty if they have not."""
+        sizes = {r.place.near: r.numbers.rms for r in self._ran.results if r.op == "argument"}
+        own = {name: size for name, size in sizes.items() if name in self.gradient_errors}
+        worst = max(own, key=lambda name: own[name], default="")
+        if self.finite or not own or own[worst] <= DIVERGED:
+            return ""
+        return (
+            f"The parameters have diverged: {worst} has a root mean square of {own[worst]:.3g}. "
+            f"Probably the learning rate was too high. A change of precision or scale mends this "
+            f"step, not the run: lower the rate, and restart from a checkpoint before it."
+        )
+
+    @property
     def conclusion(self) -> str:
         """Says that no scale and no precision can help; empty if one may."""
         hopeless = any(cause.kind in ("argument", "constant", "invalid") for cause in self.causes)
@@ -221,8 +237,10 @@ class Xray:
                 lines.append(NEEDED if needed else NOT_NEEDED)
         elif not any(result.is_half for result in self._ran.results):
             lines.append("nothing of this step is in half precision")
-        lines += [f"tried: {remedy}" for remedy in self.remedies]
-        lines += [self.conclusion] if self.conclusion else []
+        for remedy in self.remedies:
+            lines.append(f"tried: {remedy}")
+            lines += [f"write that as: {remedy.code}"] if remedy.code and remedy.helps else []
+        lines += [said for said in (self.caution, self.conclusion) if said]
         if self.unseen:
             lines.append(f"It does not look inside of {', '.join(self.unseen)}.")
         return "\n".join(lines)

@@ -48,7 +48,8 @@ def _tried(x: "Xray") -> Rows:
         for r in x.remedies
     ]
     notes = ["Error: of all gradients together, relative to float32."] * bool(rows)
-    notes += [x.conclusion] * bool(x.conclusion)
+    notes += [f"{r.change}, as code: {r.code}" for r in x.remedies if r.code and r.helps]
+    notes += [said for said in (x.caution, x.conclusion) if said]
     return Rows("Tried", ("Change", "Finite", "Loss", "Error"), rows, notes)
 
 
