@@ -292,7 +292,7 @@ def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
 
 def faults(place: int, quick: bool, until: float, options: Any) -> dict[str, Any]:
     """A configuration of the campaign of faults, in this process."""
-    from . import faults_never_reach_a_weight as campaign  # which needs the extra `demo`
+    from studies import faults_never_reach_a_weight as campaign  # which needs the extra `demo`
 
     configuration = campaign.configurations(quick=True)[place]
     if quick:

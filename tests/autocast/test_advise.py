@@ -138,6 +138,23 @@ def test_a_pair_is_one_argument_of_a_function_that_takes_one(advice):
     np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
 
 
+def penalised(params, x, y):
+    slope = jax.grad(lambda x: network(params, x, y))(x)
+    return network(params, x, y) + jnp.sum(slope**2)
+
+
+def forwards(params, x, y):
+    return network(params, x, y) + jax.jvp(lambda x: network(params, x, y), (x,), (x,))[1]
+
+
+@pytest.mark.parametrize("loss", [penalised, forwards])
+def test_a_loss_that_float8_cannot_compute_is_advised_on_without_it(loss):
+    """A second derivative, or one in forward mode, has no row for float8, and a note says why."""
+    advice = advise(loss, PARAMS, BATCHES[:2])
+    assert "float8" not in costs(advice)
+    assert "Not measured in float8: " in str(advice)
+
+
 def randomly(params, x, y):
     return network(params, x + np.float32(np.random.default_rng().normal()), y)
 

@@ -54,7 +54,7 @@ class Advice:
     """What each precision costs, as `precision.advise` measured it. `print` it.
 
     Attributes:
-        costs: a tuple of `Cost`, from float32 to float8.
+        costs: a tuple of `Cost`, from float32 to float8; without float8 if it cannot be computed.
         recommended: the `Cost` of the precision to use.
         reason: why, in a sentence.
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
@@ -82,12 +82,14 @@ class Advice:
         card: Card,
         batches: int,
         is_clear: bool,
+        refused: str,
     ):
         self.costs: tuple[Cost, ...] = tuple(costs)
         self.needs_scaling_from: int | None = needs_scaling_from
         self.card: str = card.name
         self.batches: int = batches
         self.is_clear: bool = is_clear
+        self._refused = refused  # why there is no row for float8
         self.recommended: Cost = _recommended(costs)
         self.reason: str = _reason(self)
 
@@ -124,6 +126,8 @@ class Advice:
                 "The mean gradient cannot be told from noise, so bias is relative to the noise "
                 "that is left after 100 batches."
             )
+        if self._refused:
+            notes.append(f"Not measured in float8: {self._refused}")
         return notes
 
 
@@ -195,10 +199,14 @@ def advise(
             measured.row("bfloat16", *_both(samples, autocast(fun, "bfloat16")), 0),
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
-            measured.row("float8", *_both(samples, with_float8(fun)), None),
         ]
+        refused = ""
+        try:
+            rows.append(measured.row("float8", *_both(samples, with_float8(fun)), None))
+        except TypeError as error:  # the others were computed: a second derivative, or forward mode
+            refused = str(error).partition("\n")[0]
         larger = measured.needs_scaling_from(of_half)
-    return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
+    return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear, refused)
 
 
 def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
