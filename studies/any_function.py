@@ -251,7 +251,7 @@ def with_plans(function: Function, row: Row) -> Row:
 
 def planned(loss: Callable[..., Any], params: Any, data: Any) -> list[np.ndarray] | None:
     """The gradients with a plan of these numbers."""
-    plan = tune(loss, params, data, progress=False)
+    plan = tune(loss, params, [(data,)], max_error=0.005, progress=False)
     program = jax.jit(scaled(gs.autocast(loss, plan)), compiler_options=KEEP_ROUNDINGS)
     return gradient(program, params, data)
 

@@ -94,7 +94,7 @@ def tuned(model: Model, batch: Any, largest: float) -> Plan:
     """The plan of a model; the page says so if it does not keep the bound."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Expected max_error", UserWarning)
-        return tune(model.loss, model.params, batch, max_error=largest, progress=False)
+        return tune(model.loss, model.params, [(batch,)], max_error=largest, progress=False)
 
 
 def errors(model: Model) -> tuple[dict[str, Any], Plan]:
@@ -122,7 +122,7 @@ def errors(model: Model) -> tuple[dict[str, Any], Plan]:
     return {
         "errors": found,
         "bound": largest,
-        "predicted": plan.predicted,
+        "predicted": plan.predicted.error,
         "other batch": error(gradients(planned, model.params, other), exact_of_other),
         "tune_s": seconds,
         "operations": len(plan.operations),

@@ -274,7 +274,7 @@ def jerk(w, x):
 @pytest.mark.parametrize(("loss", "w"), [(drift, draw(1, 8, 8) / 4), (jerk, draw(4, 16, 16) / 4)])
 def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
     """Differences of near numbers that nothing in the program shows are right with a plan."""
-    plan = gs.precision.tune(loss, w, X)
+    plan = gs.precision.tune(loss, w, [X], max_error=0.005)
 
     @jax.jit
     def gradients(w):
@@ -546,7 +546,7 @@ def test_a_plan_measures_what_a_rounded_number_costs(dtype):
         return jnp.mean(h**2)
 
     exact = jax.jit(jax.grad(discounted))(w)
-    plan = gs.precision.tune(discounted, w, dtype=dtype, max_error=0.005, progress=False)
+    plan = gs.precision.tune(discounted, w, [()], dtype=dtype, max_error=0.005, progress=False)
     found = jax.jit(jax.grad(gs.autocast(discounted, plan)))(w)
     assert jnp.linalg.norm(found - exact) <= 0.006 * jnp.linalg.norm(exact)
     assert any(row.dtype == dtype for row in plan.operations)

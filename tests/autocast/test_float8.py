@@ -28,7 +28,7 @@ def integers(number, *shape):
 
 def in_float8(fun, *args):
     """The function with all its products in float8."""
-    plan = tune(fun, *args, max_error=1e9, progress=False)
+    plan = tune(fun, args[0], [args[1:]], max_error=1e9, progress=False)
     rows = [o._replace(dtype="float8") if o.name == "dot_general" else o for o in plan.operations]
     return gs.autocast(fun, Plan(plan.dtype, rows, plan.predicted, plan.measured, plan.shapes))
 

@@ -72,6 +72,14 @@ def test_the_x_ray_of_a_loss_under_autocast_has_a_plan(module):
     assert off / np.linalg.norm(expected) < 0.005
 
 
+@pytest.mark.filterwarnings("ignore:autocast has computed no product in float8")
+def test_the_x_ray_of_a_loss_in_float8_has_a_plan_in_float16(module):
+    """What overflows there is in float16: float8 products have factors of their own."""
+    seen = xray(gs.autocast(module["written"], "float8"), PARAMS, X, scale=4.0)
+    assert of_products(seen.plan) == {"trunk": "float16", "head": "float32"}
+    assert seen.remedies[-1].is_finite
+
+
 def test_a_plan_that_needs_a_lower_scale_says_so(module):
     """The backward pass overflows at the step's scale, whatever the plan: the remedy names one."""
     seen = xray(module["loss_fn"], PARAMS, X, scale=2.0**10)

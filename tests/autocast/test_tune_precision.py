@@ -14,6 +14,11 @@ import gainstage as gs
 from gainstage.precision import Plan, tune
 
 
+def tuned(fun, params, *batch, max_error=0.005, **options):
+    """The plan whose gradient has at most this error on one batch."""
+    return tune(fun, params, [batch], max_error=max_error, **options)
+
+
 def draw(number, *shape):
     return jnp.asarray(np.random.default_rng(number).normal(size=shape), jnp.float32)
 
@@ -44,7 +49,7 @@ def error(fun, plan, params, *batch, scale=2.0**8):
 
 @pytest.fixture(scope="module")
 def plan():
-    return tune(offset, OFFSET, 300 + 0.7 * np.asarray(X), Y)
+    return tuned(offset, OFFSET, 300 + 0.7 * np.asarray(X), Y)
 
 
 def test_the_one_product_that_float16_ruins_stays_in_float32(plan):
@@ -59,11 +64,11 @@ def test_the_one_product_that_float16_ruins_stays_in_float32(plan):
 def test_the_prediction_holds_on_another_batch(plan):
     """Predicted, measured and another batch of another size agree within a factor of 1.5."""
     other = 300 + 0.7 * np.asarray(draw(3, 64, 48)), draw(4, 64, 48)
-    assert plan.measured == pytest.approx(
+    assert plan.measured.error == pytest.approx(
         error(offset, plan, OFFSET, 300 + 0.7 * np.asarray(X), Y), rel=0.2
     )
-    for found in (plan.measured, error(offset, plan, OFFSET, *other)):
-        assert plan.predicted / 1.5 <= found <= plan.predicted * 1.5
+    for found in (plan.measured.error, error(offset, plan, OFFSET, *other)):
+        assert plan.predicted.error / 1.5 <= found <= plan.predicted.error * 1.5
 
 
 def test_what_comes_near_the_largest_number_stays_in_float32():
@@ -73,8 +78,8 @@ def test_what_comes_near_the_largest_number_stays_in_float32():
         h = jnp.tanh(x @ params["a"]) @ params["b"] * 5e4
         return jnp.mean((jnp.tanh(h / 5e4) @ params["c"] - y) ** 2)
 
-    plan = tune(hot, PARAMS, X, Y)
-    assert plan.measured <= 0.005
+    plan = tuned(hot, PARAMS, X, Y)
+    assert plan.measured.error <= 0.005
     reasons = [o.reason for o in plan.operations if o.largest > 65504 / 16]
     assert len(reasons) >= 2
     assert all("reaches" in reason or reason == "a sum" for reason in reasons)
@@ -90,7 +95,7 @@ def test_a_plan_of_a_small_batch_holds_for_a_large_one():
         total = jnp.sum(jnp.square(z - 1)) + jnp.sum(jnp.abs(z)) * 2.0
         return total / z.size
 
-    plan = tune(loss, PARAMS, X[:16])
+    plan = tuned(loss, PARAMS, X[:16])
     assert {o.dtype for o in plan.operations if o.name == "dot_general"} == {"float16"}
     assert {o.dtype for o in plan.operations if o.largest > 500 or o.name == "div"} == {"float32"}
     large = np.tile(X, (64, 1))
@@ -106,7 +111,7 @@ def test_infinities_of_a_mask_are_no_large_numbers():
         scores = jnp.where(x > 0, x @ params["a"], -jnp.inf)
         return jnp.mean(jax.nn.softmax(scores) ** 2)
 
-    plan = tune(loss, PARAMS, X)
+    plan = tuned(loss, PARAMS, X)
     assert not any("inf" in o.reason for o in plan.operations)
     assert max(o.largest for o in plan.operations) < 1e4
 
@@ -115,8 +120,8 @@ def test_a_tighter_bound_keeps_more():
     """The plan stays below each bound, and a smaller one keeps more operations in float32."""
     counts = []
     for bound in (1e-2, 3e-4, 1e-6):
-        plan = tune(offset, OFFSET, 300 + 0.7 * np.asarray(X), Y, max_error=bound)
-        assert plan.measured <= bound
+        plan = tuned(offset, OFFSET, 300 + 0.7 * np.asarray(X), Y, max_error=bound)
+        assert plan.measured.error <= bound
         counts.append(sum(o.dtype == "float16" for o in plan.operations))
     assert counts[0] > counts[1] > counts[2] == 0
 
@@ -133,14 +138,14 @@ def test_equal_layers_share_a_measurement():
         return loss
 
     params = np.stack([PARAMS[name] for name in "abc"])
-    plan = tune(stack(3), params, X)
+    plan = tuned(stack(3), params, X)
     assert [o.name for o in plan.operations].count("dot_general") == 3
     assert len({o.share for o in plan.operations if o.name == "dot_general"}) == 1
 
     def scanned(params, x):
         return jnp.mean(lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params)[0] ** 2)
 
-    plan = tune(scanned, params, X)
+    plan = tuned(scanned, params, X)
     assert [o.dtype for o in plan.operations if o.name == "dot_general"] == ["float16"]
     assert error(scanned, plan, params, X) <= 0.005
 
@@ -153,7 +158,7 @@ def test_a_plan_is_saved_and_loaded(plan, tmp_path):
     assert loaded != Plan("float16", plan.operations[1:], 0.0, 0.0)
     assert (loaded.predicted, loaded.measured) == (plan.predicted, plan.measured)
     assert str(loaded) == str(plan)
-    assert "the gradient is off by" in str(plan)
+    assert "an error of 0.0" in str(plan)
     assert "test_tune_precision.py:" in str(plan)
 
 
@@ -167,7 +172,7 @@ def test_a_row_of_a_plan_shows_its_largest_number(plan):
     """Operations of one line are one row, with the largest of their numbers, in whatever order."""
     first = plan.operations[0]
     turns = [first._replace(largest=largest, path=(*first.path, 0)) for largest in (10, 777, 10)]
-    row = str(Plan("float16", turns, 0.0, 0.0)).splitlines()[-1].split()
+    row = str(Plan("float16", turns, plan.predicted, plan.measured)).splitlines()[-1].split()
     assert (row[1], row[4]) == ("3", "777")
 
 
@@ -179,7 +184,7 @@ def test_a_file_that_is_no_plan_is_refused(content, tmp_path):
     """The error names the file."""
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"plan of version 1.*other\.json"):
+    with pytest.raises(ValueError, match=r"plan of version 2.*other\.json"):
         Plan.load(path)
 
 
@@ -193,7 +198,7 @@ def test_a_damaged_plan_is_refused_where_it_is_read(plan, field, value, tmp_path
     plan.save(path)
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, field: value}))
-    with pytest.raises(ValueError, match=r"plan of version 1.*damaged\.json"):
+    with pytest.raises(ValueError, match=r"plan of version 2.*damaged\.json"):
         Plan.load(path)
 
 
@@ -208,7 +213,7 @@ def test_a_damaged_row_of_a_plan_is_refused(plan, field, value, tmp_path):
     content = json.loads(path.read_text())
     content["operations"][1][field] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"plan of version 1.*damaged\.json"):
+    with pytest.raises(ValueError, match=r"plan of version 2.*damaged\.json"):
         Plan.load(path)
 
 
@@ -218,7 +223,7 @@ def test_a_plan_for_parameters_of_other_shapes_says_so(tmp_path):
     def loss(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
-    plan = tune(loss, jnp.ones((8, 4)) / 8, jnp.ones((2, 8)))
+    plan = tuned(loss, jnp.ones((8, 4)) / 8, jnp.ones((2, 8)))
     planned = gs.autocast(loss, plan)
     planned(jnp.ones((8, 4)) / 8, jnp.ones((5, 8)))
     with pytest.warns(UserWarning, match=r"other shapes: \(8, 4\), and now \(16, 4\)"):
@@ -229,7 +234,7 @@ def test_a_plan_for_parameters_of_other_shapes_says_so(tmp_path):
 def test_has_aux_without_aux_is_an_error():
     """A function that returns a scalar has no aux; the error says what was expected."""
     with pytest.raises(TypeError, match=r"Expected \(loss, aux\) from fun with has_aux=True"):
-        tune(lambda w: (w * w).sum(), jnp.ones(3), has_aux=True)
+        tuned(lambda w: (w * w).sum(), jnp.ones(3), has_aux=True)
 
 
 def test_the_plan_of_another_function_is_refused(plan):
@@ -259,8 +264,8 @@ def test_models_and_aux():
         return value, {"out": out, "product": x @ x.T}
 
     mean = model.layers[1].mean[...]
-    plan = tune(loss, model, X, has_aux=True)
-    assert plan.measured <= 0.005
+    plan = tuned(loss, model, X, has_aux=True)
+    assert plan.measured.error <= 0.005
     assert model.layers[1].mean[...] is mean  # measuring changes nothing
     kept = [o for o in plan.operations if o.name == "log1p"]
     assert [(o.dtype, o.reason) for o in kept] == [("float32", "keep_float32, or unused")]
@@ -274,8 +279,8 @@ def test_models_and_aux():
 def test_a_function_under_autocast_is_refused():
     """Its float32 gradient is unknown; the error says which function to pass."""
     with pytest.raises(ValueError, match=r"under autocast already.*fun\.__wrapped__"):
-        tune(gs.autocast(offset), OFFSET, X, Y)
-    tune(gs.autocast(offset).__wrapped__, OFFSET, X, Y)
+        tuned(gs.autocast(offset), OFFSET, X, Y)
+    tuned(gs.autocast(offset).__wrapped__, OFFSET, X, Y)
 
 
 def test_a_bound_that_no_plan_keeps_is_a_warning():
@@ -285,19 +290,19 @@ def test_a_bound_that_no_plan_keeps_is_a_warning():
         return jnp.mean((x @ params).astype(jnp.float16).astype(jnp.float32) ** 2)
 
     with pytest.warns(UserWarning, match="Expected max_error=1e-12; the plan has .* operations in"):
-        tune(half, PARAMS["a"], X, max_error=1e-12)
+        tuned(half, PARAMS["a"], X, max_error=1e-12)
 
 
 def test_bad_input_is_refused():
     """Dtypes, bounds, losses that are no scalars, and losses that are not finite in float32."""
-    with pytest.raises(ValueError, match="dtype; got 'float8'"):
-        tune(offset, OFFSET, X, Y, dtype="float8")
+    with pytest.raises(ValueError, match="dtype; got 'int8'"):
+        tuned(offset, OFFSET, X, Y, dtype="int8")
     with pytest.raises(ValueError, match="max_error; got 0"):
-        tune(offset, OFFSET, X, Y, max_error=0)
+        tuned(offset, OFFSET, X, Y, max_error=0)
     with pytest.raises(TypeError, match="scalar loss"):
-        tune(lambda p, x: x @ p, PARAMS["a"], X)
+        tuned(lambda p, x: x @ p, PARAMS["a"], X)
     with pytest.raises(ValueError, match=r"finite in float32; got a loss of inf.*xray"):
-        tune(lambda p, x: jnp.exp(x @ p * 1e3).sum(), PARAMS["a"], X)
+        tuned(lambda p, x: jnp.exp(x @ p * 1e3).sum(), PARAMS["a"], X)
 
 
 def test_the_file_is_json(plan, tmp_path):

@@ -36,7 +36,7 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
         model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
             own. What is saved, loaded, pickled or cloned stays under autocast, but for a clone of
             a `keras.Sequential`: call this function on it.
-        plan: "float16", "bfloat16", or what `tune` has measured, which is for training:
+        plan: "float16", "bfloat16", "float8", or what `tune` has measured, which is for training:
             with `training=False`, as in `evaluate` and `predict`, the model is then computed in
             float32.
 
@@ -135,7 +135,7 @@ def tune(
 
     with _seen_as(model, _Measured):
         measured = tune_function(
-            loss_fn, *values, x, y, sample_weight,
+            loss_fn, values[0], [(*values[1:], x, y, sample_weight)],
             dtype=dtype, max_error=max_error, progress=progress,
         )  # fmt: skip
         program = jax.make_jaxpr(forward)(*values[:2], x)
@@ -202,7 +202,7 @@ class Autocast:
         dtype = self._plan.dtype if isinstance(self._plan, Plan) else self._plan
         optimizer: Any = getattr(self, "optimizer", None)
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if optimizer is None or scales or dtype != "float16":
+        if optimizer is None or scales or dtype == "bfloat16":
             return
         if optimizer.loss_scale_factor is None:
             self.optimizer = LossScaleOptimizer(optimizer)

@@ -5,19 +5,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from gainstage._base.arrays import partition
 from gainstage._base.progress_bar import counted
+from gainstage._programs.in_dtype import is_half
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, with_float8
 from gainstage.precision.cards import CARDS, Card
 from gainstage.precision.costs import kept, products_of
-from gainstage.precision.price import Price, Reference
-from gainstage.precision.samples import GradientsOf, Samples
+from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference
+from gainstage.precision.samples import GradientsOf, Samples, is_finite, samples_of
 
 __all__ = ["Advice", "Cost", "advise"]
 
-MAX_NOISE, MAX_BIAS = 0.01, 0.02  # of what is recommended
 FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = (
     15,
     24,
@@ -35,7 +34,7 @@ class Cost(NamedTuple):
     exponent: int | None  # that of the largest loss scale that was finite; None without a scale
     kept: int  # bytes that the forward pass keeps for the backward pass
     arithmetic: dict[str, float]  # the share of the products' arithmetic in each dtype
-    seconds: float  # of all products of a step on the card, on paper
+    seconds: float  # of all products of a step on the card, on paper; nothing else of the step
 
     @property
     def dtype(self) -> str:
@@ -45,7 +44,7 @@ class Cost(NamedTuple):
     @property
     def code(self) -> tuple[str, str]:
         """The two lines to write, for a loss `loss_fn` and an optax chain `tx`."""
-        rule = "" if self.dtype in ("float16", "float8") else ", gs.FixedLossScale(1.0)"
+        rule = "" if self.exponent is not None else ", gs.FixedLossScale(1.0)"
         loss = "loss_fn" if self.dtype == "float32" else f'gs.autocast(loss_fn, "{self.dtype}")'
         return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
 
@@ -54,7 +53,7 @@ class Advice:
     """What each precision costs, as `precision.advise` measured it. `print` it.
 
     Attributes:
-        costs: a tuple of `Cost`, from float32 to float8; without float8 if it cannot be computed.
+        costs: a tuple of `Cost`, from float32 to float8.
         recommended: the `Cost` of the precision to use.
         reason: why, in a sentence.
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
@@ -82,14 +81,12 @@ class Advice:
         card: Card,
         batches: int,
         is_clear: bool,
-        refused: str,
     ):
         self.costs: tuple[Cost, ...] = tuple(costs)
         self.needs_scaling_from: int | None = needs_scaling_from
         self.card: str = card.name
         self.batches: int = batches
         self.is_clear: bool = is_clear
-        self._refused = refused  # why there is no row for float8
         self.recommended: Cost = _recommended(costs)
         self.reason: str = _reason(self)
 
@@ -113,21 +110,28 @@ class Advice:
         larger = self.needs_scaling_from
         needs = {
             None: "Float16 needs no loss scaling here, nor for batches 4,096 times as large.",
-            1: "Float16 needs loss scaling at this batch size.",
+            1: "Float16 needs loss scaling at these parameters and this batch size.",
         }
-        from_then = f"Float16 needs loss scaling from batches about {larger} times as large on."
+        from_then = (
+            f"Float16 needs loss scaling here from batches about {larger} times as large on."
+        )
         notes = [
-            f"Measured on {self.batches} batches, at one point of training: look again later.",
+            f"Measured on {self.batches} batches, at these parameters.",
+            "Gradients shrink in training, and may then need a scale: look again late.",
             f"Times are those of the products on paper, at the rates of the {self.card}.",
             needs.get(larger, from_then),
         ]
+        seconds = {cost.name: cost.seconds for cost in self.costs}
+        if seconds["float8"] >= seconds["float16"]:
+            notes.append(
+                f"On the {self.card} float8 saves no time here: `autocast(loss_fn, 'float8')` "
+                f"leaves products that gain nothing in float16."
+            )
         if not self.is_clear:
             notes.append(
                 "The mean gradient cannot be told from noise, so bias is relative to the noise "
                 "that is left after 100 batches."
             )
-        if self._refused:
-            notes.append(f"Not measured in float8: {self._refused}")
         return notes
 
 
@@ -145,8 +149,19 @@ def advise(
 
     Noise is the variance of rounding errors over that of the batches: 1 % means as if 1 % of each
     batch were missing. Bias is the error that is the same in each batch, relative to the mean
-    gradient. A precision with at most 1 % and 2 % trains as float32 does. It looks at one point of
-    training: look again later.
+    gradient. What is recommended has at most 1 % and 2 %. It looks at one point of training: look
+    again later.
+
+    The table has a row for each precision, and these columns:
+
+    - "lost to 0": the share of the gradient's elements that became 0.
+    - "scale": the largest power of two, up to `2**24`, at which all gradients are finite.
+    - "kept": what the forward pass keeps for the backward pass.
+    - "products": the share of the products' arithmetic in each dtype. In the row of float8 all
+      linear layers of at least 16 rows and columns are in it, also where no card gains by that.
+    - the card: the time of all products of a step, from their sizes and the card's rates. On an
+      H100 or A100, products of float32 are timed as TF32, which is how JAX multiplies them there;
+      noise and bias are relative to float32 as the device of this process computes it.
 
     Args:
         fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
@@ -182,7 +197,13 @@ def advise(
     """
     if card not in CARDS:
         raise ValueError(f"Expected one of {list(CARDS)} for card; got {card!r}.")
-    samples = Samples(fun, params, batches, has_aux, using)
+    small = next((x for x in partition(params)[0] if is_half(x)), None)
+    if small is not None:
+        raise ValueError(
+            f"Expected float32 parameters; got {small.dtype}[{', '.join(map(str, small.shape))}]. "
+            f"What is already rounded costs nothing more in a smaller dtype."
+        )
+    samples = samples_of(fun, params, batches, has_aux, using)
     start = time.perf_counter()
     exact = samples.exact()
     reference = Reference([results[1:] for results in exact])
@@ -199,14 +220,10 @@ def advise(
             measured.row("bfloat16", *_both(samples, autocast(fun, "bfloat16")), 0),
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
+            measured.row("float8", *_both(samples, with_float8(fun)), None),
         ]
-        refused = ""
-        try:
-            rows.append(measured.row("float8", *_both(samples, with_float8(fun)), None))
-        except TypeError as error:  # the others were computed: a second derivative, or forward mode
-            refused = str(error).partition("\n")[0]
         larger = measured.needs_scaling_from(of_half)
-    return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear, refused)
+    return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
 
 
 def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
@@ -227,11 +244,11 @@ class _Measured:
         """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
         scaled = exponent is None
         if exponent is None:
-            exponent = _largest(lambda e: _is_finite(run(0, 2.0**e)))
+            exponent = _largest(lambda e: is_finite(run(0, 2.0**e)))
         found = []
         for number in range(len(self._samples)):
             results = run(number, 2.0**exponent)
-            while scaled and exponent > 0 and not _is_finite(results):
+            while scaled and exponent > 0 and not is_finite(results):
                 exponent -= EXPONENTS
                 results = run(number, 2.0**exponent)
             found.append(results[1:])
@@ -273,10 +290,6 @@ def _largest(is_finite: Callable[[int], bool]) -> int:
     return exponent
 
 
-def _is_finite(results: Sequence[np.ndarray]) -> bool:
-    return all(np.isfinite(x).all() for x in results)
-
-
 def _recommended(costs: Sequence[Cost]) -> Cost:
     """The fastest precision within the budget; of several, the first one: it needs no scale."""
     fitting = [cost for cost in costs if cost.price.fits(MAX_NOISE, MAX_BIAS)]
@@ -312,5 +325,5 @@ def _line(cost: Cost) -> tuple[str, ...]:
     products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
     scale = "" if cost.exponent is None else f"2^{cost.exponent}"
     scale += " or more" * (cost.exponent == LAST_EXPONENT)
-    memory, price = f"{cost.kept / 1e6:.3g} MB", map(_percent, cost.price)
+    memory, price = f"{cost.kept / 1e6:.3g} MB", map(_percent, cost.price[:3])
     return cost.name, *price, scale, memory, products, f"{1e6 * cost.seconds:.3g} us"

@@ -1,6 +1,8 @@
 """Which operations of a function are in half precision, as a table."""
 
+import collections
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +19,12 @@ from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.patterns import moves
+from gainstage.precision.price import Price
 
 __all__ = ["Operation", "Plan"]
 
 LINEAR_ALGEBRA = names_with(Trait.ALGEBRA)
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(jnp.bfloat16)}  # of plans
 FLOAT8 = "float8"  # of products in a plan, and the default rule with them
 
@@ -36,7 +39,9 @@ class Operation(NamedTuple):
     )
     line: str  # file and line
     layer: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
-    share: float  # the relative error of the gradient if only this line is in half precision
+    share: float  # the relative error of the gradient if only this line is in its dtype
+    noise: float  # what that adds to the noise of the batches; NaN if there was one batch
+    bias: float  # and to the mean gradient; of what is in float32, all three are those in half
     largest: float  # the largest absolute number among its operands and results
     reason: str = ""  # why it is in float32
 
@@ -50,14 +55,16 @@ class Plan:
     Attributes:
         dtype: the half-precision dtype, such as "float16".
         operations: a tuple of `Operation`, in the order of the program.
-        predicted: the relative error of the gradient that the shares predict.
-        measured: the relative error of the gradient of the function under `autocast`.
+        predicted: the `Price` that the shares predict.
+        measured: the `Price` of the function under `autocast`, on other batches than those of the
+            shares if there are four or more.
         shapes: those of the arrays of the first argument, the parameters.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> from gainstage import precision
-        >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.ones(3), jnp.ones((2, 3)))
+        >>> xs = list(jnp.eye(3).reshape(3, 1, 3))
+        >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.arange(3.0), xs)
         >>> print(plan.dtype, [operation.name for operation in plan.operations][0])
         float16 dot_general
 
@@ -68,20 +75,20 @@ class Plan:
         self,
         dtype: str,
         operations: Sequence[Operation],
-        predicted: float,
-        measured: float,
+        predicted: Price,
+        measured: Price,
         shapes: Sequence[Sequence[int]] = (),
     ):
         self.shapes: tuple[tuple[int, ...], ...] = tuple(map(tuple, shapes))
         self.dtype: str = dtype
         self.operations: tuple[Operation, ...] = tuple(operations)
-        self.predicted: float = predicted
-        self.measured: float = measured
+        self.predicted: Price = predicted
+        self.measured: Price = measured
         self._warned = False
         self._dtypes = {o.path: o.dtype for o in self.operations}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self._facts() == other._facts()
+        return isinstance(other, Plan) and repr(self._facts()) == repr(other._facts())  # NaN
 
     def __hash__(self) -> int:
         return hash((self.dtype, self.operations))
@@ -112,7 +119,7 @@ class Plan:
         raise ValueError(
             f"Expected the function that the plan was measured on, with {names[0]}"
             f"{line and f' ({line})'}; got {names[1]}. Measure again: "
-            f"gainstage.precision.tune(fun, *args)."
+            f"gainstage.precision.tune(fun, params, batches)."
         )
 
     def _look_at_shapes(self, program: AnyJaxpr) -> None:
@@ -124,17 +131,15 @@ class Plan:
             warn(
                 f"This plan was measured with parameters of other shapes: {other[0][0]}, and now "
                 f"{other[0][1]}. Sums are longer or shorter, and so are their errors. Measure "
-                f"again: gainstage.precision.tune(fun, *args)."
+                f"again: gainstage.precision.tune(fun, params, batches)."
             )
 
     def to_json(self) -> str:
         """Returns the plan as text, for `from_json`."""
-        rows = [operation._asdict() for operation in self.operations]
-        content = {
-            "gainstage plan": VERSION, "dtype": self.dtype, "predicted": self.predicted,
-            "measured": self.measured, "shapes": self.shapes, "operations": rows,
-        }  # fmt: skip
-        return json.dumps(content, indent=1)
+        rows = [_without_nan(operation) for operation in self.operations]
+        prices = {name: _without_nan(getattr(self, name)) for name in ("predicted", "measured")}
+        content = {"gainstage plan": VERSION, "dtype": self.dtype, **prices}
+        return json.dumps({**content, "shapes": self.shapes, "operations": rows}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -147,11 +152,12 @@ class Plan:
             content = json.loads(text)
             if content["gainstage plan"] != VERSION:
                 raise ValueError(f"version {content['gainstage plan']}")
-            dtype, errors = content["dtype"], (content["predicted"], content["measured"])
-            if dtype not in list(DTYPES) or not all(map(_is_number, errors)):
-                raise ValueError(f"dtype {dtype!r}, errors {errors}")
+            dtype = content["dtype"]
+            if dtype not in list(DTYPES):
+                raise ValueError(f"dtype {dtype!r}")
+            predicted, measured = (_price(content[name]) for name in ("predicted", "measured"))
             rows = [_operation(row) for row in content["operations"]]
-            return cls(dtype, rows, errors[0], errors[1], content["shapes"])
+            return cls(dtype, rows, predicted, measured, content["shapes"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"Expected a plan of version {VERSION} that Plan.to_json returned; "
@@ -188,35 +194,51 @@ class Plan:
             ) from error
 
     def __str__(self) -> str:
-        halves = sum(operation.dtype == self.dtype for operation in self.operations)
+        counts = collections.Counter(operation.dtype for operation in self.operations)
+        parts = [f"{counts[name]} in {name}" for name in (FLOAT8, *DTYPES) if counts[name]]
         lines = [
-            f"{halves} of {len(self.operations)} operations in {self.dtype}: "
-            f"the gradient is off by {self.measured:.2%} (predicted: {self.predicted:.2%})."
+            f"Of {len(self.operations)} operations {' and '.join(parts) or 'none'}: "
+            f"{self.measured.told()} (predicted: {self.predicted.told()})."
         ]
         each: dict[Any, list[Operation]] = {}
         for operation in self.operations:
             alike = operation.name, operation.dtype, operation.line, operation.layer
             each.setdefault((*alike, bool(operation.reason)), []).append(operation)
-        rows = [("operation", "count", "dtype", "share", "largest", "line", "why")]
+        head = ("operation", "count", "dtype", "error", "noise", "bias", "largest", "line", "why")
+        rows: list[tuple[str, ...]] = [head]
         for (name, dtype, line, layer, _), some in each.items():
             worst = max(some, key=lambda operation: operation.largest)
-            share = max(operation.share for operation in some)
-            numbers = str(len(some)), dtype, f"{share:.3%}", f"{worst.largest:.3g}"
-            rows.append((name, *numbers, f"{line} {layer}".strip(), worst.reason))
+            shares = [max(getattr(o, of) for o in some) for of in ("share", "noise", "bias")]
+            numbers = [f"{share:.3%}" if share == share else "" for share in shares]
+            place = f"{line} {layer}".strip()
+            rows.append(
+                (name, str(len(some)), dtype, *numbers, f"{worst.largest:.3g}", place, worst.reason)
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        return (
-            f"Plan({self.dtype!r}, {len(self.operations)} operations, measured={self.measured:.2g})"
-        )
+        return f"Plan({self.dtype!r}, {len(self.operations)} operations, {self.measured.told()})"
+
+
+def _without_nan(row: NamedTuple) -> dict[str, Any]:
+    """The fields of a row, with None for what is NaN, which JSON has not."""
+    return {name: None if x != x else x for name, x in row._asdict().items()}
+
+
+def _price(content: dict[str, Any]) -> Price:
+    """A price of a file."""
+    if not all(x is None or _is_number(x) for x in content.values()):
+        raise ValueError(f"a price {content}")
+    return Price(**{name: math.nan if x is None else x for name, x in content.items()})
 
 
 def _operation(row: dict[str, Any]) -> Operation:
     """A row of a file."""
-    operation = Operation(**{**row, "path": tuple(row["path"])})
-    numbers = (*operation.path, operation.share, operation.largest)
+    unknown = {name: math.nan for name in ("noise", "bias") if row[name] is None}
+    operation = Operation(**{**row, **unknown, "path": tuple(row["path"])})
+    numbers = (*operation.path, operation.share, operation.largest, operation.noise, operation.bias)
     texts = (operation.name, operation.line, operation.layer, operation.reason)
     are_right = all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
     of_product = [FLOAT8] if operation.name == "dot_general" else []

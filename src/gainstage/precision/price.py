@@ -10,15 +10,24 @@ from typing import NamedTuple
 import numpy as np
 
 Parts = Sequence[np.ndarray]  # one array for each parameter
+MAX_NOISE, MAX_BIAS = 0.01, 0.02  # within which a precision is recommended
 FLOOR = 100  # batches: where the mean gradient is lost in noise, the bias is one of so many
 
 
 class Price(NamedTuple):
-    """What a precision costs a gradient, measured on some batches."""
+    """What a precision costs a gradient, measured on some batches. Of one batch, only `error` is
+    known; the others are NaN."""
 
     noise: float  # variance of the rounding error over that of the batches: 0.01 is 1 % fewer data
     bias: float  # norm of the mean error over that of the mean gradient
-    lost: float = 0.0  # share of the elements that became 0, on average over the batches
+    lost: float = math.nan  # share of the elements that became 0, on average over the batches
+    error: float = math.nan  # norm of the error of one batch's gradient, over that of the gradient
+
+    def told(self) -> str:
+        """Returns the numbers in a line."""
+        if math.isnan(self.noise):
+            return f"an error of {self.error:.2%}"
+        return f"{self.noise:.2%} noise and {self.bias:.2%} bias"
 
     def fits(self, max_noise: float, max_bias: float) -> bool:
         """Whether it is within a budget. A gradient that is not finite is not."""
@@ -54,7 +63,7 @@ class Reference:
         errors = [[f - e for f, e in zip(fs, es, strict=True)] for fs, es in pairs]
         noise, bias = self.spread(errors)
         lost = np.mean([_lost(fs, es) for fs, es in pairs])
-        return Price(noise, math.sqrt(bias) if bias >= 0 else bias, float(lost))
+        return Price(noise, math.sqrt(bias), float(lost), error_of(*pairs[0]))
 
     def spread(self, errors: Sequence[Parts]) -> tuple[float, float]:
         """The noise, and the square of the bias, of the errors of some batches. Both add up over
@@ -64,6 +73,13 @@ class Reference:
             return math.inf, math.inf
         variance = max(sum(map(_squares, errors)) - count * mean, 0.0) / (count - 1)
         return variance / self.variance, max(mean - variance / count, 0.0) / self.mean
+
+
+def error_of(found: Parts, exact: Parts) -> float:
+    """The norm of the error of a gradient, over that of the gradient."""
+    norm = _squares(exact)
+    off = _squares([f - e for f, e in zip(found, exact, strict=True)])
+    return math.sqrt(off / norm) if math.isfinite(off) and norm else math.inf if off else 0.0
 
 
 def _means(gradients: Sequence[Parts]) -> list[np.ndarray]:

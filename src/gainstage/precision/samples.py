@@ -15,6 +15,7 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import plan_of
 from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
+MOST_SHOWN = 4  # arrays of a batch in an error
 MIN_BATCHES = 2  # batches: from one, noise and bias cannot be told apart
 CALLS_ALIKE = 1e-3  # the largest relative difference of two losses of one batch
 
@@ -23,8 +24,15 @@ GradientsOf = Callable[
 ]  # `(batch, loss scale) -> [loss, *gradients]`
 
 
-class Samples:
-    """A float32 function, its parameters and some batches.
+def samples_of(
+    fun: Callable[..., Any],
+    params: PyTree,
+    batches: Sequence[Any],
+    has_aux: bool,
+    using: Using | None,
+    fewest: int = MIN_BATCHES,
+) -> "Samples":
+    """A float32 function on some batches.
 
     Args:
         fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
@@ -38,44 +46,52 @@ class Samples:
         TypeError, ValueError: `fun` is under autocast, there are too few batches, or they differ in
             structure or shapes.
     """
+    if not callable(fun):
+        raise TypeError(f"Expected a function for fun; got {checks.brief(fun)}.")
+    if plan_of(fun) is not None:
+        raise ValueError(
+            f"Expected a float32 function for fun; got {fun!r}, which is under autocast "
+            f"already. Pass the function that autocast was given: fun.__wrapped__."
+        )
+    if not isinstance(batches, Sequence) or isinstance(batches, (str, tuple)):
+        raise TypeError(
+            f"Expected a list of batches, such as [(x1, y1), (x2, y2)]; got "
+            f"{checks.brief(batches)}."
+        )
+    if len(batches) < fewest:
+        raise ValueError(
+            f"Expected at least {fewest} batches; got {len(batches)}. Noise is what differs "
+            f"between batches, and bias is what does not: one batch shows neither."
+        )
+    calls = [(params, *_arguments(fun, batch)) for batch in batches]
+    return Samples(fun, calls, has_aux, using)
+
+
+class Samples:
+    """A function, and its arguments in some calls, one for each batch."""
 
     def __init__(
         self,
         fun: Callable[..., Any],
-        params: PyTree,
-        batches: Sequence[Any],
+        calls: Sequence[tuple[Any, ...]],
         has_aux: bool,
         using: Using | None,
-        fewest: int = MIN_BATCHES,
     ):
-        if not callable(fun):
-            raise TypeError(f"Expected a function for fun; got {checks.brief(fun)}.")
-        if plan_of(fun) is not None:
-            raise ValueError(
-                f"Expected a float32 function for fun; got {fun!r}, which is under autocast "
-                f"already. Pass the function that autocast was given: fun.__wrapped__."
-            )
-        if not isinstance(batches, Sequence) or isinstance(batches, str):
-            raise TypeError(
-                f"Expected a list of batches, such as [(x1, y1), (x2, y2)]; got "
-                f"{checks.brief(batches)}."
-            )
-        if len(batches) < fewest:
-            raise ValueError(
-                f"Expected at least {fewest} batches; got {len(batches)}. Noise is what differs "
-                f"between batches, and bias is what does not: one batch shows neither."
-            )
         self.fun: Callable[..., Any] = fun
         self.has_aux: bool = has_aux
         self._using = using
-        split = [partition((params, *_arguments(fun, batch))) for batch in batches]
+        split = [partition(args) for args in calls]
         self.arrays: list[list[Any]] = [arrays for arrays, _ in split]
         self.static: Static = split[0][1]
         for number, (arrays, static) in enumerate(split[1:], 1):
             if static != self.static or _shapes(arrays) != _shapes(self.arrays[0]):
+                each = (_shapes(self.arrays[i])[-MOST_SHOWN:] for i in (0, number))
+                first, other = ([f"{kind}{list(shape)}" for shape, kind in some] for some in each)
                 raise ValueError(
                     f"Expected batches of one structure and of the same shapes; batch {number} "
-                    f"differs from batch 0. Leave the last, shorter batch of a dataset out."
+                    f"differs from batch 0: {', '.join(other)}, for {', '.join(first)}. A batch is "
+                    f"a tuple of arguments: batches=[(x1, y1), (x2, y2)]. Leave a last, shorter "
+                    f"batch out."
                 )
 
     def __len__(self) -> int:
@@ -135,18 +151,31 @@ class Samples:
         return found
 
 
+def is_finite(results: Sequence[Any]) -> bool:
+    """Whether a loss and gradients are finite."""
+    return all(bool(np.isfinite(x).all()) for x in results)
+
+
 def _arguments(fun: Callable[..., Any], batch: Any) -> tuple[Any, ...]:
     """The arguments of a function behind its parameters."""
-    if not isinstance(batch, tuple) or hasattr(batch, "_fields"):
-        return (batch,)
+    is_tuple = isinstance(batch, tuple) and not hasattr(batch, "_fields")
     try:
         parameters = list(inspect.signature(fun).parameters.values())[1:]
     except (TypeError, ValueError):
-        return batch
+        return batch if is_tuple else (batch,)
     several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
-    return batch if several or len(needed) != 1 else (batch,)
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    needed = [q for q in parameters if q.default is q.empty and q.kind in kinds]
+    if is_tuple:
+        return batch if several or len(needed) != 1 or len(batch) == 1 else (batch,)
+    if len(needed) > 1:
+        names = ", ".join(q.name for q in needed)
+        raise TypeError(
+            f"Expected each batch as a tuple of the arguments ({names}); got "
+            f"{type(batch).__name__}. Write batches=[({names}), ...]."
+        )
+    return (batch,)
 
 
 def _shapes(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return [(np.shape(x), getattr(x, "dtype", type(x))) for x in arrays]
+    return [(np.shape(x), getattr(x, "dtype", type(x).__name__)) for x in arrays]

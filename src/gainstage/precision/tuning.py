@@ -21,45 +21,62 @@ from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage._programs.places import frames_of, line_of, scope_of
-from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
-from gainstage.precision.plan import DTYPES, Operation, Plan, operations_of
+from gainstage.precision.cards import ANY, CARDS, Card
+from gainstage.precision.float8_product import as_float8, with_cotangent8
+from gainstage.precision.float8_rule import can_be_float8, pays, sizes_of
+from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
+from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
+from gainstage.precision.samples import MIN_BATCHES, Samples, is_finite, samples_of
 from gainstage.precision.tune_sums import SumFinder
 from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
-from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
 __all__ = ["tune"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
-MAX_ERROR = 0.005  # the default of `precision.tune`
+MAX_ERROR = 0.005  # of one gradient
 TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
+SHARED = 2  # batches on which shares are measured
+WIDE, HALF, SMALL = range(3)  # what a switch says: float32, half precision, float8
 
 
 def tune(
     fun: Callable[..., Any],
-    *args: PyTree,
+    params: PyTree,
+    batches: Sequence[Any],
+    *,
     dtype: str = "float16",
-    max_error: float = MAX_ERROR,
+    max_noise: float = MAX_NOISE,
+    max_bias: float = MAX_BIAS,
+    max_error: float | None = None,
+    card: str | None = "H100",
     has_aux: bool = False,
     using: Using | None = None,
     progress: bool = True,
 ) -> Plan:
-    """Measures which operations of a float32 function may be in half precision.
+    """Measures which operations of a float32 function may be in half precision or float8.
 
     One program has a switch for each operation. With a single switch on, the difference of the
-    gradient is the share of that operation. Rounding errors add like independent ones, so the
-    shares predict the error of each choice. Operations that are the same in all layers have one
-    switch, so the time does not grow with depth: about one gradient for each line of the model.
+    gradients from those in float32 is the share of that operation: its noise, and its bias. Both
+    add up over operations, so the shares predict each choice. They are measured on two batches,
+    and the plan on the others. Operations that are the same in all layers have one switch, so the
+    time does not grow with depth: about two gradients for each line of the model and dtype.
 
     Args:
         fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
             before `autocast`.
-        *args: its arguments. Use trained parameters or those of the start, and a usual batch.
-        dtype: "float16" or "bfloat16".
-        max_error: the largest relative error of the gradient, > 0: the norm of the difference
-            over the norm. A warning says if the plan cannot keep it.
+        params: its first argument, trained or as at the start.
+        batches: a list of two batches or more, of usual size. A tuple holds the arguments behind
+            the parameters, if there are several.
+        dtype: "float16", "bfloat16", or "float8": float8 in products, float16 in the rest.
+        max_noise: the largest variance of rounding errors, > 0, relative to that of the batches.
+        max_bias: the largest norm of the mean error, > 0, relative to that of the mean gradient.
+        max_error: instead of both, the largest relative error of the gradient of the first batch,
+            > 0; one batch is then enough. A warning says if the plan cannot keep its bounds.
+        card: a card, as for `precision.advise`: products are in float8 where it gains by that.
+            None for all products that keep the bounds.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         progress: whether to show a progress bar, in a terminal.
@@ -68,8 +85,9 @@ def tune(
         A `Plan` for `gainstage.autocast`; `print` it.
 
     Raises:
-        TypeError, ValueError: an argument is invalid, the loss is not a scalar, or the loss or a
-            gradient is not finite in float32.
+        TypeError, ValueError: an argument is invalid, the batches differ in structure or shapes,
+            the loss is not a scalar, the loss or a gradient is not finite in float32, or all
+            gradients are 0.
 
     Examples:
         >>> import gainstage as gs
@@ -78,8 +96,8 @@ def tune(
         >>> def loss_fn(w, x):  # features with an offset, which is subtracted again
         ...     return jnp.mean(jnp.tanh(x @ w - 300 * w.sum(0)) ** 2)
         >>> w = jax.random.normal(jax.random.key(0), (16, 4)) / 4
-        >>> x = 300 + jax.random.normal(jax.random.key(1), (64, 16))
-        >>> plan = tune(loss_fn, w, x)
+        >>> xs = 300 + jax.random.normal(jax.random.key(1), (4, 64, 16))
+        >>> plan = tune(loss_fn, w, list(xs))
         >>> print([o.name for o in plan.operations if o.dtype == "float32"][0])
         dot_general
         >>> step = jax.grad(gs.autocast(loss_fn, plan))
@@ -87,26 +105,55 @@ def tune(
     Source: precision tuning as in Precimonious (Rubio-Gonzalez et al., 2013), with a prediction
     instead of a search.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"Expected one of {sorted(DTYPES)} for dtype; got {dtype!r}.")
-    max_error = checks.real("max_error", max_error, above=0.0)
-    if plan_of(fun) is not None:
-        raise ValueError(
-            f"Expected a float32 function for fun; got {fun!r}, which is under autocast already. "
-            f"Pass the function that autocast was given: fun.__wrapped__."
-        )
-    tuner = _Tuner(fun, args, DTYPES[dtype], has_aux, using)
-    with counted(tuner.groups, "tune", shows=progress) as tick:
+    if dtype not in (*DTYPES, FLOAT8):
+        raise ValueError(f"Expected one of {sorted([*DTYPES, FLOAT8])} for dtype; got {dtype!r}.")
+    if card is not None and card not in CARDS:
+        raise ValueError(f"Expected one of {list(CARDS)} or None for card; got {card!r}.")
+    budget = _budget(max_noise, max_bias, max_error)
+    fewest = MIN_BATCHES if max_error is None else 1
+    samples = samples_of(fun, params, batches, has_aux, using, fewest)
+    eights = (ANY if card is None else CARDS[card]) if dtype == FLOAT8 else None
+    tuner = _Tuner(samples, DTYPES.get(dtype, DTYPES["float16"]), eights)
+    with counted(tuner.pieces, "tune", shows=progress) as tick:
         tuner.measure(tick)
-    plan = tuner.plan(dtype, max_error)
-    if not plan.measured <= max_error:
+    plan = tuner.plan(budget)
+    if not budget.keeps(plan.measured):
         warnings.warn(
-            f"Expected max_error={max_error:g}; the plan has {plan.measured:.2g}, with "
-            f"{sum(o.dtype == dtype for o in plan.operations)} operations in {dtype}. Some of the "
-            f"error may come from what the function itself computes in half precision.",
+            f"Expected {budget}; the plan has {plan.measured.told()}, with "
+            f"{sum(o.dtype != 'float32' for o in plan.operations)} operations in {dtype}. Some of "
+            f"it may come from what the function itself computes in half precision.",
             stacklevel=2,
         )
     return plan
+
+
+class _Budget(NamedTuple):
+    """The bounds of a plan; inf for none."""
+
+    noise: float = math.inf
+    bias: float = math.inf
+    error: float = math.inf
+
+    def keeps(self, price: Price) -> bool:
+        """Whether a measured price is within the bounds."""
+        pairs = zip((price.noise, price.bias, price.error), self, strict=True)
+        return all(found <= bound for found, bound in pairs if bound < math.inf)
+
+    def limits(self, part: float) -> np.ndarray:
+        """A part of the bounds, as what adds up: noise, and the squares of bias and error."""
+        return np.array([self.noise, self.bias**2, self.error**2]) * [part, part**2, part**2]
+
+    def __str__(self) -> str:
+        each = zip(("max_noise", "max_bias", "max_error"), self, strict=True)
+        return " and ".join(f"{name}={bound:g}" for name, bound in each if bound < math.inf)
+
+
+def _budget(max_noise: float, max_bias: float, max_error: float | None) -> _Budget:
+    """The bounds that the user asks for."""
+    if max_error is not None:
+        return _Budget(error=checks.real("max_error", max_error, above=0.0))
+    noise = checks.real("max_noise", max_noise, above=0.0)
+    return _Budget(noise, checks.real("max_bias", max_bias, above=0.0))
 
 
 class PlanTrial(NamedTuple):
@@ -137,63 +184,78 @@ def try_plan(
     """
     before: Any = plan_of(fun)
     known = isinstance(before, Plan)
-    dtype = before.dtype if known else before
+    dtype = before.dtype if known else before if before in DTYPES else "float16"
     written: Any = inspect.unwrap(fun, stop=lambda f: plan_of(f) is None)
-    tuner = _Tuner(written, args, DTYPES[dtype], has_aux, using, before if known else None)
-    with counted(tuner.groups, "tune", shows=progress) as tick:
+    samples = Samples(written, [tuple(args)], has_aux, using)
+    tuner = _Tuner(samples, DTYPES[dtype], before=before if known else None)
+    with counted(tuner.pieces, "tune", shows=progress) as tick:
         tuner.measure(tick)
-    plan = tuner.plan(dtype, MAX_ERROR)
+    plan = tuner.plan(_Budget(error=MAX_ERROR))
     hot = (o.line for o in plan.operations if o.dtype != dtype and o.path in tuner.hot)
-    fits, found = scale, tuner.run(plan, jnp.float32(scale))
-    while not _finite(found) and fits > scale / 16.0**TRIES:
+    run = samples.compiled(autocast(written, plan))
+    fits, found = scale, run(0, scale)
+    while not is_finite(found) and fits > scale / 16.0**TRIES:
         fits /= 16.0
-        found = tuner.run(plan, jnp.float32(fits))
-    outcome = _finite(found), float(found[0]), tuner.error(found)
+        found = run(0, fits)
+    outcome = is_finite(found), float(found[0]), tuner.error(found)
     return PlanTrial(plan, tuple(dict.fromkeys(hot)), fits, *outcome)
 
 
 class _Tuner:
-    """The measurements of one function."""
+    """The measurements of one function.
+
+    Args:
+        samples: the function and its batches.
+        dtype: the half-precision dtype.
+        card: where products may be in float8, if the card gains by it; None for none.
+        before: a plan, of which what it keeps in float32 stays there.
+    """
 
     def __init__(
         self,
-        fun: Callable[..., Any],
-        args: Sequence[Any],
+        samples: Samples,
         dtype: np.dtype,
-        has_aux: bool,
-        using: Using | None,
+        card: Card | None = None,
         before: Plan | None = None,
     ):
-        self._fun, self._dtype, self._has_aux, self._using = fun, dtype, has_aux, using
-        self._arrays, self._static = partition(tuple(args))
-        self._shapes = [np.shape(x) for x in partition(args[0])[0]] if args else []
+        self._samples, self._dtype = samples, dtype
+        self._name = next(name for name, known in DTYPES.items() if known == dtype)
         programs: list[Any] = []
-        visited = set()
-
-        sums = SumFinder()
+        visited, sums, small = set(), SumFinder(), dict[Path, bool]()
 
         def visit(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             visited.add(path)
+            if card is not None and can_be_float8(eqn, values):
+                small[path] = pays(sizes_of(eqn, values), card)
             results = as_written(eqn, values)
             sums.follow(eqn, values, results, path)
             return results
 
-        traced = replayed(fun, visit, check=programs.append)
-        one = jnp.float32(1)
-        jax.eval_shape(lambda arrays: self._gradients_of(traced, one, arrays), self._arrays)
+        traced = replayed(samples.fun, visit, check=programs.append)
+        one, first = jnp.float32(1), samples.arrays[0]
+        jax.eval_shape(lambda arrays: samples.gradients_of(traced, one, arrays), first)
+        arguments = jaxprs.open_jaxpr(programs[0]).invars
+        count = len(partition(samples.args(first)[0])[0]) if samples.args(first) else 0
+        self._shapes = [jaxprs.array(v).shape for v in arguments[:count]]
         self._equations = dict(operations_of(programs[0]))
         self._kept = self._equations.keys() - visited
         self._of_sums = self._equations.keys() & sums.paths
         earlier: set[Path] = set()
         if before is not None:
             before.check(programs[0])
-            earlier = {o.path for o in before.operations if o.dtype != before.dtype}
+            earlier = {o.path for o in before.operations if o.dtype == "float32"}
         self._earlier = earlier - self._kept
         keys = {path: _key(eqn) for path, eqn in self._equations.items()}
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
         self._group = {path: numbers[key] for path, key in keys.items()}
-        self.groups = len(numbers)
+        self._groups = len(numbers)
+        # Groups of products that may be in float8, and those that are too small for the card.
+        gains = {self._group[path] for path, is_large in small.items() if is_large}
+        self._eights = gains & {self._group[path] for path in small.keys() & self._equations.keys()}
+        self._narrow = {self._group[path] for path in small if path in self._group} - self._eights
         self._largest = dict.fromkeys(self._equations, 0.0)
+        self._shared = min(SHARED, len(samples))
+        self.pieces = (self._groups + len(self._eights)) * self._shared
 
     def measure(self, tick: Callable[[], Any]) -> None:
         """Measures the ranges and the shares."""
@@ -202,47 +264,59 @@ class _Tuner:
         self.hot = {path for path, size in self._largest.items() if not size <= limit}
         self._wide = self.hot | self._kept | self._earlier
         self._wide |= self._of_sums
-        switched, self._exact = self._switched()
-        self._scale = _largest_scale(lambda s: switched(jnp.ones(self.groups, bool), s))
-        self._shares: list[float] = []
-        for group in range(self.groups):
-            found = switched(jnp.arange(self.groups) == group, self._scale)
-            self._shares.append(self.error(found))
-            tick()
+        self._exact = self._samples.exact()
+        gradients = [results[1:] for results in self._exact]
+        self._reference = Reference(gradients) if len(gradients) > 1 else None
+        if self._reference is not None and not self._reference.variance:
+            raise ValueError("Expected different batches; all of them have the same gradient.")
+        switched = self._switched()
+        every = np.full(self._groups, HALF)
+        numbers = range(len(self._samples))
+        self._scale = _largest_scale(
+            lambda scale: all(is_finite(switched(every, scale, number)) for number in numbers)
+        )
+        self._shares: dict[tuple[int, int], Price] = {}
+        for group in range(self._groups):
+            for choice in (HALF, SMALL) if group in self._eights else (HALF,):
+                switches = np.where(np.arange(self._groups) == group, choice, WIDE)
+                found = []
+                for number in range(self._shared):
+                    found.append(switched(switches, self._scale, number)[1:])
+                    tick()
+                self._shares[group, choice] = self._price(found, range(self._shared))
+
+    def _price(self, found: Sequence[Any], numbers: Sequence[int]) -> Price:
+        """What gradients of some batches cost."""
+        if self._reference is None:
+            return Price(math.nan, math.nan, error=error_of(found[0], self._exact[0][1:]))
+        return self._reference.price(found, numbers)
 
     def error(self, found: Sequence[Any]) -> float:
         """The error of the gradients, which stand behind the loss."""
-        return whole_error(found[1:], 1.0, self._exact[1:], 1.0)
+        return error_of(found[1:], self._exact[0][1:])
 
-    def plan(self, dtype: str, max_error: float) -> Plan:
-        """The first plan whose error is below the bound, as measured."""
+    def plan(self, budget: _Budget) -> Plan:
+        """The first plan that keeps the bounds, as measured."""
         # Sometimes the shares add up to more than predicted.
-        tried = (self._verified(dtype, max_error / part) for part in (1, 3, 10))
-        fits = (plan for plan in tried if plan.measured <= max_error)
-        return next(fits, None) or self._verified(dtype, 0.0)
+        tried = (self._verified(budget.limits(part)) for part in (1.0, 1 / 3, 1 / 10))
+        fits = (plan for plan in tried if budget.keeps(plan.measured))
+        return next(fits, None) or self._verified(np.zeros(3))
 
-    def _verified(self, dtype: str, bound: float) -> Plan:
-        """Chooses by the shares, and measures the choice."""
-        chosen, predicted = self._chosen(bound)
-        halves = {path for path, group in self._group.items() if group in chosen} - self._wide
-        plan = self._table(dtype, halves, predicted, 0.0)
-        measured = self.error(self.run(plan, self._scale))
-        return self._table(dtype, halves, predicted, measured)
-
-    def run(self, plan: Plan, scale: jax.Array) -> list[jax.Array]:
-        """The loss and the gradients with a plan, at a loss scale."""
-        program = jax.jit(functools.partial(self._gradients_of, autocast(self._fun, plan)))
-        return program(scale, self._arrays)
-
-    def _gradients_of(
-        self, fun: Callable[..., Any], scale: jax.Array, arrays: Sequence[Any]
-    ) -> list[jax.Array]:
-        """The loss and the gradients of a function, in float32."""
-        args = self._static.combine(arrays)
-        differentiate = scaled_value_and_grad(fun, scale, self._has_aux, self._using, args)
-        (_, (loss, _)), grads = differentiate(*args)
-        true = gradients.unscale(grads, scale)
-        return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
+    def _verified(self, limits: np.ndarray) -> Plan:
+        """Chooses by the shares, and measures the choice on the batches that they are not of."""
+        chosen, predicted = self._chosen(limits)
+        names = {HALF: self._name, SMALL: FLOAT8}
+        dtypes = {
+            path: names[chosen[group]]
+            for path, group in self._group.items()
+            if group in chosen and path not in self._wide
+        }
+        plan = self._table(dtypes, predicted, predicted)
+        others = range(self._shared, len(self._samples))
+        numbers = others if len(others) > 1 else range(len(self._samples))
+        run = self._samples.compiled(autocast(self._samples.fun, plan))
+        found = [run(number, float(self._scale))[1:] for number in numbers]
+        return self._table(dtypes, predicted, self._price(found, numbers))
 
     def _measure_ranges(self) -> None:
         """Measures the largest number at each operation, in float32."""
@@ -263,16 +337,18 @@ class _Tuner:
                 jax.debug.callback(functools.partial(note, numbers[path]), size)
             return results
 
-        measured = replayed(self._fun, compute)
+        measured = replayed(self._samples.fun, compute)
 
         def ranges(arrays: Sequence[Any]) -> None:
-            measured(*self._static.combine(arrays))
+            measured(*self._samples.args(arrays))
 
-        jax.jit(ranges)(self._arrays)
+        program = jax.jit(ranges)
+        for arrays in self._samples.arrays:
+            program(arrays)
         jax.effects_barrier()
 
-    def _switched(self) -> tuple[Callable[..., Any], list[Any]]:
-        """The compiled gradients of the function with switches, and those in float32."""
+    def _switched(self) -> Callable[..., list[Any]]:
+        """The compiled gradients of the function with switches: `(switches, scale, batch)`."""
 
         def compiled(
             switches: jax.Array, scale: jax.Array, arrays: Sequence[jax.Array]
@@ -280,74 +356,111 @@ class _Tuner:
             def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
                 if path not in self._group or path in self._wide:
                     return as_written(eqn, values)
-                is_on = switches[self._group[path]]
+                group = self._group[path]
+                switch, has_small = switches[group], group in self._eights
 
-                def rounded(x: ArrayLike, variable: Var | Literal) -> ArrayLike:
+                def half(x: ArrayLike) -> jax.Array:
+                    return jnp.where(switch != WIDE, jnp.asarray(x, self._dtype).astype(SINGLE), x)
+
+                def operand(x: ArrayLike, variable: Var | Literal) -> ArrayLike:
                     if not is_float32(variable):
                         return x
-                    return jnp.where(is_on, jnp.asarray(x, self._dtype).astype(SINGLE), x)
+                    return as_float8(x, half(x), switch == SMALL) if has_small else half(x)
 
-                xs = [rounded(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
-                found = zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True)
-                return [Retraced(rounded(x, var)) for x, var in found]
+                xs = [operand(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
+                results = []
+                for x, var in zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True):
+                    y = half(x) if is_float32(var) else x
+                    results.append(
+                        Retraced(with_cotangent8(y, switch == SMALL) if has_small else y)
+                    )
+                return results
 
-            return self._gradients_of(replayed(self._fun, compute), scale, arrays)
+            return self._samples.gradients_of(replayed(self._samples.fun, compute), scale, arrays)
 
-        program = functools.partial(jax.jit(compiled), arrays=self._arrays)
-        exact = jax.device_get(program(jnp.zeros(self.groups, bool), jnp.float32(1)))
-        if not all(np.isfinite(x).all() for x in exact):
-            raise ValueError(
-                f"Expected a function whose loss and gradients are finite in float32; got a loss "
-                f"of {float(exact[0])}. Look for the cause: gainstage.diagnostics.xray(fun, *args)."
-            )
-        return program, exact
+        program = jax.jit(compiled)
 
-    def _chosen(self, bound: float) -> tuple[set[int], float]:
-        """The groups that fit together below the bound, and the error that they predict."""
-        gains = [0.0] * self.groups
+        def run(switches: np.ndarray, scale: jax.Array, number: int) -> list[Any]:
+            return jax.device_get(program(switches, scale, self._samples.arrays[number]))
+
+        return run
+
+    def _chosen(self, limits: np.ndarray) -> tuple[dict[int, int], Price]:
+        """What groups are in, so that all fit together, and what they cost by their shares."""
+        gains = np.zeros(self._groups)
         for path, eqn in self._equations.items():
             weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
             size = sum(jaxprs.array(v).size for v in (*eqn.invars, *eqn.outvars) if is_float32(v))
             gains[self._group[path]] += weight * size
-        costs = [share**2 if np.isfinite(share) else np.inf for share in self._shares]
-        chosen, total = set(), 0.0
-        for group in sorted(range(self.groups), key=lambda n: costs[n] / max(gains[n], 1)):
-            if total + costs[group] <= bound**2:
-                total += costs[group]
-                chosen.add(group)
-        return chosen, total**0.5
+        costs = {key: _adds_up(share) for key, share in self._shares.items()}
+        chosen, total = dict[int, int](), np.zeros(3)
+        # Half precision first: float8 is for what is left of the bounds.
+        for choice in (HALF, SMALL):
+            more = {
+                group: cost - (costs[group, HALF] if chosen.get(group) == HALF else 0)
+                for (group, own), cost in costs.items()
+                if own == choice
+            }
 
-    def _table(self, dtype: str, halves: set[Any], predicted: float, measured: float) -> Plan:
+            def worth(group: int, more: dict[int, np.ndarray] = more) -> float:
+                with np.errstate(all="ignore"):
+                    part = np.nan_to_num(more[group] / limits, nan=0.0, posinf=np.inf).max()
+                return part / max(gains[group], 1)
+
+            for group in sorted(more, key=worth):
+                if (total + more[group] <= limits).all():
+                    total += more[group]
+                    chosen[group] = choice
+        known = self._reference is not None
+        noise, bias = (total[0], math.sqrt(max(total[1], 0.0))) if known else (math.nan, math.nan)
+        return chosen, Price(float(noise), bias, error=math.sqrt(max(total[2], 0.0)))
+
+    def _table(self, dtypes: dict[Path, str], predicted: Price, measured: Price) -> Plan:
         rows = []
         for path, eqn in self._equations.items():
-            largest, share = self._largest[path], self._shares[self._group[path]]
-            reason = "" if path in halves else "its share"
-            reason = "an earlier plan" if path in self._earlier else reason
-            reason = f"it reaches {largest:.3g}" if path in self.hot else reason
-            reason = "a sum" if path in self._of_sums else reason
-            reason = "keep_float32, or unused" if path in self._kept else reason
-            own = dtype if path in halves else "float32"
+            group, own = self._group[path], dtypes.get(path, "float32")
+            share = self._shares[group, SMALL if own == FLOAT8 else HALF]
             place = line_of(eqn), scope_of(eqn)
             rows.append(
-                Operation(path, eqn.primitive.name, own, *place, float(share), largest, reason)
-            )
-        return Plan(dtype, rows, predicted, measured, self._shapes)
+                Operation(
+                    path, eqn.primitive.name, own, *place, float(share.error), float(share.noise),
+                    float(share.bias), self._largest[path], self._reason(path, own),
+                )
+            )  # fmt: skip
+        return Plan(self._name, rows, predicted, measured, self._shapes)
+
+    def _reason(self, path: Path, own: str) -> str:
+        """Why an operation is not in a smaller dtype."""
+        group = self._group[path]
+        if own == FLOAT8:
+            return ""
+        if own != "float32":
+            narrow = "too small for float8" if group in self._narrow else ""
+            return "its share in float8" if group in self._eights else narrow
+        if path in self._kept:
+            return "keep_float32, or unused"
+        if path in self._of_sums:
+            return "a sum"
+        if path in self.hot:
+            return f"it reaches {self._largest[path]:.3g}"
+        return "an earlier plan" if path in self._earlier else "its share"
 
 
-def _largest_scale(gradients: Callable[[jax.Array], Any]) -> jax.Array:
-    """The largest loss scale, at most `2**15`, at which a function's results are finite, or 1."""
+def _adds_up(share: Price) -> np.ndarray:
+    """What of a share adds up over operations: noise, and the squares of bias and error."""
+    each = np.array([share.noise, share.bias**2, share.error**2])
+    return np.where(np.isnan(each), 0.0, each)
+
+
+def _largest_scale(fits: Callable[[jax.Array], bool]) -> jax.Array:
+    """The largest loss scale that fits, at most `2**15`, or 1."""
     scales = (jnp.float32(2.0**exponent) for exponent in range(15, 0, -3))
-    fits = (s for s in scales if _finite(gradients(s)))
-    return next(fits, jnp.float32(1))
+    return next(filter(fits, scales), jnp.float32(1))
 
 
 def _largest_in(x: ArrayLike) -> jax.Array:
     """The largest absolute number; half precision holds infinities, such as those of a mask."""
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
-
-
-def _finite(arrays: Sequence[jax.Array]) -> bool:
-    return all(bool(jnp.isfinite(x).all()) for x in arrays)
 
 
 def _key(eqn: JaxprEqn) -> tuple[Any, ...]:

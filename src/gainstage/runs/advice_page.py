@@ -3,7 +3,8 @@
 import math
 from typing import NamedTuple
 
-from gainstage.precision.advice import MAX_BIAS, MAX_NOISE, Advice
+from gainstage.precision.advice import Advice
+from gainstage.precision.price import MAX_BIAS, MAX_NOISE
 from gainstage.runs.render import render
 from gainstage.runs.rows import Rows
 

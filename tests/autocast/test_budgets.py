@@ -1,0 +1,145 @@
+"""A plan keeps a budget of noise and bias, also with products in float8."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gainstage as gs
+from gainstage.precision import Plan, tune
+
+
+def draw(number, *shape):
+    return jnp.asarray(np.random.default_rng(number).normal(size=shape), jnp.float32)
+
+
+PARAMS = {name: draw(i, 32, 32) / 32**0.5 for i, name in enumerate("abcd")}
+BATCHES = [(draw(10 + i, 64, 32), draw(20 + i, 64, 32)) for i in range(6)]
+
+
+def network(params, x, y):
+    h = jnp.tanh(x @ params["a"])
+    h = h + jnp.tanh(h @ params["b"])
+    h = h + jnp.tanh(h @ params["c"])
+    return jnp.mean((h @ params["d"] - y) ** 2)
+
+
+def vector(tree):
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+
+
+def priced(fun, numbers, scale=2.0**8):
+    """Noise and bias of a function's gradients on some batches, from their definition."""
+    exact = np.stack([vector(jax.jit(jax.grad(network))(PARAMS, *b)) for b in BATCHES])
+
+    def scaled(params, x, y):
+        return fun(params, x, y) * scale
+
+    program = jax.jit(jax.grad(scaled))
+    off = np.stack([vector(program(PARAMS, *BATCHES[n])) / scale - exact[n] for n in numbers])
+    batch, noise = exact.var(0, ddof=1).sum(), off.var(0, ddof=1).sum()
+    mean = (exact.mean(0) ** 2).sum() - batch / len(BATCHES)
+    bias = max((off.mean(0) ** 2).sum() - noise / len(numbers), 0.0)
+    return noise / batch, (bias / mean) ** 0.5
+
+
+def dtypes(plan):
+    return [o.dtype for o in plan.operations if o.name == "dot_general"]
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return tune(network, PARAMS, BATCHES, dtype="float8", max_noise=0.01, max_bias=0.1, card=None)
+
+
+def test_a_plan_with_float8_keeps_its_budget_on_other_batches(plan):
+    """Measured by the definition on the batches that the shares are not of, it is what it says."""
+    noise, bias = priced(gs.autocast(network, plan), [2, 3, 4, 5])
+    assert "float8" in dtypes(plan)
+    assert plan.measured.noise == pytest.approx(noise, rel=0.05)
+    assert plan.measured.bias == pytest.approx(bias, rel=0.05)
+    assert noise <= 0.01
+    assert bias <= 0.1
+
+
+def test_shares_predict_the_plan(plan):
+    """The noise is within a factor of 1.5 of the prediction."""
+    assert plan.predicted.noise / 1.5 <= plan.measured.noise <= plan.predicted.noise * 1.5
+    rows = {o.line: o for o in plan.operations if o.dtype == "float8"}
+    assert sum(o.noise for o in rows.values()) == pytest.approx(plan.predicted.noise, rel=0.02)
+
+
+def test_a_tighter_budget_has_fewer_products_in_float8():
+    """With a thousandth of the noise none is left, and float16 serves."""
+    tight = tune(network, PARAMS, BATCHES, dtype="float8", max_noise=1e-5, max_bias=0.02, card=None)
+    assert set(dtypes(tight)) == {"float16"}
+    assert "its share in float8" in str(tight)
+    assert tight.measured.fits(1e-5, 0.02)
+
+
+def test_products_that_gain_nothing_on_the_card_stay_in_half():
+    """Width 32 is too small for float8 on an H100; an A100 has no float8."""
+    for card in ("H100", "A100"):
+        found = tune(network, PARAMS, BATCHES[:2], dtype="float8", card=card)
+        assert set(dtypes(found)) == {"float16"}
+        assert "too small for float8" in str(found)
+
+
+def test_a_plan_with_float8_is_saved_and_loaded(plan, tmp_path):
+    """Each row keeps its dtype and shares; a float8 row of another operation is refused."""
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == plan
+    assert str(Plan.load(path)) == str(plan)
+    tanh = next(o for o in plan.operations if o.name == "tanh")
+    rows = [o._replace(dtype="float8") if o is tanh else o for o in plan.operations]
+    Plan(plan.dtype, rows, plan.predicted, plan.measured, plan.shapes).save(path)
+    with pytest.raises(ValueError, match="plan of version 2"):
+        Plan.load(path)
+
+
+def test_a_plan_with_float8_trains(plan):
+    """The loss after training is that of float32, within 2 %."""
+    import optax
+
+    def trained(loss):
+        tx = gs.loss_scaled(optax.adam(1e-2))
+        params, step = jax.tree.map(jnp.array, PARAMS), gs.train_step(loss, tx)
+        state = tx.init(params)
+        for number in range(60):
+            params, state, value = step(params, state, *BATCHES[number % 6])
+        return float(value)
+
+    assert trained(gs.autocast(network, plan)) == pytest.approx(trained(network), rel=0.02)
+
+
+MISTAKES = {
+    "one batch": (([BATCHES[0]],), {}, "at least 2 batches; got 1"),
+    "a tuple": ((BATCHES[0],), {}, "list of batches"),
+    "no noise": ((BATCHES,), {"max_noise": 0}, "max_noise; got 0"),
+    "bias": ((BATCHES,), {"max_bias": -1.0}, "max_bias; got -1"),
+    "a card": ((BATCHES,), {"card": "B200"}, "card; got 'B200'"),
+    "the same": (([BATCHES[0]] * 3,), {}, "different batches"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_has_no_noise_or_no_bounds_is_an_error(mistake):
+    """Batches and bounds are checked where they enter."""
+    args, options, words = MISTAKES[mistake]
+    with pytest.raises((TypeError, ValueError), match=words):
+        tune(network, PARAMS, *args, **options)
+
+
+def test_a_model_with_batch_axes_keeps_them_in_half():
+    """A product of two activations with batch axes is not one of float8's."""
+
+    def attends(params, x):
+        h = (x @ params["a"]).reshape(2, 32, 32)
+        return jnp.mean(jnp.einsum("bij,bkj->bik", h, h) ** 2)
+
+    found = tune(
+        attends, PARAMS, [x for x, _ in BATCHES[:2]], dtype="float8", card=None, max_bias=9.0,
+        max_noise=9.0,
+    )  # fmt: skip
+    assert dtypes(found) == ["float8", "float16"]
