@@ -54,6 +54,15 @@ def products(fun, *args):
     return found
 
 
+@pytest.mark.parametrize("word", ["float16", "banana"])
+def test_a_plan_without_a_function_says_how_to_write_both(word):
+    """`gs.autocast("float16")`, as a decorator or in a `with`, names the order of arguments."""
+    with pytest.raises(
+        TypeError, match=r"got '\w+'\. Write the function first: gainstage\.autocast"
+    ):
+        gs.autocast(word)
+
+
 def error(found, expected):
     """The norm of the difference of two pytrees over that of the second, in float64."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)

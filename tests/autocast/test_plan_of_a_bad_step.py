@@ -80,6 +80,15 @@ def test_the_x_ray_of_a_loss_in_float8_has_a_plan_in_float16(module):
     assert seen.remedies[-1].is_finite
 
 
+def test_code_without_a_file_has_no_lines_to_name():
+    """The remedy of a plan ends with the number of operations, where none has a line."""
+    namespace = {}
+    exec(MODULE, namespace)
+    remedy = xray(namespace["loss_fn"], PARAMS, X, scale=4.0).remedies[-1]
+    assert remedy.kind == "plan"
+    assert remedy.change.endswith("operations in float32")
+
+
 def test_a_plan_that_needs_a_lower_scale_says_so(module):
     """The backward pass overflows at the step's scale, whatever the plan: the remedy names one."""
     seen = xray(module["loss_fn"], PARAMS, X, scale=2.0**10)

@@ -110,7 +110,9 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
     Source: `torch.autocast`; Micikevicius et al., 2018, arXiv:1710.03740.
     """
     if not callable(fun):
-        raise TypeError(f"Expected a function for fun; got {fun!r}.")
+        how = " Write the function first: gainstage.autocast(loss_fn, plan)."
+        is_plan = isinstance(fun, (str, Plan, Policy))
+        raise TypeError(f"Expected a function for fun; got {fun!r}.{how if is_plan else ''}")
     if getattr(fun, "is_self_scaled", False):
         raise ValueError(
             f"Expected a function before self_scaled for fun; got {fun!r}, which autocast cannot "

@@ -52,7 +52,8 @@ def self_scaled(
       keeps the gradient of each example.
     - If every step is retried, the scale is too high for it: start lower, or let it adapt with
       `with_loss_scale`.
-    - It is differentiated once, in reverse mode: `jax.jvp` and second derivatives are refused.
+    - It is differentiated once, in reverse mode: JAX refuses `jax.jvp` of it, and in compiled code
+      second derivatives.
     - Only the loss has gradients; of (loss, aux), aux has none.
     - What a call changes, such as the running means of an NNX model, is changed by the last try.
     - Inside `jax.shard_map` and `jax.pmap` all devices retry together, or none does.

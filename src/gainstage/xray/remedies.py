@@ -87,7 +87,8 @@ def remedy_by_plan(trial: PlanTrial, scale: float) -> Remedy:
     """What became of a step at this loss scale with a plan that was measured on it."""
     plan = trial.plan
     wide = sum(o.dtype != plan.dtype for o in plan.operations)
-    lines = f", such as {'; '.join(trial.lines[:3])}" if trial.lines else ""
+    known = [line for line in trial.lines if line]  # code without a file has none
+    lines = f", such as {'; '.join(known[:3])}" if known else ""
     change = f"autocast with this X-ray's plan: {wide} operations in float32{lines}"
     change += f", under a loss scale of {as_power(trial.scale)}" if trial.scale < scale else ""
     outcome = trial.is_finite, trial.loss, trial.error
