@@ -7,7 +7,6 @@ correlation between the price and the penalty. Run: `python -m studies.price_pre
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,8 @@ from benchmarks.harness import environment, file_to_write
 from gainstage.precision import advise
 from gainstage.precision.autocast import with_float8
 
-from . import RESULTS
+from . import DOCS, RESULTS
+from . import price_page as page
 from .autocast_models import MODELS, Model
 
 PATH = RESULTS / "price_predicts_training.json"
@@ -59,22 +59,6 @@ def trained(model: Model, loss: Any, seed: int) -> float:
     return float(np.mean([float(value) for value in losses[-LAST:]]))
 
 
-def penalty(found: Sequence[float], exact: Sequence[float]) -> float:
-    """The mean loss over that of float32, as a fraction of it."""
-    return statistics.mean(found) / statistics.mean(exact) - 1
-
-
-def ranks(values: Sequence[float]) -> np.ndarray:
-    """The ranks of numbers; equal ones share theirs."""
-    array = np.asarray(values)
-    return np.array([(array < x).sum() + ((array == x).sum() - 1) / 2 for x in array])
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """The rank correlation of two lists of numbers."""
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
-
-
 def measure(name: str, console: Console) -> dict[str, Any]:
     """What each precision costs a model, before and after training."""
     model, start = MODELS[name](), time.perf_counter()
@@ -92,18 +76,6 @@ def measure(name: str, console: Console) -> dict[str, Any]:
     return found
 
 
-def points(models: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """For each model and precision: the price, as a part of the budget, and the penalty."""
-    rows = []
-    for name, found in models.items():
-        for arm in ("bfloat16", "float16", "float8"):
-            if arm in found:
-                part = max(found[arm]["noise"] / 0.01, found[arm]["bias"] / 0.02)
-                lost = penalty(found[arm]["losses"], found["float32"]["losses"])
-                rows.append((name, arm, part, lost))
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, prints a table, and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -114,15 +86,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     models = {}
     for name in options.models:
         models[name] = measure(name, console)
-        found = points(models)
-        correlation = spearman([p[2] for p in found], [p[3] for p in found])
         content = {"environment": environment(), "steps": STEPS, "models": models}
-        Path(options.json).write_text(json.dumps({**content, "spearman": correlation}, indent=1))
-    table = Table("model", "precision", "price / budget", "penalty")
-    for name, arm, part, lost in found:
-        table.add_row(name, arm, f"{part:.3f}", f"{lost:+.2%}")
+        Path(options.json).write_text(json.dumps(content, indent=1))
+    found = page.points(models)
+    table = Table("model", "precision", "part of the budget", "over float32")
+    for point in found:
+        row = (f"{point.part:.3f}", f"{point.penalty:+.2%}")
+        table.add_row(point.model, point.precision, *row)
     console.print(table)
+    correlation = page.correlation(found)
     console.print(f"Spearman's rank correlation over {len(found)} points: {correlation:.2f}")
+    if options.json == PATH:
+        page.write(content, DOCS)
 
 
 if __name__ == "__main__":
