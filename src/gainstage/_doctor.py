@@ -46,6 +46,7 @@ def main() -> int:
             reason = f"{error}".strip().partition("\n")[0]
             result, failed = f"NO: {type(error).__name__}: {reason}", 1
         print(f"  {check.__doc__} {result}")
+    print("\nWhat each precision costs on your model: gainstage advise MODULE:FUNCTION")
     if failed:
         print("\nThis should not be: please report it, with all of the above.", file=sys.stderr)
     return failed

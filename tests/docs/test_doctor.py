@@ -22,6 +22,7 @@ def test_all_is_well_here(capsys):
         assert f"\n  {package} {found}\n" in said
     assert said.count(": yes\n") == len(doctor.CHECKS) == 4
     assert "NO" not in said
+    assert said.endswith("gainstage advise MODULE:FUNCTION\n")
 
 
 def test_what_fails_is_told(capsys, monkeypatch):
