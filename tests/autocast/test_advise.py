@@ -1,5 +1,6 @@
 """What a precision costs is measured as noise and bias, and said before training."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,12 +125,15 @@ def test_it_says_from_which_batch_size_on_float16_needs_scaling(factor, needed):
     assert lost["float16"] < 1e-3
 
 
-@pytest.mark.parametrize("kind", ["dict", "one array", "nnx", "aux"])
+@pytest.mark.parametrize("kind", ["dict", "one array", "nnx", "equinox", "aux"])
 def test_batches_and_models_of_any_kind(kind):
     """A batch may be a tuple of arguments, or one argument; the parameters may be a model."""
     if kind == "nnx":
         model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
         found = advise(lambda m, x, y: jnp.mean((m(x) - y) ** 2), model, BATCHES)
+    elif kind == "equinox":
+        model = eqx.nn.MLP(48, 32, 64, 1, key=jax.random.key(0))  # with functions as leaves
+        found = advise(lambda m, x, y: jnp.mean((jax.vmap(m)(x) - y) ** 2), model, BATCHES)
     elif kind == "aux":
         found = advise(lambda p, x, y: (network(p, x, y), x), PARAMS, BATCHES, has_aux=True)
     elif kind == "dict":

@@ -254,18 +254,16 @@ class _Measured:
             found.append(results[1:])
             self._tick()
         price = self._reference.price(found)
-        args = self._samples.args(self._samples.arrays[0])
-        products = products_of(fun, *args)
+        loss, arrays = self._samples.of_arrays(fun), self._samples.arrays[0]
+        own, others = arrays[: self._samples.parameters], arrays[self._samples.parameters :]
+        products = products_of(loss, own, others)
         total = sum(p.operations for p in products) or 1.0
         shares: dict[str, float] = {}
         for product in products:
             shares[product.dtype] = shares.get(product.dtype, 0.0) + product.operations / total
         seconds = sum(product.seconds(self._card) for product in products)
-        memory = kept(self._loss(fun), *args)
+        memory = kept(loss, own, others)
         return Cost(name, price, exponent if scaled else None, memory, shares, seconds)
-
-    def _loss(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        return (lambda *args: fun(*args)[0]) if self._samples.has_aux else fun
 
     def needs_scaling_from(self, run: GradientsOf) -> int | None:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A

@@ -1,4 +1,4 @@
-"""GradientsOf of a function on some batches, in any precision."""
+"""Gradients of a function on some batches, in any precision."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -19,9 +19,8 @@ MOST_SHOWN = 4  # arrays of a batch in an error
 MIN_BATCHES = 2  # batches: from one, noise and bias cannot be told apart
 CALLS_ALIKE = 1e-3  # the largest relative difference of two losses of one batch
 
-GradientsOf = Callable[
-    [int, float], list[np.ndarray]
-]  # `(batch, loss scale) -> [loss, *gradients]`
+# `(batch, loss scale) -> [loss, *gradients]`
+GradientsOf = Callable[[int, float], list[np.ndarray]]
 
 
 def samples_of(
@@ -83,6 +82,7 @@ class Samples:
         split = [partition(args) for args in calls]
         self.arrays: list[list[Any]] = [arrays for arrays, _ in split]
         self.static: Static = split[0][1]
+        self.parameters: int = len(partition(calls[0][:1])[0])  # arrays of the first argument
         for number, (arrays, static) in enumerate(split[1:], 1):
             if static != self.static or _shapes(arrays) != _shapes(self.arrays[0]):
                 each = (_shapes(self.arrays[i])[-MOST_SHOWN:] for i in (0, number))
@@ -96,6 +96,16 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.arrays)
+
+    def of_arrays(self, fun: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the arrays in the arguments, `(those of the parameters, the others)`, that
+        returns the loss. Other leaves, as of Equinox's models, are not traced."""
+
+        def loss(own: Sequence[Any], others: Sequence[Any]) -> Any:
+            result = fun(*self.args([*own, *others]))
+            return result[0] if self.has_aux else result
+
+        return loss
 
     def args(self, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of the function, of which some arrays may be traced."""

@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 
 from gainstage._base import checks
 from gainstage._base._jax import JaxprEqn, Literal, Var
-from gainstage._base.arrays import partition
 from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
@@ -235,8 +234,7 @@ class _Tuner:
         one, first = jnp.float32(1), samples.arrays[0]
         jax.eval_shape(lambda arrays: samples.gradients_of(traced, one, arrays), first)
         arguments = jaxprs.open_jaxpr(programs[0]).invars
-        count = len(partition(samples.args(first)[0])[0]) if samples.args(first) else 0
-        self._shapes = [jaxprs.array(v).shape for v in arguments[:count]]
+        self._shapes = [jaxprs.array(v).shape for v in arguments[: samples.parameters]]
         self._equations = dict(operations_of(programs[0]))
         self._kept = self._equations.keys() - visited
         self._of_sums = self._equations.keys() & sums.paths
