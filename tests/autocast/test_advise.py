@@ -188,6 +188,7 @@ MISTAKES = {
         "Expected float32 parameters; got bfloat16",
     ),
     "the same batch": ((network, PARAMS, [BATCHES[0]] * 2), "different batches"),
+    "the same seven times": ((network, PARAMS, [BATCHES[0]] * 7), "different batches"),
     "no function": ((None, PARAMS, BATCHES), "Expected a function for fun"),
     "autocast": ((gs.autocast(network), PARAMS, BATCHES), "under autocast already"),
     "no gradient": ((lambda p, x, y: jnp.mean(x) * y.sum(), PARAMS, BATCHES), "its gradient is 0"),

@@ -85,6 +85,32 @@ def test_products_that_gain_nothing_on_the_card_stay_in_half():
         assert "too small for float8" in str(found)
 
 
+def test_a_narrow_layer_of_a_loop_stays_in_half():
+    """Of two layers on one line, the one that sums eight numbers is too narrow for float8."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    ws = [draw(1, 8, 64) / 3, draw(2, 64, 64) / 8]
+    xs = [draw(10 + i, 32, 8) for i in range(4)]
+    found = tune(loss, ws, xs, dtype="float8", card=None, max_noise=1.0, max_bias=1.0)
+    assert dtypes(found) == ["float16", "float8"]
+
+
+def test_a_file_of_a_plan_is_json_also_where_a_share_is_not_finite(plan, tmp_path):
+    """inf and NaN, which JSON has not, are written as text and null, and read again."""
+    rows = [o._replace(share=np.inf, noise=np.nan) for o in plan.operations]
+    other = Plan(plan.dtype, rows, plan.predicted, plan.measured._replace(bias=np.inf), plan.shapes)
+    other.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    assert "Infinity" not in text
+    assert "NaN" not in text
+    assert Plan.load(tmp_path / "plan.json") == other
+    assert hash(Plan.load(tmp_path / "plan.json")) == hash(other)
+
+
 def test_a_plan_with_float8_is_saved_and_loaded(plan, tmp_path):
     """Each row keeps its dtype and shares; a float8 row of another operation is refused."""
     path = tmp_path / "plan.json"

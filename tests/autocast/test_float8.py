@@ -1,6 +1,7 @@
 """A product in float8 has a unit of its own for each tensor, and true gradients."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -120,6 +121,35 @@ def test_linear_layers_that_are_wide_enough_are_in_float8():
     assert casts(grad, *shapes(1024)) == {"f8_e4m3fn": 6, "f8_e5m2": 4}
     with pytest.warns(UserWarning, match=r"\[4096, 512\] x \[512, 512\], gains nothing on an H100"):
         assert casts(grad, *shapes(512)) == {"f8_e4m3fn": 0, "f8_e5m2": 0}
+
+
+def test_the_parameter_may_stand_on_either_side():
+    """A layer is in float8 or not by its sizes, whether written `x @ w` or `w @ x`."""
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    for rows, has in ((256, 2), (64, 0)):
+        x = jax.ShapeDtypeStruct((rows, 4096), jnp.float32)
+        right = gs.autocast(lambda w, x: jnp.sum(x @ w), "float8")
+        left = gs.autocast(lambda w, x: jnp.sum(w @ x.T), "float8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = [casts(fun, w, x)["f8_e4m3fn"] for fun in (right, left)]
+        assert found == [has, has]
+
+
+def test_an_ensemble_of_small_layers_stays_in_half():
+    """Under `vmap` over parameters each example is a product of its own size."""
+    w = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
+    x = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
+    fun = gs.autocast(lambda w, x: jnp.sum(x @ w), "float8")
+    with pytest.warns(UserWarning, match=r"\[256, 256\] x \[256, 256\], gains nothing"):
+        assert casts(jax.vmap(fun), w, x) == {"f8_e4m3fn": 0, "f8_e5m2": 0}
+
+
+def test_a_function_that_is_kept_in_float32_is_not_said_to_be_in_float16(recwarn):
+    """`keep_float32` asks for float32: no warning says otherwise."""
+    fun = gs.keep_float32()(lambda w, x: jnp.sum(x @ w))
+    gs.autocast(fun, "float8")(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    assert not recwarn.list
 
 
 def test_one_cast_serves_all_products_that_read_a_tensor():

@@ -365,6 +365,7 @@ def test_the_report_knows_how_a_row_of_skips_ended():
     assert why_skipped(run)["overflow"].sum() == 35
 
 
+@pytest.mark.filterwarnings("ignore:Skipped steps have lowered the loss scale")
 @pytest.mark.parametrize(("every", "bad", "rings"), [(10, 2, True), (10, 0, False), (1, 0, False)])
 def test_skips_without_a_record_ring(every, bad, rings):
     """Alarms that get every tenth step know from the counts that many of the others were skipped; a

@@ -38,7 +38,7 @@ class Cost(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The word for `gainstage.autocast`."""
+        """The dtype of its products: the plan of `gainstage.autocast`, but for "float32"."""
         return self.name.partition(",")[0]
 
     @property

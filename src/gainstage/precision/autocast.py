@@ -87,9 +87,9 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
 
     Args:
         fun: a function of pytrees or models, such as a loss.
-        plan: "float16" or "bfloat16", the dtype of products; "float8", for linear layers that are
-            large enough for an H100 to gain by it, all else as by "float16"; what
-            `gainstage.precision.tune` has measured for `fun`; or a `gainstage.precision.Policy`
+        plan: "float16" or "bfloat16", the dtype of products; or "float8", for linear layers that
+            are large enough for an H100 to gain by it, all else as by "float16". Also what
+            `gainstage.precision.tune` has measured for `fun`, or a `gainstage.precision.Policy`
             with float32 variables. `Policy("float32")` leaves `fun` as it is.
 
     Raises:
@@ -229,7 +229,7 @@ class _Caster:
                 f"float64, which it leaves as it is. Under jax_enable_x64, ask for float32 where "
                 f"you create parameters and inputs, as in jnp.zeros(4, jnp.float32)."
             )
-        if self._card is not None and each and not (self._float8s or self._told):
+        if self._card is not None and each and not (self._float8s or kept or self._told):
             self._told = True
             largest = max(self._small, key=lambda sizes: sizes.operations, default=None)
             why = f": the largest linear layer, {largest}, gains nothing on an {self._card.name}"

@@ -51,7 +51,9 @@ def _product(eqn: JaxprEqn, times: float) -> Product:
     size_of_out = out.dtype.itemsize
     if name.startswith("float8"):  # the kernel of the product casts its result to half precision
         name, size_of_out = FLOAT8, 2
-        cast = added_bytes(left.size, right.size, out.size)
+        # A layer has fewer parameters than numbers to multiply; on which side, the program forgets.
+        weight, activation = sorted((left.size, right.size))
+        cast = added_bytes(activation, weight, out.size)
     moved = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize
     moved += out.size * size_of_out
     return Product(2.0 * out.size * summed * times, moved * times, cast * times, name)

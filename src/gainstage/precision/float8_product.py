@@ -238,9 +238,13 @@ def as_float8(x: ArrayLike, half: jax.Array, is_small: jax.Array) -> jax.Array:
     return half + lax.stop_gradient(jnp.where(is_small, numbers - half, 0))
 
 
-@jax.custom_vjp
-def with_cotangent8(x: jax.Array, is_small: jax.Array) -> jax.Array:
+def cotangent8(x: jax.Array, is_small: jax.Array) -> jax.Array:
     """An array whose cotangent has the numbers that it has in float8 if `is_small`."""
+    return _cotangent8(x, is_small)
+
+
+@jax.custom_vjp
+def _cotangent8(x: jax.Array, is_small: jax.Array) -> jax.Array:
     return x
 
 
@@ -248,9 +252,9 @@ def _kept_switch(x: jax.Array, is_small: jax.Array) -> tuple[jax.Array, jax.Arra
     return x, is_small
 
 
-def _cotangent8(is_small: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+def _rounded_cotangent(is_small: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
     small = rounded(g, E5M2)
     return jnp.where(is_small, small.x.astype(g.dtype) * small.unit, g), None
 
 
-with_cotangent8.defvjp(_kept_switch, _cotangent8)
+_cotangent8.defvjp(_kept_switch, _rounded_cotangent)

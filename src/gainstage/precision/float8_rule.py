@@ -47,14 +47,20 @@ def is_linear(values: Sequence[Retraced]) -> bool:
 
 
 def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:
-    """The sizes of a `dot_general` without batch axes. The examples of `jax.vmap` are rows."""
+    """The sizes of a `dot_general` without batch axes: rows of the activation, columns of the
+    parameter, on whichever side that is. The examples of `jax.vmap` are rows, unless both operands
+    have them: each example is then a product of its own."""
     over = eqn.params["dimension_numbers"][0]
     shapes = [jaxprs.array(variable).shape for variable in eqn.invars]
     summed = math.prod(shapes[0][axis] for axis in over[0])
-    rows, columns = (
-        math.prod(shape) // max(summed, 1) * batch_size(value.x)
-        for shape, value in zip(shapes, values, strict=True)
-    )
+    examples = [batch_size(value.x) for value in values]
+    together = min(examples) == 1
+    sides = [
+        math.prod(shape) // max(summed, 1) * (size if together else 1)
+        for shape, size in zip(shapes, examples, strict=True)
+    ]
+    is_left = values[0].kind is Kind.FREE and values[1].kind is not Kind.FREE
+    rows, columns = reversed(sides) if is_left else sides
     return Sizes(rows, summed, columns)
 
 

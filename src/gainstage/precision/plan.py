@@ -91,7 +91,7 @@ class Plan:
         return isinstance(other, Plan) and repr(self._facts()) == repr(other._facts())  # NaN
 
     def __hash__(self) -> int:
-        return hash((self.dtype, self.operations))
+        return hash((self.dtype, tuple((o.path, o.dtype) for o in self.operations)))
 
     def _facts(self) -> tuple[Any, ...]:
         return self.dtype, self.operations, self.predicted, self.measured, self.shapes
@@ -136,8 +136,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Returns the plan as text, for `from_json`."""
-        rows = [_without_nan(operation) for operation in self.operations]
-        prices = {name: _without_nan(getattr(self, name)) for name in ("predicted", "measured")}
+        rows = [_as_json(operation) for operation in self.operations]
+        prices = {name: _as_json(getattr(self, name)) for name in ("predicted", "measured")}
         content = {"gainstage plan": VERSION, "dtype": self.dtype, **prices}
         return json.dumps({**content, "shapes": self.shapes, "operations": rows}, indent=1)
 
@@ -222,25 +222,35 @@ class Plan:
         return f"Plan({self.dtype!r}, {len(self.operations)} operations, {self.measured.told()})"
 
 
-def _without_nan(row: NamedTuple) -> dict[str, Any]:
-    """The fields of a row, with None for what is NaN, which JSON has not."""
-    return {name: None if x != x else x for name, x in row._asdict().items()}
+def _as_json(row: NamedTuple) -> dict[str, Any]:
+    """The fields of a row, with None for NaN and "inf" for inf, which JSON has not."""
+    unknown = {name: None for name, x in row._asdict().items() if x != x}
+    endless = {name: "inf" for name, x in row._asdict().items() if x == math.inf}
+    return {**row._asdict(), **unknown, **endless}
+
+
+def _numbers_in(
+    content: dict[str, Any], names: Sequence[str], unknown: Sequence[str]
+) -> dict[str, float]:
+    """Numbers of a file; those of `unknown` may be None, for NaN."""
+    found = {name: math.inf if content[name] == "inf" else content[name] for name in names}
+    numbers = {n: math.nan if x is None and n in unknown else x for n, x in found.items()}
+    if not all(map(_is_number, numbers.values())):
+        raise ValueError(f"the row {checks.brief(content)}")
+    return numbers
 
 
 def _price(content: dict[str, Any]) -> Price:
     """A price of a file."""
-    if not all(x is None or _is_number(x) for x in content.values()):
-        raise ValueError(f"a price {content}")
-    return Price(**{name: math.nan if x is None else x for name, x in content.items()})
+    return Price(**_numbers_in(content, Price._fields, Price._fields))
 
 
 def _operation(row: dict[str, Any]) -> Operation:
     """A row of a file."""
-    unknown = {name: math.nan for name in ("noise", "bias") if row[name] is None}
-    operation = Operation(**{**row, **unknown, "path": tuple(row["path"])})
-    numbers = (*operation.path, operation.share, operation.largest, operation.noise, operation.bias)
+    numbers = _numbers_in(row, ("share", "noise", "bias", "largest"), ("noise", "bias"))
+    operation = Operation(**{**row, **numbers, "path": tuple(row["path"])})
     texts = (operation.name, operation.line, operation.layer, operation.reason)
-    are_right = all(map(_is_number, numbers)) and all(isinstance(text, str) for text in texts)
+    are_right = all(map(_is_number, operation.path)) and all(isinstance(x, str) for x in texts)
     of_product = [FLOAT8] if operation.name == "dot_general" else []
     if not are_right or operation.dtype not in ("float32", *DTYPES, *of_product):
         raise ValueError(f"the row {checks.brief(row)}")

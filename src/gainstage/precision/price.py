@@ -11,6 +11,7 @@ import numpy as np
 
 Parts = Sequence[np.ndarray]  # one array for each parameter
 MAX_NOISE, MAX_BIAS = 0.01, 0.02  # within which a precision is recommended
+SAME = 1e-10  # the part of the mean gradient's square that is rounding of equal gradients
 FLOOR = 100  # batches: where the mean gradient is lost in noise, the bias is one of so many
 
 
@@ -30,7 +31,7 @@ class Price(NamedTuple):
         return f"{self.noise:.2%} noise and {self.bias:.2%} bias"
 
     def fits(self, max_noise: float, max_bias: float) -> bool:
-        """Whether it is within a budget. A gradient that is not finite is not."""
+        """Whether it is within a budget. A non-finite gradient is not."""
         return self.noise <= max_noise and self.bias <= max_bias
 
 
@@ -45,7 +46,8 @@ class Reference:
         self.gradients: Sequence[Parts] = gradients
         count = len(gradients)
         mean = _squares(_means(gradients))
-        self.variance: float = (sum(map(_squares, gradients)) - count * mean) / (count - 1)
+        variance = (sum(map(_squares, gradients)) - count * mean) / (count - 1)
+        self.variance: float = variance if variance > SAME * mean else 0.0
         of_mean = mean - self.variance / count
         # The square of the norm of the mean gradient, and whether it can be told from noise.
         self.is_clear: bool = of_mean > self.variance / FLOOR
@@ -85,7 +87,7 @@ def error_of(found: Parts, exact: Parts) -> float:
 def _means(gradients: Sequence[Parts]) -> list[np.ndarray]:
     count = len(gradients)
     columns = zip(*gradients, strict=True)
-    with np.errstate(all="ignore"):  # a sum that is not finite says that all is lost
+    with np.errstate(all="ignore"):  # a non-finite sum says that all is lost
         return [np.add.reduce([np.asarray(g, np.float64) for g in c]) / count for c in columns]
 
 

@@ -23,7 +23,7 @@ from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.cards import ANY, CARDS, Card
-from gainstage.precision.float8_product import as_float8, with_cotangent8
+from gainstage.precision.float8_product import as_float8, cotangent8
 from gainstage.precision.float8_rule import can_be_float8, pays, sizes_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
 from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
@@ -38,7 +38,7 @@ MAX_ERROR = 0.005  # of one gradient
 TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 SHARED = 2  # batches on which shares are measured
-WIDE, HALF, SMALL = range(3)  # what a switch says: float32, half precision, float8
+IN_FLOAT32, IN_HALF, IN_FLOAT8 = range(3)  # what a switch says: float32, half precision, float8
 
 
 def tune(
@@ -70,10 +70,10 @@ def tune(
         batches: a list of two batches or more, of usual size. A tuple holds the arguments behind
             the parameters, if there are several.
         dtype: "float16", "bfloat16", or "float8": float8 in products, float16 in the rest.
-        max_noise: the largest variance of rounding errors, > 0, relative to that of the batches.
-        max_bias: the largest norm of the mean error, > 0, relative to that of the mean gradient.
-        max_error: instead of both, the largest relative error of the gradient of the first batch,
-            > 0; one batch is then enough. A warning says if the plan cannot keep its bounds.
+        max_noise: the largest variance of rounding errors over that of the batches, above 0.
+        max_bias: the largest norm of the mean error over that of the mean gradient, above 0.
+        max_error: instead of both, the largest relative error of a gradient, above 0. One batch is
+            then enough. A warning says if the plan cannot keep its bounds.
         card: a card, as for `precision.advise`: products are in float8 where it gains by that.
             None for all products that keep the bounds.
         has_aux: whether `fun` returns (loss, aux).
@@ -248,9 +248,10 @@ class _Tuner:
         self._group = {path: numbers[key] for path, key in keys.items()}
         self._groups = len(numbers)
         # Groups of products that may be in float8, and those that are too small for the card.
-        gains = {self._group[path] for path, is_large in small.items() if is_large}
-        self._eights = gains & {self._group[path] for path in small.keys() & self._equations.keys()}
-        self._narrow = {self._group[path] for path in small if path in self._group} - self._eights
+        known = small.keys() & self._equations.keys()
+        self._small = {path for path in known if small[path]}
+        self._eights = {self._group[path] for path in self._small}
+        self._narrow = known - self._small
         self._largest = dict.fromkeys(self._equations, 0.0)
         self._shared = min(SHARED, len(samples))
         self.pieces = (self._groups + len(self._eights)) * self._shared
@@ -268,15 +269,15 @@ class _Tuner:
         if self._reference is not None and not self._reference.variance:
             raise ValueError("Expected different batches; all of them have the same gradient.")
         switched = self._switched()
-        every = np.full(self._groups, HALF)
+        every = np.full(self._groups, IN_HALF)
         numbers = range(len(self._samples))
         self._scale = _largest_scale(
             lambda scale: all(is_finite(switched(every, scale, number)) for number in numbers)
         )
         self._shares: dict[tuple[int, int], Price] = {}
         for group in range(self._groups):
-            for choice in (HALF, SMALL) if group in self._eights else (HALF,):
-                switches = np.where(np.arange(self._groups) == group, choice, WIDE)
+            for choice in (IN_HALF, IN_FLOAT8) if group in self._eights else (IN_HALF,):
+                switches = np.where(np.arange(self._groups) == group, choice, IN_FLOAT32)
                 found = []
                 for number in range(self._shared):
                     found.append(switched(switches, self._scale, number)[1:])
@@ -303,9 +304,9 @@ class _Tuner:
     def _verified(self, limits: np.ndarray) -> Plan:
         """Chooses by the shares, and measures the choice on the batches that they are not of."""
         chosen, predicted = self._chosen(limits)
-        names = {HALF: self._name, SMALL: FLOAT8}
+        names = {IN_HALF: self._name, IN_FLOAT8: FLOAT8}
         dtypes = {
-            path: names[chosen[group]]
+            path: names[chosen[group] if path in self._small else IN_HALF]
             for path, group in self._group.items()
             if group in chosen and path not in self._wide
         }
@@ -355,23 +356,23 @@ class _Tuner:
                 if path not in self._group or path in self._wide:
                     return as_written(eqn, values)
                 group = self._group[path]
-                switch, has_small = switches[group], group in self._eights
+                switch, has_small = switches[group], path in self._small
 
                 def half(x: ArrayLike) -> jax.Array:
-                    return jnp.where(switch != WIDE, jnp.asarray(x, self._dtype).astype(SINGLE), x)
+                    return jnp.where(
+                        switch != IN_FLOAT32, jnp.asarray(x, self._dtype).astype(SINGLE), x
+                    )
 
                 def operand(x: ArrayLike, variable: Var | Literal) -> ArrayLike:
                     if not is_float32(variable):
                         return x
-                    return as_float8(x, half(x), switch == SMALL) if has_small else half(x)
+                    return as_float8(x, half(x), switch == IN_FLOAT8) if has_small else half(x)
 
                 xs = [operand(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
                 results = []
                 for x, var in zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True):
                     y = half(x) if is_float32(var) else x
-                    results.append(
-                        Retraced(with_cotangent8(y, switch == SMALL) if has_small else y)
-                    )
+                    results.append(Retraced(cotangent8(y, switch == IN_FLOAT8) if has_small else y))
                 return results
 
             return self._samples.gradients_of(replayed(self._samples.fun, compute), scale, arrays)
@@ -393,9 +394,9 @@ class _Tuner:
         costs = {key: _adds_up(share) for key, share in self._shares.items()}
         chosen, total = dict[int, int](), np.zeros(3)
         # Half precision first: float8 is for what is left of the bounds.
-        for choice in (HALF, SMALL):
+        for choice in (IN_HALF, IN_FLOAT8):
             more = {
-                group: cost - (costs[group, HALF] if chosen.get(group) == HALF else 0)
+                group: cost - (costs[group, IN_HALF] if chosen.get(group) == IN_HALF else 0)
                 for (group, own), cost in costs.items()
                 if own == choice
             }
@@ -417,7 +418,7 @@ class _Tuner:
         rows = []
         for path, eqn in self._equations.items():
             group, own = self._group[path], dtypes.get(path, "float32")
-            share = self._shares[group, SMALL if own == FLOAT8 else HALF]
+            share = self._shares[group, IN_FLOAT8 if own == FLOAT8 else IN_HALF]
             place = line_of(eqn), scope_of(eqn)
             rows.append(
                 Operation(
@@ -429,12 +430,11 @@ class _Tuner:
 
     def _reason(self, path: Path, own: str) -> str:
         """Why an operation is not in a smaller dtype."""
-        group = self._group[path]
         if own == FLOAT8:
             return ""
         if own != "float32":
-            narrow = "too small for float8" if group in self._narrow else ""
-            return "its share in float8" if group in self._eights else narrow
+            narrow = "too small for float8" if path in self._narrow else ""
+            return "its share in float8" if path in self._small else narrow
         if path in self._kept:
             return "keep_float32, or unused"
         if path in self._of_sums:
