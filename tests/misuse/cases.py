@@ -1043,6 +1043,10 @@ for n in range(130): opt.apply([NAN if n % 2 else 1.0], [v], apply_if=True)
 """),
     "a bad batch now and then": ("works", "", """
 tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
+for i in range(130): w, state, _ = step(w, state, 1.0 if i % 10 else NAN)
+"""),
+    "every second batch is bad": ("warns", "lowered the loss scale to its lowest, 2\\^0", """
+tx = gs.loss_scaled(sgd); state, step = tx.init(w), gs.train_step(plain, tx)
 for i in range(130): w, state, _ = step(w, state, NAN if i % 2 else 1.0)
 """),
     "two steps share a state": ("works", "", """
