@@ -1,6 +1,5 @@
 """What each precision costs on a model and batches of one's own, before training."""
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, with_float8
 from gainstage.precision.cards import CARDS, Card
 from gainstage.precision.costs import kept, products_of
-from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference
+from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, percent
 from gainstage.precision.samples import GradientsOf, Samples, is_finite, samples_of
 
 __all__ = ["Advice", "Cost", "advise"]
@@ -300,11 +299,11 @@ def _reason(advice: Advice) -> str:
     """Why a precision is recommended, with what the others cost."""
     best, exact = advice.recommended, advice.costs[0]
     refused = [
-        f"{cost.name} ({_percent(cost.price.noise)} noise, {_percent(cost.price.bias)} bias)"
+        f"{cost.name} ({percent(cost.price.noise)} noise, {percent(cost.price.bias)} bias)"
         for cost in advice.costs
         if not cost.price.fits(MAX_NOISE, MAX_BIAS)
     ]
-    noise, bias = _percent(best.price.noise), _percent(best.price.bias)
+    noise, bias = percent(best.price.noise), percent(best.price.bias)
     why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
     if best is exact:
         why = "no other precision is within 1 % noise and 2 % bias, or none is faster"
@@ -314,14 +313,9 @@ def _reason(advice: Advice) -> str:
     return f"{best.name}: {why}.{against}"
 
 
-def _percent(part: float) -> str:
-    """A share in per cent, to two digits."""
-    return f"{100 * part:.2g} %" if math.isfinite(part) else "not finite"
-
-
 def _line(cost: Cost) -> tuple[str, ...]:
     products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
     scale = "" if cost.exponent is None else f"2^{cost.exponent}"
     scale += " or more" * (cost.exponent == LAST_EXPONENT)
-    memory, price = f"{cost.kept / 1e6:.3g} MB", map(_percent, cost.price[:3])
+    memory, price = f"{cost.kept / 1e6:.3g} MB", map(percent, cost.price[:3])
     return cost.name, *price, scale, memory, products, f"{1e6 * cost.seconds:.3g} us"

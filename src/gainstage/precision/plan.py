@@ -234,7 +234,9 @@ def _numbers_in(
 ) -> dict[str, float]:
     """Numbers of a file; those of `unknown` may be None, for NaN."""
     found = {name: math.inf if content[name] == "inf" else content[name] for name in names}
-    numbers = {n: math.nan if x is None and n in unknown else x for n, x in found.items()}
+    numbers: dict[str, Any] = {
+        name: math.nan if x is None and name in unknown else x for name, x in found.items()
+    }
     if not all(map(_is_number, numbers.values())):
         raise ValueError(f"the row {checks.brief(content)}")
     return numbers

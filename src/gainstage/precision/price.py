@@ -77,6 +77,11 @@ class Reference:
         return variance / self.variance, max(mean - variance / count, 0.0) / self.mean
 
 
+def percent(part: float) -> str:
+    """A share in per cent, to two digits."""
+    return f"{100 * part:.2g} %" if math.isfinite(part) else "not finite"
+
+
 def error_of(found: Parts, exact: Parts) -> float:
     """The norm of the error of a gradient, over that of the gradient."""
     norm = _squares(exact)

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from gainstage.precision.advice import Advice
-from gainstage.precision.price import MAX_BIAS, MAX_NOISE
+from gainstage.precision.price import MAX_BIAS, MAX_NOISE, percent
 from gainstage.runs.render import render
 from gainstage.runs.rows import Rows
 
@@ -37,10 +37,7 @@ def page(advice: Advice) -> str:
 
 
 def _bar(name: str, size: float, limit: float) -> PriceBar:
-    number = f"{size:.2g}" if math.isfinite(size) else "not finite"
-    return PriceBar(
-        name, number if not math.isfinite(size) else f"{size:.2%}", _place(size), size <= limit
-    )
+    return PriceBar(name, percent(size), _place(size), size <= limit)
 
 
 def _place(size: float) -> float:
