@@ -42,7 +42,7 @@ OPERATIONS: tuple[tuple[str, Trait], ...] = (
     ("custom_jvp_call", _T.PASSES | _T.CALL),  # such as relu
     ("reshape transpose squeeze expand_dims copy broadcast_in_dim", _T.MOVES | _T.VIEW),
     ("convert_element_type", _T.VIEW),  # which moves from float32 to float32
-    ("slice rev concatenate pad dynamic_update_slice split", _T.MOVES),
+    ("slice rev concatenate pad dynamic_update_slice split unstack", _T.MOVES),
     ("sharding_constraint optimization_barrier stop_gradient name", _T.MOVES),
     ("pvary", _T.MOVES | _T.VIEW | _T.DEVICES),
     ("gather dynamic_slice", _T.MOVES | _T.INDEX),
