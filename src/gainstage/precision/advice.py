@@ -16,11 +16,8 @@ from gainstage.precision.samples import GradientsOf, Samples, is_finite, samples
 
 __all__ = ["Advice", "Cost", "advise"]
 
-FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = (
-    15,
-    24,
-    3,
-)  # exponents of loss scales: the first one tried, the last, a step
+# Exponents of loss scales: the first one tried, the last, and the step between two.
+FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = 15, 24, 3
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
 ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
@@ -154,7 +151,7 @@ def advise(
     The table has a row for each precision, and these columns:
 
     - "lost to 0": the share of the gradient's elements that became 0.
-    - "scale": the largest power of two, up to `2**24`, at which all gradients are finite.
+    - "scale": the largest of `2**24`, `2**21`, `2**18` ... at which all gradients are finite.
     - "kept": what the forward pass keeps for the backward pass.
     - "products": the share of the products' arithmetic in each dtype. In the row of float8 all
       linear layers of at least 16 rows and columns are in it, also where no card gains by that.

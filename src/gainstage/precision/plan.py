@@ -34,16 +34,14 @@ class Operation(NamedTuple):
 
     path: tuple[int, ...]  # where it is in the program
     name: str  # JAX's name, such as `dot_general`
-    dtype: (
-        str  # in which it is computed: "float32", "float16", "bfloat16", and "float8" of products
-    )
+    dtype: str  # of the computation: "float32", "float16", "bfloat16", or "float8" of a product
     line: str  # file and line
     layer: str  # from `jax.named_scope`, as in Flax Linen, Haiku and Keras
     share: float  # the relative error of the gradient if only this line is in its dtype
     noise: float  # what that adds to the noise of the batches; NaN if there was one batch
     bias: float  # and to the mean gradient; of what is in float32, all three are those in half
     largest: float  # the largest absolute number among its operands and results
-    reason: str = ""  # why it is in float32
+    reason: str = ""  # why it is not in a smaller dtype
 
 
 class Plan:
