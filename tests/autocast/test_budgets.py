@@ -77,6 +77,38 @@ def test_a_tighter_budget_has_fewer_products_in_float8():
     assert tight.measured.fits(1e-5, 0.02)
 
 
+def large(params, x, y):
+    """A product whose numbers float16 does not hold, as of a sum over many years."""
+    h = jnp.tanh(x @ params["a"])
+    h = jnp.tanh((3e4 * h) @ params["b"] / 3e4)
+    return jnp.mean((h @ params["d"] - y) ** 2)
+
+
+def test_a_product_that_float16_does_not_hold_is_in_bfloat16():
+    """It is within the budget there; the others are in float16, and the plan is saved and run."""
+    found = tune(large, PARAMS, BATCHES)
+    assert dtypes(found) == ["float16", "bfloat16", "float16"]
+    row = next(o for o in found.operations if o.dtype == "bfloat16")
+    assert row.largest > 65504 / 16
+    assert row.reason == f"it reaches {row.largest:.3g}"
+    assert found.measured.fits(0.01, 0.02)
+    assert Plan.from_json(found.to_json()) == found
+    text = str(jax.make_jaxpr(gs.autocast(large, found))(PARAMS, *BATCHES[0]))
+    assert "bf16[64,32] = dot_general" in text
+
+
+def test_a_card_without_bfloat16_has_no_product_in_it():
+    """On a T4 the product that float16 does not hold stays in float32."""
+    assert dtypes(tune(large, PARAMS, BATCHES, card="T4")) == ["float16", "float32", "float16"]
+
+
+def test_a_product_in_bfloat16_counts_for_the_budget():
+    """Where bfloat16 is too far off, the product stays in float32."""
+    found = tune(large, PARAMS, BATCHES, max_noise=1e-5, max_bias=1e-3)
+    assert "bfloat16" not in dtypes(found)
+    assert dtypes(found)[1] == "float32"
+
+
 def test_products_that_gain_nothing_on_the_card_stay_in_half():
     """Width 32 is too small for float8 on an H100; an A100 has no float8."""
     for card in ("H100", "A100"):

@@ -19,7 +19,7 @@ from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
 from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import How, multiply, to_operand
-from gainstage.precision.float8_rule import Sizes, can_be_float8, is_linear, pays, sizes_of
+from gainstage.precision.float8_rule import Sizes, Verdict, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
 from gainstage.precision.policy import Policy
@@ -324,15 +324,14 @@ class _Caster:
         """Whether an operation is a product in float8: by the plan, or by the rule."""
         if self._plan is not None:
             return self._plan.dtype_of(path) == FLOAT8
-        if self._card is None or not can_be_float8(eqn, values) or not is_linear(values):
+        if self._card is None or eqn.primitive.name not in PRODUCTS:
             return False
         if self._width(eqn, values, held, path) is not Width.HALF:
             return False
-        sizes = sizes_of(eqn, values)
-        if pays(sizes, self._card):
-            return True
-        self._small.append(sizes)
-        return False
+        verdict = decide(eqn, values, self._card)
+        if verdict is Verdict.TOO_SMALL:
+            self._small.append(sizes_of(eqn, values))
+        return verdict is Verdict.FLOAT8
 
     def _in_float8(self, eqn: JaxprEqn, x: Retraced, w: Retraced) -> jax.Array:
         """A product in float8, whose result is in half precision."""

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
 from gainstage._base._jax import batches_next
 from gainstage._variables.sharding import typed_sharding, varying_axes, varying_like
@@ -228,33 +227,3 @@ def _later(axes: tuple[Axes, Axes], side: int) -> tuple[Axes, Axes]:
         tuple(axis + (number == side) for axis in own) for number, own in enumerate(axes)
     )
     return left, right
-
-
-def as_float8(x: ArrayLike, half: jax.Array, is_small: jax.Array) -> jax.Array:
-    """An operand with the numbers that it has in float8 if `is_small`, with the derivative of
-    `half`: to measure what float8 costs in a program that has both."""
-    small = to_operand(jnp.asarray(x))
-    numbers = small.x.astype(jnp.float32) * small.unit
-    return half + lax.stop_gradient(jnp.where(is_small, numbers - half, 0))
-
-
-def cotangent8(x: jax.Array, is_small: jax.Array) -> jax.Array:
-    """An array whose cotangent has the numbers that it has in float8 if `is_small`."""
-    return _cotangent8(x, is_small)
-
-
-@jax.custom_vjp
-def _cotangent8(x: jax.Array, is_small: jax.Array) -> jax.Array:
-    return x
-
-
-def _kept_switch(x: jax.Array, is_small: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x, is_small
-
-
-def _rounded_cotangent(is_small: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
-    small = rounded(g, E5M2)
-    return jnp.where(is_small, small.x.astype(g.dtype) * small.unit, g), None
-
-
-_cotangent8.defvjp(_kept_switch, _rounded_cotangent)

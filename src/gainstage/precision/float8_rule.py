@@ -1,5 +1,6 @@
 """Which products are in float8: linear layers that are large enough for a card to gain by it."""
 
+import enum
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -33,17 +34,36 @@ class Sizes(NamedTuple):
         return f"[{self.rows}, {self.summed}] x [{self.summed}, {self.columns}]"
 
 
-def can_be_float8(eqn: JaxprEqn, values: Sequence[Retraced]) -> bool:
-    """Whether a product may be in float8: a `dot_general` without batch axes, large enough for the
-    hardware."""
+class Verdict(enum.Enum):
+    """What is decided on a product."""
+
+    HALF = enum.auto()  # it cannot be in float8
+    TOO_SMALL = enum.auto()  # it could be, but the card gains nothing
+    FLOAT8 = enum.auto()
+
+
+def decide(
+    eqn: JaxprEqn, values: Sequence[Retraced], card: Card, *, only_linear: bool = True
+) -> Verdict:
+    """Decides whether an operation is a product in float8, where half precision would do.
+
+    It is a `dot_general` without batch axes, with enough rows, columns and summed elements for the
+    hardware, that the card computes faster in float8.
+
+    Args:
+        eqn: an operation.
+        values: its operands.
+        card: where it is computed.
+        only_linear: whether it must be a linear layer: a parameter times an activation. A plan has
+            measured what the others cost.
+    """
     if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
-        return False
-    return min(sizes_of(eqn, values)) >= NARROWEST
-
-
-def is_linear(values: Sequence[Retraced]) -> bool:
-    """Whether a product is a linear layer: that of a parameter and an activation."""
-    return sum(value.kind is Kind.FREE for value in values) == 1
+        return Verdict.HALF
+    is_linear = sum(value.kind is Kind.FREE for value in values) == 1
+    sizes = sizes_of(eqn, values)
+    if min(sizes) < NARROWEST or (only_linear and not is_linear):
+        return Verdict.HALF
+    return Verdict.FLOAT8 if pays(sizes, card) else Verdict.TOO_SMALL
 
 
 def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._base import checks
-from gainstage._base._jax import JaxprEqn, Literal, Var
+from gainstage._base._jax import JaxprEqn
 from gainstage._base.progress_bar import counted
 from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
@@ -23,13 +23,13 @@ from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.cards import ANY, CARDS, Card
-from gainstage.precision.float8_product import as_float8, cotangent8
-from gainstage.precision.float8_rule import can_be_float8, pays, sizes_of
+from gainstage.precision.float8_rule import Verdict, decide
 from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
 from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
 from gainstage.precision.samples import MIN_BATCHES, Samples, is_finite, samples_of
+from gainstage.precision.switches import Switch, switched
 from gainstage.precision.tune_sums import SumFinder
-from gainstage.transforms.retrace import SINGLE, Retraced, as_written, replayed
+from gainstage.transforms.retrace import Retraced, as_written, replayed
 
 __all__ = ["tune"]
 
@@ -38,7 +38,7 @@ MAX_ERROR = 0.005  # of one gradient
 TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 SHARED = 2  # batches on which shares are measured
-IN_FLOAT32, IN_HALF, IN_FLOAT8 = range(3)  # what a switch says: float32, half precision, float8
+HALVES = Switch.HALF, Switch.BFLOAT16
 
 
 def tune(
@@ -69,13 +69,14 @@ def tune(
         params: its first argument, trained or as at the start.
         batches: a list of two batches or more, of usual size. A tuple holds the arguments behind
             the parameters, if there are several.
-        dtype: "float16", "bfloat16", or "float8": float8 in products, float16 in the rest.
+        dtype: "float16", "bfloat16", or "float8": float8 in products, float16 in the rest. Beside
+            float16, a product may be in bfloat16, if float16 does not hold its numbers.
         max_noise: the largest variance of rounding errors over that of the batches, above 0.
         max_bias: the largest norm of the mean error over that of the mean gradient, above 0.
         max_error: instead of both, the largest relative error of a gradient, above 0. One batch is
             then enough. A warning says if the plan cannot keep its bounds.
-        card: a card, as for `precision.advise`: products are in float8 where it gains by that.
-            None for all products that keep the bounds.
+        card: a card, as for `precision.advise`: products are in float8 where it gains by that, and
+            in bfloat16 if it has products of that. None for all products that keep the bounds.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         progress: whether to show a progress bar, in a terminal.
@@ -111,8 +112,13 @@ def tune(
     budget = _budget(max_noise, max_bias, max_error)
     fewest = MIN_BATCHES if max_error is None else 1
     samples = samples_of(fun, params, batches, has_aux, using, fewest)
-    eights = (ANY if card is None else CARDS[card]) if dtype == FLOAT8 else None
-    tuner = _Tuner(samples, DTYPES.get(dtype, DTYPES["float16"]), eights)
+    known = ANY if card is None else CARDS[card]
+    tuner = _Tuner(
+        samples,
+        DTYPES.get(dtype, DTYPES["float16"]),
+        card=known if dtype == FLOAT8 else None,
+        has_bfloat16=dtype != "bfloat16" and known.multiplies("bfloat16"),
+    )
     with counted(tuner.pieces, "tune", shows=progress) as tick:
         tuner.measure(tick)
     plan = tuner.plan(budget)
@@ -207,6 +213,7 @@ class _Tuner:
         samples: the function and its batches.
         dtype: the half-precision dtype.
         card: where products may be in float8, if the card gains by it; None for none.
+        has_bfloat16: whether products may be in bfloat16, beside another dtype.
         before: a plan, of which what it keeps in float32 stays there.
     """
 
@@ -215,17 +222,21 @@ class _Tuner:
         samples: Samples,
         dtype: np.dtype,
         card: Card | None = None,
+        has_bfloat16: bool = False,
         before: Plan | None = None,
     ):
         self._samples, self._dtype = samples, dtype
-        self._name = next(name for name, known in DTYPES.items() if known == dtype)
+        self._names = {
+            Switch.FLOAT32: "float32", Switch.HALF: dtype.name, Switch.BFLOAT16: "bfloat16",
+            Switch.FLOAT8: FLOAT8,
+        }  # fmt: skip
         programs: list[Any] = []
-        visited, sums, small = set(), SumFinder(), dict[Path, bool]()
+        visited, sums, verdicts = set(), SumFinder(), dict[Path, Verdict]()
 
         def visit(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             visited.add(path)
-            if card is not None and can_be_float8(eqn, values):
-                small[path] = pays(sizes_of(eqn, values), card)
+            if card is not None:
+                verdicts[path] = decide(eqn, values, card, only_linear=False)
             results = as_written(eqn, values)
             sums.follow(eqn, values, results, path)
             return results
@@ -247,42 +258,44 @@ class _Tuner:
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
         self._group = {path: numbers[key] for path, key in keys.items()}
         self._groups = len(numbers)
-        # Groups of products that may be in float8, and those that are too small for the card.
-        known = small.keys() & self._equations.keys()
-        self._small = {path for path in known if small[path]}
-        self._eights = {self._group[path] for path in self._small}
-        self._narrow = known - self._small
+        # Products that may be in float8, and those that are too small for the card.
+        known = [(path, verdicts.get(path)) for path in self._equations]
+        self._small = {path for path, verdict in known if verdict is Verdict.FLOAT8}
+        self._narrow = {path for path, verdict in known if verdict is Verdict.TOO_SMALL}
+        self._choices = {(group, Switch.HALF) for group in range(self._groups)}
+        self._choices |= {(self._group[path], Switch.FLOAT8) for path in self._small}
+        if has_bfloat16:
+            products = (p for p, eqn in self._equations.items() if eqn.primitive.name in PRODUCTS)
+            self._choices |= {(self._group[path], Switch.BFLOAT16) for path in products}
         self._largest = dict.fromkeys(self._equations, 0.0)
         self._shared = min(SHARED, len(samples))
-        self.pieces = (self._groups + len(self._eights)) * self._shared
+        self.pieces = len(self._choices) * self._shared
 
     def measure(self, tick: Callable[[], Any]) -> None:
         """Measures the ranges and the shares."""
         limit = float(jnp.finfo(self._dtype).max) / ROOM
         self._measure_ranges()
         self.hot = {path for path, size in self._largest.items() if not size <= limit}
-        self._wide = self.hot | self._kept | self._earlier
-        self._wide |= self._of_sums
+        self._wide = self._kept | self._earlier | self._of_sums
         self._exact = self._samples.exact()
         gradients = [results[1:] for results in self._exact]
         self._reference = Reference(gradients) if len(gradients) > 1 else None
         if self._reference is not None and not self._reference.variance:
             raise ValueError("Expected different batches; all of them have the same gradient.")
         switched = self._switched()
-        every = np.full(self._groups, IN_HALF)
+        every = np.full(self._groups, Switch.HALF)
         numbers = range(len(self._samples))
         self._scale = _largest_scale(
             lambda scale: all(is_finite(switched(every, scale, number)) for number in numbers)
         )
-        self._shares: dict[tuple[int, int], Price] = {}
-        for group in range(self._groups):
-            for choice in (IN_HALF, IN_FLOAT8) if group in self._eights else (IN_HALF,):
-                switches = np.where(np.arange(self._groups) == group, choice, IN_FLOAT32)
-                found = []
-                for number in range(self._shared):
-                    found.append(switched(switches, self._scale, number)[1:])
-                    tick()
-                self._shares[group, choice] = self._price(found, range(self._shared))
+        self._shares: dict[tuple[int, Switch], Price] = {}
+        for group, choice in sorted(self._choices):
+            switches = np.where(np.arange(self._groups) == group, choice, Switch.FLOAT32)
+            found = []
+            for number in range(self._shared):
+                found.append(switched(switches, self._scale, number)[1:])
+                tick()
+            self._shares[group, choice] = self._price(found, range(self._shared))
 
     def _price(self, found: Sequence[Any], numbers: Sequence[int]) -> Price:
         """What gradients of some batches cost."""
@@ -304,18 +317,12 @@ class _Tuner:
     def _verified(self, limits: np.ndarray) -> Plan:
         """Chooses by the shares, and measures the choice on the batches that they are not of."""
         chosen, predicted = self._chosen(limits)
-        names = {IN_HALF: self._name, IN_FLOAT8: FLOAT8}
-        dtypes = {
-            path: names[chosen[group] if path in self._small else IN_HALF]
-            for path, group in self._group.items()
-            if group in chosen and path not in self._wide
-        }
-        plan = self._table(dtypes, predicted, predicted)
+        plan = self._table(chosen, predicted, predicted)
         others = range(self._shared, len(self._samples))
         numbers = others if len(others) > 1 else range(len(self._samples))
         run = self._samples.compiled(autocast(self._samples.fun, plan))
         found = [run(number, float(self._scale))[1:] for number in numbers]
-        return self._table(dtypes, predicted, self._price(found, numbers))
+        return self._table(chosen, predicted, self._price(found, numbers))
 
     def _measure_ranges(self) -> None:
         """Measures the largest number at each operation, in float32."""
@@ -348,34 +355,11 @@ class _Tuner:
 
     def _switched(self) -> Callable[..., list[Any]]:
         """The compiled gradients of the function with switches: `(switches, scale, batch)`."""
+        options = {path: (group, self._options(path)) for path, group in self._group.items()}
 
-        def compiled(
-            switches: jax.Array, scale: jax.Array, arrays: Sequence[jax.Array]
-        ) -> list[jax.Array]:
-            def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
-                if path not in self._group or path in self._wide:
-                    return as_written(eqn, values)
-                group = self._group[path]
-                switch, has_small = switches[group], path in self._small
-
-                def half(x: ArrayLike) -> jax.Array:
-                    return jnp.where(
-                        switch != IN_FLOAT32, jnp.asarray(x, self._dtype).astype(SINGLE), x
-                    )
-
-                def operand(x: ArrayLike, variable: Var | Literal) -> ArrayLike:
-                    if not is_float32(variable):
-                        return x
-                    return as_float8(x, half(x), switch == IN_FLOAT8) if has_small else half(x)
-
-                xs = [operand(v.x, var) for v, var in zip(values, eqn.invars, strict=True)]
-                results = []
-                for x, var in zip(jaxprs.bind(eqn, xs), eqn.outvars, strict=True):
-                    y = half(x) if is_float32(var) else x
-                    results.append(Retraced(cotangent8(y, switch == IN_FLOAT8) if has_small else y))
-                return results
-
-            return self._samples.gradients_of(replayed(self._samples.fun, compute), scale, arrays)
+        def compiled(switches: jax.Array, scale: jax.Array, arrays: Sequence[Any]) -> list[Any]:
+            fun = switched(self._samples.fun, options, switches)
+            return self._samples.gradients_of(fun, scale, arrays)
 
         program = jax.jit(compiled)
 
@@ -384,41 +368,73 @@ class _Tuner:
 
         return run
 
-    def _chosen(self, limits: np.ndarray) -> tuple[dict[int, int], Price]:
-        """What groups are in, so that all fit together, and what they cost by their shares."""
-        gains = np.zeros(self._groups)
+    def _options(self, path: Path) -> dict[Switch, np.dtype]:
+        """The half-precision dtype of an operation at each switch; at others it is in float32."""
+        if path in self._wide:
+            return {}
+        options: dict[Switch, np.dtype] = {}
+        if path not in self.hot:
+            options[Switch.HALF] = self._dtype
+            if path in self._small:
+                options[Switch.FLOAT8] = self._dtype
+        if (self._group[path], Switch.BFLOAT16) in self._choices:
+            options[Switch.BFLOAT16] = DTYPES["bfloat16"]
+        return options
+
+    def _switch_at(self, path: Path, switch: Switch) -> Switch:
+        """What a switch does at an operation: float8 leaves some of its group in half precision."""
+        options = self._options(path)
+        if switch not in options and switch is Switch.FLOAT8:
+            switch = Switch.HALF
+        return switch if switch in options else Switch.FLOAT32
+
+    def _gain(self, group: int, switch: Switch) -> int:
+        """What a switch saves: the elements of its operations that it rounds, weighted."""
+        gain = 0
         for path, eqn in self._equations.items():
-            weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
-            size = sum(jaxprs.array(v).size for v in (*eqn.invars, *eqn.outvars) if is_float32(v))
-            gains[self._group[path]] += weight * size
-        costs = {key: _adds_up(share) for key, share in self._shares.items()}
-        chosen, total = dict[int, int](), np.zeros(3)
+            if self._group[path] == group and self._switch_at(path, switch):
+                weight = WEIGHT if eqn.primitive.name in PRODUCTS else 1
+                each = (jaxprs.array(v) for v in (*eqn.invars, *eqn.outvars) if is_float32(v))
+                gain += weight * sum(x.size for x in each)
+        return gain
+
+    def _chosen(self, limits: np.ndarray) -> tuple[dict[int, Switch], Price]:
+        """What groups are in, so that all fit together, and what they cost by their shares."""
+        hot = {(self._group[path], Switch.FLOAT8) for path in self.hot}
+        shares = {key: share for key, share in self._shares.items() if key not in hot}
+        costs = {key: _adds_up(share) for key, share in shares.items()}
+        gains = {(group, switch): self._gain(group, switch) for group, switch in costs}
+        chosen, total = dict[int, Switch](), np.zeros(3)
         # Half precision first: float8 is for what is left of the bounds.
-        for choice in (IN_HALF, IN_FLOAT8):
-            more = {
-                group: cost - (costs[group, IN_HALF] if chosen.get(group) == IN_HALF else 0)
-                for (group, own), cost in costs.items()
-                if own == choice
-            }
+        for choices in (HALVES, (Switch.FLOAT8,)):
 
-            def worth(group: int, more: dict[int, np.ndarray] = more) -> float:
+            def more(key: tuple[int, Switch]) -> np.ndarray:
+                group = key[0]
+                return costs[key] - (costs[group, chosen[group]] if group in chosen else 0)
+
+            def worth(key: tuple[int, Switch]) -> float:
                 with np.errstate(all="ignore"):
-                    part = np.nan_to_num(more[group] / limits, nan=0.0, posinf=np.inf).max()
-                return part / max(gains[group], 1)
+                    part = np.nan_to_num(more(key) / limits, nan=0.0, posinf=np.inf).max()
+                return part / max(gains[key], 1)
 
-            for group in sorted(more, key=worth):
-                if (total + more[group] <= limits).all():
-                    total += more[group]
-                    chosen[group] = choice
+            for group, switch in sorted((k for k in costs if k[1] in choices), key=worth):
+                old = chosen.get(group)
+                gains_more = old is None or gains[group, switch] > gains[group, old]
+                is_float8 = switch is Switch.FLOAT8
+                if (gains_more or is_float8) and (total + more((group, switch)) <= limits).all():
+                    total += more((group, switch))
+                    chosen[group] = switch
         known = self._reference is not None
         noise, bias = (total[0], math.sqrt(max(total[1], 0.0))) if known else (math.nan, math.nan)
         return chosen, Price(float(noise), bias, error=math.sqrt(max(total[2], 0.0)))
 
-    def _table(self, dtypes: dict[Path, str], predicted: Price, measured: Price) -> Plan:
+    def _table(self, chosen: dict[int, Switch], predicted: Price, measured: Price) -> Plan:
         rows = []
         for path, eqn in self._equations.items():
-            group, own = self._group[path], dtypes.get(path, "float32")
-            share = self._shares[group, IN_FLOAT8 if own == FLOAT8 else IN_HALF]
+            group = self._group[path]
+            switch = self._switch_at(path, chosen.get(group, Switch.FLOAT32))
+            share = self._shares[group, switch or Switch.HALF]  # of float32, that of half precision
+            own = self._names[switch]
             place = line_of(eqn), scope_of(eqn)
             rows.append(
                 Operation(
@@ -426,12 +442,15 @@ class _Tuner:
                     float(share.bias), self._largest[path], self._reason(path, own),
                 )
             )  # fmt: skip
-        return Plan(self._name, rows, predicted, measured, self._shapes)
+        return Plan(self._names[Switch.HALF], rows, predicted, measured, self._shapes)
 
     def _reason(self, path: Path, own: str) -> str:
-        """Why an operation is not in a smaller dtype."""
+        """Why an operation is not in a smaller dtype, or in which float16 would be closer."""
         if own == FLOAT8:
             return ""
+        if own == "bfloat16" and self._names[Switch.HALF] != own:
+            reaches = f"it reaches {self._largest[path]:.3g}"
+            return reaches if path in self.hot else "float16 is further off"
         if own != "float32":
             narrow = "too small for float8" if path in self._narrow else ""
             return "its share in float8" if path in self._small else narrow
@@ -464,20 +483,3 @@ def _largest_in(x: ArrayLike) -> jax.Array:
 def _key(eqn: JaxprEqn) -> tuple[Any, ...]:
     """What operations of equal layers have in common."""
     return eqn.primitive.name, frames_of(eqn), tuple(v.aval.str_short() for v in eqn.outvars)
-
-
-def whole_error(
-    gradients: Sequence[Any], scale: float, references: Sequence[Any], scale_of_references: float
-) -> float:
-    """The norm of the difference of all gradients, relative to that of the references."""
-    difference = norm = 0.0
-    for gradient, reference in zip(gradients, references, strict=True):
-        if not hasattr(gradient, "dtype") or gradient.dtype.kind not in "fVc":
-            continue
-        wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
-        g, r = (np.asarray(jax.device_get(x)).astype(wide) for x in (gradient, reference))
-        r = r / scale_of_references
-        with np.errstate(all="ignore"):
-            difference += float(np.square(np.abs(g / scale - r)).sum())
-        norm += float(np.square(np.abs(r)).sum())
-    return math.sqrt(difference / norm) if norm else math.nan if difference else 0.0

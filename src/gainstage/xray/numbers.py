@@ -1,6 +1,8 @@
 """Statistics of the numbers in one array."""
 
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -84,3 +86,20 @@ def relative_error(x: ArrayLike, ref: ArrayLike, of_ref: Numbers) -> float:
     wide = np.result_type(b.dtype, np.float32)
     difference = numbers_of(np.subtract(a.astype(wide), b.astype(wide)))
     return 0.0 if difference.bad else difference.rms / of_ref.rms
+
+
+def whole_error(
+    gradients: Sequence[Any], scale: float, references: Sequence[Any], scale_of_references: float
+) -> float:
+    """The norm of the difference of all gradients, relative to that of the references."""
+    difference = norm = 0.0
+    for gradient, reference in zip(gradients, references, strict=True):
+        if not hasattr(gradient, "dtype") or gradient.dtype.kind not in "fVc":
+            continue
+        wide = np.complex128 if np.iscomplexobj(gradient) else np.float64
+        g, r = (np.asarray(jax.device_get(x)).astype(wide) for x in (gradient, reference))
+        r = r / scale_of_references
+        with np.errstate(all="ignore"):
+            difference += float(np.square(np.abs(g / scale - r)).sum())
+        norm += float(np.square(np.abs(r)).sum())
+    return math.sqrt(difference / norm) if norm else math.nan if difference else 0.0

@@ -10,8 +10,9 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
-from gainstage.precision.tuning import PlanTrial, whole_error
+from gainstage.precision.tuning import PlanTrial
 from gainstage.xray.causes import Cause, importance, line_of, lost_share, named
+from gainstage.xray.numbers import whole_error
 from gainstage.xray.program import Program
 from gainstage.xray.walk import Changes, Ran, Result, walk_through
 from gainstage.xray.windows import Window, together

@@ -18,9 +18,10 @@ from gainstage._programs.jaxprs import OPAQUE
 from gainstage._variables.types import OptState, PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
 from gainstage.precision.plan import Plan
-from gainstage.precision.tuning import PlanTrial, try_plan, whole_error
+from gainstage.precision.tuning import PlanTrial, try_plan
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
+from gainstage.xray.numbers import whole_error
 from gainstage.xray.program import Program, program_of
 from gainstage.xray.remedies import Remedy, remedies_for, remedy_by_plan
 from gainstage.xray.walk import Changes, Ran, walk_through
