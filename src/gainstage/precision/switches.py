@@ -28,15 +28,17 @@ class Switch(enum.IntEnum):
 
 
 # For each path, the number of its switch and its half-precision dtypes; at others it is in float32.
-Options = Mapping[Path, tuple[int, Mapping[Switch, np.dtype]]]
+Positions = Mapping[Path, tuple[int, Mapping[Switch, np.dtype]]]
 
 
-def switched(fun: Callable[..., Any], options: Options, switches: jax.Array) -> Callable[..., Any]:
+def switched(
+    fun: Callable[..., Any], positions: Positions, switches: jax.Array
+) -> Callable[..., Any]:
     """Returns `fun`, rounded as the switches say. Numbers are rounded to a dtype and computed in
     float32."""
 
     def compute(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
-        number, dtypes = options.get(path, (0, {}))
+        number, dtypes = positions.get(path, (0, {}))
         if not dtypes:
             return as_written(eqn, values)
         switch = switches[number]
