@@ -215,31 +215,58 @@ def autocast(name: str, quick: bool, until: float, options: Any) -> dict[str, An
     from studies.autocast_models import MODELS  # some need Flax or Equinox
 
     written = MODELS[name](large=not quick)
-    batch, cast = written.batch(0), gs.autocast(written.loss)
-    peaks: dict[str, float] = {}
-
-    def build(variant: str, loss: Any, rule: gs.LossScale, retries: int = 0) -> harness.Variant:
-        tx = gs.loss_scaled(optax.adam(1e-3), rule)
-        state = tx.init(written.params)
-        step = gs.train_step(loss, tx, retries=retries)
-        sizes = step.lower(written.params, state, batch).compile().memory_analysis()
-        arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-        peaks[variant] = (arrays - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
-        return train_steps.compiled(step, models.Model(written.params, batch, loss), state)
-
-    scaled = gs.DynamicLossScale(2.0**12)
+    cast, scaled = gs.autocast(written.loss), gs.DynamicLossScale(2.0**12)
     losses: dict[str, tuple[Any, ...]] = {
         "float32": (written.loss, gs.FixedLossScale(1.0)),
         "by hand": (written.by_hand, scaled),
         "autocast": (cast, scaled),
         "autocast, retries": (cast, scaled, 8),
     }
-    builders = {v: partial(build, v, *how) for v, how in losses.items() if how[0] is not None}
-    case = harness.Case({"model": name}, lambda: (builders, batch), ["float32", "by hand"])
+    known = {variant: how for variant, how in losses.items() if how[0] is not None}
+    model = written.params, written.batch(0)
+    return by_loss(name, *model, known, ["float32", "by hand"], until, options)
+
+
+def by_loss(
+    name: str,
+    params: Any,
+    batch: Any,
+    losses: dict[str, tuple[Any, ...]],
+    baselines: Sequence[str],
+    until: float,
+    options: Any,
+) -> dict[str, Any]:
+    """Train steps of one model with several losses: `(loss, its rule, retries)`."""
+    peaks: dict[str, float] = {}
+
+    def build(variant: str, loss: Any, rule: gs.LossScale, retries: int = 0) -> harness.Variant:
+        tx = gs.loss_scaled(optax.adam(1e-3), rule)
+        state = tx.init(params)
+        step = gs.train_step(loss, tx, retries=retries)
+        sizes = step.lower(params, state, batch).compile().memory_analysis()
+        arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+        peaks[variant] = (arrays - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
+        return train_steps.compiled(step, models.Model(params, batch, loss), state)
+
+    builders = {variant: partial(build, variant, *how) for variant, how in losses.items()}
+    case = harness.Case({"model": name}, lambda: (builders, batch), baselines)
     cell = compare(case, until, options)
     for variant, numbers in cell["variants"].items():
         numbers["peak_gb"] = peaks[variant]
     return cell
+
+
+def float8_rule(width: int, until: float, options: Any) -> dict[str, Any]:
+    """A train step of a language model under autocast, by dtype."""
+    sizes: dict[str, Any] = {"letters": 8192, "places": 1024, "batch": (8, 1024)}
+    small: dict[str, Any] = {"letters": 64, "places": 16, "batch": (2, 16)}
+    model = models.transformer(jnp.float32, width, 2, **(sizes if width > 64 else small))
+    losses = {
+        dtype: (gs.autocast(model.loss, dtype), gs.DynamicLossScale(2.0**12))
+        for dtype in ("float16", "bfloat16", "float8")
+    }
+    title = f"language model, width {width}"
+    return by_loss(title, model.params, model.batch, losses, ["float16"], until, options)
 
 
 def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
@@ -344,6 +371,12 @@ def autocast_cells(quick: bool) -> dict[str, Measure]:
     return {name: partial(autocast, name, quick) for name in chosen}
 
 
+def float8_cells(quick: bool) -> dict[str, Measure]:
+    """Widths at which all linear layers gain by float8, some, and none."""
+    widths = [64] if quick else [2048, 512, 256]
+    return {f"width {width}": partial(float8_rule, width) for width in widths}
+
+
 def campaign_cells(quick: bool) -> dict[str, Measure]:
     """Adam on float16 variables, with each option and rule."""
     places = [0] if quick else sorted(range(14), key=lambda place: place % 3)  # by rule
@@ -366,6 +399,7 @@ PARTS = {
     "train_steps": Part("A train step beside optax", 80, train_step_cells),
     "autocast": Part("Models in float32, by hand in float16, and under autocast", 60,
         autocast_cells),
+    "float8": Part('A language model under autocast, "float16" and "float8"', 40, float8_cells),
     "select": Part("Skipping by a select, and by a conditional", 35,
         lambda quick: cells(CHECKS, *product(["tiny20"] if quick else ["gpt2", "one"], ["adam"]))),
     "torch": Part("An optimizer step beside PyTorch's fused one", 60, torch_cells),

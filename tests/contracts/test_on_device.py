@@ -69,7 +69,7 @@ def test_all_of_it_on_small_sizes(bare, tmp_path):
             assert cell["missing"] == {}
             assert len(cell["variants"]) >= 4
             assert all(cell["baselines"][0] in v["ratios"] for v in cell["variants"].values())
-    for cell in parts["autocast"].values():
+    for cell in [*parts["autocast"].values(), *parts["float8"].values()]:
         assert cell["missing"] == {}
         assert all(one["peak_gb"] > 0 for one in cell["variants"].values())
     faults = parts["faults"]["configuration 0"]
