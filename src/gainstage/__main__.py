@@ -157,10 +157,11 @@ def _parser() -> _Parser:
         "advise",
         help="measure what each precision costs on your model and batches",
         description="Imports a function without arguments that returns (loss_fn, params, batches), "
-        "computes gradients in float32, bfloat16, float16 and float8, and prints what each costs: "
-        "noise, bias, memory and the time of products on paper. Says which to use, with the two "
-        "lines to write. Writes a file only for --output. The exit status is 0, or 1 if the "
-        "function cannot be imported or its gradients cannot be compared.",
+        "or (model, batches) with a Keras model. Computes gradients in float32, bfloat16, float16 "
+        "and float8, and prints what each costs: noise, bias, memory and the time of products on "
+        "paper. Says which to use, with the lines to write. Writes a file only for --output. The "
+        "exit status is 0, or 1 if the function cannot be imported or its gradients cannot be "
+        "compared.",
         examples=[
             "gainstage advise train:what_to_advise",
             "gainstage advise train:what_to_advise --batches 8 --card T4",
@@ -172,7 +173,8 @@ def _parser() -> _Parser:
         type=_function,
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns (loss_fn, params, batches), as for "
-        "gainstage.precision.advise. Its module is imported, also from this directory",
+        "gainstage.precision.advise, or (model, batches), as for gainstage.interop.keras.advise. "
+        "Its module is imported, also from this directory",
     )
     advise.add_argument(
         "--batches", type=_positive, metavar="N", help="use the first N batches (default: all)"

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gainstage.precision import advise
+from gainstage.precision import Advice, advise
 from gainstage.xray.from_file import imported_from
 
 
@@ -13,7 +13,8 @@ def main(words: str, count: int | None, card: str, output: Path | None) -> int:
     """Prints the advice, and writes its page.
 
     Args:
-        words: "module:function", of a function that returns (loss_fn, params, batches).
+        words: "module:function", of a function that returns (loss_fn, params, batches), or
+            (model, batches) with a Keras model.
         count: how many batches to use, None for all.
         card: the name of the card of the times.
         output: where to write the page; None for nowhere.
@@ -26,13 +27,8 @@ def main(words: str, count: int | None, card: str, output: Path | None) -> int:
         page = importlib.import_module("gainstage.runs.advice_page").page
     try:
         given = imported_from("MODULE:FUNCTION", words, _called, "gainstage advise")
-        if not isinstance(given, tuple) or len(given) != 3:
-            raise ValueError(
-                f"Expected (loss_fn, params, batches) from {words}; got {type(given).__name__}."
-            )
-        loss_fn, params, batches = given
-        advice = advise(loss_fn, params, batches if count is None else batches[:count], card=card)
-    except (TypeError, ValueError, RuntimeError) as error:
+        advice = _advised(given, words, count, card)
+    except (TypeError, ValueError, RuntimeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1
     print(advice)
@@ -40,6 +36,24 @@ def main(words: str, count: int | None, card: str, output: Path | None) -> int:
         output.write_text(page(advice), encoding="utf-8")
         print(f"Page: {output}")
     return 0
+
+
+def _advised(given: Any, words: str, count: int | None, card: str) -> Advice:
+    """The advice for what a function has returned."""
+    size = len(given) if isinstance(given, tuple) else 0
+    if size == 3:
+        loss_fn, params, batches = given
+        return advise(loss_fn, params, batches if count is None else batches[:count], card=card)
+    keras: Any = sys.modules.get("keras")
+    if size == 2 and keras is not None and isinstance(given[0], keras.Model):
+        model, batches = given
+        of_keras = importlib.import_module("gainstage.interop.keras_advise")
+        some = batches if count is None else of_keras.first(batches, count)
+        return of_keras.advise(model, some, card=card)
+    raise ValueError(
+        f"Expected (loss_fn, params, batches) from {words}, or (model, batches) with a Keras "
+        f"model; got {f'a tuple of {size}' if size else type(given).__name__}."
+    )
 
 
 def _called(function: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
+from gainstage.interop.keras_advise import advise
 from gainstage.interop.keras_autocast import autocast, tune
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
@@ -18,6 +19,7 @@ __all__ = [
     "KerasOptimizer",
     "LogLossScale",
     "LossScaleOptimizer",
+    "advise",
     "autocast",
     "protect_statistics",
     "tune",

@@ -5,7 +5,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,14 +60,8 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected a Keras model; got {model!r}.")
     autocast_function(model.stateless_call, plan)  # refuses another plan
-    for layer in model._flatten_layers():
-        if layer.dtype_policy.name in ("mixed_float16", "mixed_bfloat16"):
-            raise ValueError(
-                f"Expected a float32 model, of which autocast chooses what is computed in half "
-                f"precision; got the policy {layer.dtype_policy.name!r} in layer {layer.name!r}. "
-                f"Build the model under keras.config.set_dtype_policy('float32')."
-            )
-    plain = model._plain if isinstance(model, Autocast) else type(model)
+    refuse_mixed(model)
+    plain = plain_class(model)
     own = type(f"Autocast{plain.__name__}", (Autocast, plain), {"_plain": plain, "_plan": plan})
     keras.saving.register_keras_serializable(PACKAGE, "Autocast")(own)
     model.__class__ = own
@@ -75,6 +69,17 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
     # An earlier `fit`, `evaluate` or `predict` has compiled them.
     model.train_function = model.test_function = model.predict_function = None
     return model
+
+
+def refuse_mixed(model: Any) -> None:
+    """Raises a ValueError if a layer computes in half precision by a policy of Keras's."""
+    for layer in model._flatten_layers():
+        if layer.dtype_policy.name in ("mixed_float16", "mixed_bfloat16"):
+            raise ValueError(
+                f"Expected a float32 model, of which autocast chooses what is computed in half "
+                f"precision; got the policy {layer.dtype_policy.name!r} in layer {layer.name!r}. "
+                f"Build the model under keras.config.set_dtype_policy('float32')."
+            )
 
 
 def tune(
@@ -114,6 +119,31 @@ def tune(
         ['dot_general', 'add']
         >>> model = autocast(model, plan)
     """
+    weights, others, metrics = values_of(model)
+    training = {"training": True} if model._call_has_training_arg else {}
+    x, y, sample_weight = jax.tree.map(jnp.asarray, (x, y, sample_weight))
+
+    def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
+        return model.stateless_call(weights, others, x, return_losses=True, **training)
+
+    with seen_as(model, Measured):
+        measured = tune_function(
+            loss_of(model), weights, [(others, metrics, x, y, sample_weight)],
+            dtype=dtype, max_error=max_error, progress=progress,
+        )  # fmt: skip
+        program = jax.make_jaxpr(forward)(weights, others, x)
+    own = measured.operations[: len(operations_of(program))]
+    plan = Plan(dtype, own, measured.predicted, measured.measured, measured.shapes)
+    plan.check(program)
+    return plan
+
+
+def values_of(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """The values of the weights of a model, of its other variables, and of those of its metrics.
+
+    Raises:
+        TypeError, ValueError: `model` is not a Keras model that is built and compiled.
+    """
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected a Keras model; got {model!r}.")
     if not (model.built and model.compiled):
@@ -121,28 +151,19 @@ def tune(
             f"Expected a model that is built and compiled, so that it has weights and a loss; got "
             f"{model.name!r}. Call model.compile(...), and model.build(input_shape) or model(x)."
         )
-    x, y, sample_weight = jax.tree.map(jnp.asarray, (x, y, sample_weight))
-    values = [[v.value for v in each] for each in (
-        model.trainable_variables, model.non_trainable_variables, model.metrics_variables,
-    )]  # fmt: skip
-    training = {"training": True} if model._call_has_training_arg else {}
+    groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+    weights, others, metrics = ([v.value for v in group] for group in groups)
+    return weights, others, metrics
+
+
+def loss_of(model: Any) -> Callable[..., jax.Array]:
+    """The loss of a `Measured` model in training, as `compile` has set it: a function of its
+    `values_of` and a batch."""
 
     def loss_fn(weights: PyTree, others: PyTree, metrics: PyTree, *batch: PyTree) -> jax.Array:
-        return model.compute_loss_and_updates(weights, others, metrics, *batch, **training)[0]
+        return model.compute_loss_and_updates(weights, others, metrics, *batch, training=True)[0]
 
-    def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
-        return model.stateless_call(weights, others, x, return_losses=True, **training)
-
-    with _seen_as(model, _Measured):
-        measured = tune_function(
-            loss_fn, values[0], [(*values[1:], x, y, sample_weight)],
-            dtype=dtype, max_error=max_error, progress=progress,
-        )  # fmt: skip
-        program = jax.make_jaxpr(forward)(*values[:2], x)
-    own = measured.operations[: len(operations_of(program))]
-    plan = Plan(dtype, own, measured.predicted, measured.measured, measured.shapes)
-    plan.check(program)
-    return plan
+    return loss_fn
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "Autocast")
@@ -209,7 +230,7 @@ class Autocast:
 
     def compile_from_config(self: Any, config: dict[str, Any]) -> None:
         """Compiles the model as a saved one was."""
-        with _seen_as(self):
+        with seen_as(self):
             self.compile_from_config(config)
         self._scale_losses()
         if self.built and getattr(self, "optimizer", None) is not None:
@@ -217,7 +238,7 @@ class Autocast:
 
     def get_config(self) -> dict[str, Any]:
         """Returns what `from_config` takes: the model, as its own class saves it, and the plan."""
-        with _seen_as(self):
+        with seen_as(self):
             model = keras.saving.serialize_keras_object(self)
         model.pop("compile_config", None)  # stands beside it
         plan = self._plan
@@ -237,7 +258,7 @@ class Autocast:
         return self._plain._unpickle_model, super().__reduce__()[1]
 
 
-class _Measured:
+class Measured:
     """A base of models whose `stateless_call` is measured: no loss is scaled, and what comes after
     the call stays in float32."""
 
@@ -252,11 +273,15 @@ class _Measured:
             return own.stateless_compute_loss(*args, **kwargs)
 
 
+def plain_class(model: Any) -> type[Any]:
+    """The class of a model without autocast."""
+    return model._plain if isinstance(model, Autocast) else type(model)
+
+
 @contextlib.contextmanager
-def _seen_as(model: Any, base: type | None = None) -> Iterator[None]:
+def seen_as(model: Any, base: type | None = None) -> Iterator[None]:
     """A model has its own class inside, after a base, and computes in float32."""
-    known = type(model)
-    plain = model._plain if isinstance(model, Autocast) else known
+    known, plain = type(model), plain_class(model)
     model.__class__ = plain if base is None else type(base.__name__, (base, plain), {})
     try:
         yield

@@ -31,18 +31,22 @@ class Cost(NamedTuple):
     kept: int  # bytes that the forward pass keeps for the backward pass
     arithmetic: dict[str, float]  # the share of the products' arithmetic in each dtype
     seconds: float  # of all products of a step on the card, on paper; nothing else of the step
+    code: tuple[str, ...]  # the lines to write, for a loss `loss_fn` and an optax chain `tx`
 
     @property
     def dtype(self) -> str:
         """The dtype of its products: the plan of `gainstage.autocast`, but for "float32"."""
         return self.name.partition(",")[0]
 
-    @property
-    def code(self) -> tuple[str, str]:
-        """The two lines to write, for a loss `loss_fn` and an optax chain `tx`."""
-        rule = "" if self.exponent is not None else ", gs.FixedLossScale(1.0)"
-        loss = "loss_fn" if self.dtype == "float32" else f'gs.autocast(loss_fn, "{self.dtype}")'
-        return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
+
+Code = Callable[[str, bool], tuple[str, ...]]  # `(dtype, is scaled) -> lines to write`
+
+
+def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
+    """The two lines to write for a precision, in a loop of `gainstage.train_step`."""
+    rule = "" if is_scaled else ", gs.FixedLossScale(1.0)"
+    loss = "loss_fn" if dtype == "float32" else f'gs.autocast(loss_fn, "{dtype}")'
+    return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
 
 
 class Advice:
@@ -191,6 +195,23 @@ def advise(
 
     Source: the noise of batches as in McCandlish et al., 2018, arXiv:1812.06162.
     """
+    return measured_advice(
+        fun, params, batches, card=card, progress=progress, has_aux=has_aux, using=using
+    )
+
+
+def measured_advice(
+    fun: Callable[..., Any],
+    params: PyTree,
+    batches: Sequence[Any],
+    *,
+    card: str,
+    progress: bool,
+    has_aux: bool = False,
+    using: Using | None = None,
+    code: Code = code_of_loop,
+) -> Advice:
+    """What `advise` returns, with lines of code for any kind of training."""
     if card not in CARDS:
         raise ValueError(f"Expected one of {list(CARDS)} for card; got {card!r}.")
     small = next((x for x in partition(params)[0] if is_half(x)), None)
@@ -208,7 +229,7 @@ def advise(
     each = (time.perf_counter() - start) / (len(samples) + 1)
     pieces = 4 * len(samples) + 2 * len(LARGER)
     with counted(pieces, f"advise, about {each * pieces:.0f} s", shows=progress) as tick:
-        measured = _Measured(samples, reference, CARDS[card], tick)
+        measured = _Measured(samples, reference, CARDS[card], code, tick)
         half = autocast(fun)
         of_half = samples.compiled(half)
         rows = [
@@ -230,9 +251,16 @@ def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any]
 class _Measured:
     """Measurements of one function in several precisions."""
 
-    def __init__(self, samples: Samples, reference: Reference, card: Card, tick: Callable[[], Any]):
+    def __init__(
+        self,
+        samples: Samples,
+        reference: Reference,
+        card: Card,
+        code: Code,
+        tick: Callable[[], Any],
+    ):
         self._samples, self._reference, self._card = samples, reference, card
-        self._tick = tick
+        self._code, self._tick = code, tick
 
     def row(
         self, name: str, fun: Callable[..., Any], run: GradientsOf, exponent: int | None
@@ -259,7 +287,9 @@ class _Measured:
             shares[product.dtype] = shares.get(product.dtype, 0.0) + product.operations / total
         seconds = sum(product.seconds(self._card) for product in products)
         memory = kept(loss, own, others)
-        return Cost(name, price, exponent if scaled else None, memory, shares, seconds)
+        code = self._code(name.partition(",")[0], scaled)
+        known = (memory, shares, seconds, code)
+        return Cost(name, price, exponent if scaled else None, *known)
 
     def needs_scaling_from(self, run: GradientsOf) -> int | None:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
