@@ -493,6 +493,35 @@ def test_a_product_of_the_highest_precision_is_float32(how):
     assert ("f16" in program) == (how == "argument")
 
 
+ALGORITHMS = {
+    "F32_F32_F32": True,
+    "F64_F64_F64": True,
+    "TF32_TF32_F32_X3": True,
+    "BF16_BF16_F32_X6": True,
+    lax.DotAlgorithm(np.float32, np.float32, np.float32): True,
+    lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, np.float32, num_primitive_operations=3): True,
+    "TF32_TF32_F32": False,
+    "F16_F16_F32": False,
+    "BF16_BF16_F32": False,
+    lax.DotAlgorithm(np.float16, np.float16, np.float32): False,
+    "float32": True,
+    "high": False,
+}
+
+
+@pytest.mark.parametrize("precision", ALGORITHMS, ids=str)
+def test_a_product_with_more_digits_than_half_precision_keeps_them(precision):
+    """An algorithm with float32 operands, or that multiplies several times for more digits, is left
+    as it is; one with operands of at most TF32 is as fast in half precision."""
+    w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+    fun = gs.autocast(lambda w, x: jnp.dot(x, w, precision=precision))
+    (eqn,) = [e for e in jax.make_jaxpr(fun)(w, x).eqns if e.primitive.name == "dot_general"]
+    assert (eqn.invars[0].aval.dtype == np.float32) == ALGORITHMS[precision]
+    known = jax.make_jaxpr(lambda w, x: jnp.dot(x, w, precision=precision))(w, x).eqns[-1]
+    if ALGORITHMS[precision]:
+        assert eqn.params["precision"] == known.params["precision"]
+
+
 def test_calls_outside_of_a_compiled_function_are_told_once():
     """A function that is traced at each call says so, once, and which one it is."""
 

@@ -46,8 +46,19 @@ def width(
 
 
 def _is_precise(eqn: JaxprEqn) -> bool:
-    """Whether the user asks for a product as exact as float32, as by `precision="highest"`."""
+    """Whether the user asks for a product as exact as float32, as by `precision="highest"`.
+
+    On a GPU `Precision.HIGH` is TF32, which has the digits of float16. So it is no such request,
+    nor is an algorithm with operands of TF32, float16 or bfloat16, unless it multiplies several
+    times for more digits.
+    """
     precision = eqn.params.get("precision")
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return precision.name.startswith(("F32_", "F64_")) or "_X" in precision.name
+    if isinstance(precision, lax.DotAlgorithm):
+        sides = precision.lhs_precision_type, precision.rhs_precision_type
+        is_repeated = precision.num_primitive_operations > 1
+        return is_repeated or any(jnp.finfo(side).bits >= 32 for side in sides)
     each = precision if isinstance(precision, tuple) else (precision,)
     return lax.Precision.HIGHEST in each
 
