@@ -264,6 +264,21 @@ def test_operands_wait_for_the_backward_pass_in_float8(rng):
     assert large == [jnp.dtype("float8_e4m3fn")] * 2
 
 
+@pytest.mark.parametrize("of", ["w", "x"])
+@pytest.mark.filterwarnings("ignore:The weights of a float8 product are differentiated")
+def test_a_second_derivative_of_a_product_is_refused(of, rng):
+    """What autodiff makes of the rounded gradient is not its derivative: it is an error."""
+    x, w = rng.normal(size=(4, 8)).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32)
+
+    def penalty(w, x, state):
+        seen_by = jax.grad(lambda w, x: (float8.dot(x, w, state) ** 2).sum(), "wx".index(of))
+        return (seen_by(w, x) ** 2).sum()
+
+    for derivative in (jax.grad(penalty, (0, 2)), jax.jacfwd(penalty)):
+        with pytest.raises(TypeError, match=r"no second derivative.*`x @ w` in place of `float8"):
+            derivative(w, x, float8.dot_scaling())
+
+
 def two_layers(params, states, x, y):
     """The loss of a small network."""
     hidden = jax.nn.relu(float8.dot(x, params["hidden"], states["hidden"]))

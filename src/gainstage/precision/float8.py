@@ -25,6 +25,7 @@ from gainstage.precision.float8_product import (
     Dims,
     Tensor8,
     bits_to_fit,
+    in_a_gradient,
     product,
     to_left,
     to_right,
@@ -108,7 +109,7 @@ def dot(
     """A float8 product, forwards and backwards, with float32 sums.
 
     Differentiate with respect to `state` too, and pass that gradient to `update`. The operands are
-    stored in float8 for the backward pass.
+    stored in float8 for the backward pass. It has no second derivative.
 
     Args:
         x: an array [..., k] of a floating dtype.
@@ -121,7 +122,8 @@ def dot(
         The product over k, of shape [*x.shape[:-1], *w.shape[1:]], in the wider of their dtypes.
 
     Raises:
-        TypeError: `state` is not a `DotScaling`, an array is not floating, or a dtype not small.
+        TypeError: `state` is not a `DotScaling`, an array is not floating, or a dtype not small;
+            from a second derivative.
         ValueError: the shapes do not fit.
 
     Examples:
@@ -156,8 +158,9 @@ def dot(
     return _dot(dtypes, *varying_like(arguments, jax.tree.leaves(arguments)))
 
 
-# What the backward pass needs: the operands in float8, the counts of their casts, the scalings.
-Kept = tuple[jax.Array, jax.Array, Seen, Seen, DotScaling]
+# What the backward pass needs: the operands in float8, the counts of their casts, and the factor
+# of the cotangent.
+Kept = tuple[Tensor8, Tensor8, Seen, Seen, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -170,17 +173,15 @@ def _dims(x: jax.Array) -> Dims:
     return ((x.ndim - 1,), (0,)), ((), ())
 
 
-def _tensor(x8: jax.Array, state: Scaling) -> Tensor8:
-    return Tensor8(x8, 1 / state.factor)
-
-
 def _forward(
     dtypes: tuple[np.dtype, ...], x: jax.Array, w: jax.Array, state: DotScaling
 ) -> tuple[jax.Array, Kept]:
     x8, seen_x = cast(x, state.x.factor, dtypes[0])
     w8, seen_w = cast(w, state.w.factor, dtypes[0])
-    out = product(_tensor(x8, state.x), _tensor(w8, state.w), _dims(x))
-    return out.astype(dtypes[4]), (x8, w8, seen_x, seen_w, state)
+    left, right = Tensor8(x8, 1 / state.x.factor), Tensor8(w8, 1 / state.w.factor)
+    out = product(left, right, _dims(x)).astype(dtypes[4])
+    kept = in_a_gradient(left), in_a_gradient(right)
+    return out, (*kept, seen_x, seen_w, state.cotangent.factor)
 
 
 def _forward_of_primals(dtypes: tuple[np.dtype, ...], *primals: PyTree) -> tuple[jax.Array, Kept]:
@@ -200,11 +201,10 @@ def _backward(
     if isinstance(cotangent, SymbolicZero):
         unused: Any = cotangent.aval
         cotangent = jnp.zeros(unused.shape, unused.dtype)
-    x8, w8, seen_x, seen_w, state = kept
-    g8, seen_g = cast(cotangent, state.cotangent.factor, dtypes[1])
-    left, right = _tensor(x8, state.x), _tensor(w8, state.w)
-    g, dims = _tensor(g8, state.cotangent), _dims(x8)
-    to_x, to_w = to_left(g, x8, right, dims), to_right(g, left, w8, dims)
+    left, right, seen_x, seen_w, factor = kept
+    g8, seen_g = cast(cotangent, factor, dtypes[1])
+    g, dims = in_a_gradient(Tensor8(g8, 1 / factor)), _dims(left.x)
+    to_x, to_w = to_left(g, left.x, right, dims), to_right(g, left, right.x, dims)
     zeros = [None] * 5  # `custom_vjp` takes None for zeros
     seen = (Scaling._make([*zeros, seen]) for seen in (seen_x, seen_w, seen_g))
     return to_x.astype(dtypes[2]), to_w.astype(dtypes[3]), DotScaling(*seen)

@@ -71,7 +71,7 @@ def _rounded(x: jax.Array, dtype: np.dtype) -> Tensor8:
 @_rounded.defjvp
 def _no_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Tensor8, Tensor8]:
     found = _rounded(*primals, dtype)
-    # A zero that depends on the tangent: JAX would forget another one, and `_in_a_gradient` would
+    # A zero that depends on the tangent: JAX would forget another one, and `in_a_gradient` would
     # not see that it is differentiated. Nothing computes it.
     zero = 0 * jnp.sum(tangents[0], dtype=jnp.float32)
     axes = varying_axes(zero)
@@ -80,17 +80,17 @@ def _no_derivative(dtype: np.dtype, primals: Any, tangents: Any) -> tuple[Tensor
 
 
 @jax.custom_jvp
-def _in_a_gradient(x: Tensor8) -> Tensor8:
+def in_a_gradient(x: Tensor8) -> Tensor8:
     """A tensor of a gradient. Its derivative, which would be a second one, is refused."""
     return x
 
 
-@_in_a_gradient.defjvp
+@in_a_gradient.defjvp
 def _no_second_derivative(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "A float8 product has no second derivative, because its operands and its cotangent are "
         "rounded to float8. Compute the function whose gradient is differentiated again in half "
-        'precision: gainstage.autocast(fun, "float16").'
+        'precision: gainstage.autocast(fun, "float16"), or `x @ w` in place of `float8.dot`.'
     )
 
 
@@ -171,11 +171,11 @@ def _forward(
     how: How, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8
 ) -> tuple[jax.Array, tuple[Tensor8, Tensor8]]:
     out = product(x8, w8, how.dims, how.sharding).astype(how.dtype)
-    return out, (_in_a_gradient(x8), _in_a_gradient(w8))
+    return out, (in_a_gradient(x8), in_a_gradient(w8))
 
 
 def _backward(how: How, kept: tuple[Tensor8, Tensor8], g: jax.Array) -> tuple[Any, ...]:
-    (x8, w8), g8 = kept, _in_a_gradient(rounded(g, E5M2))
+    (x8, w8), g8 = kept, in_a_gradient(rounded(g, E5M2))
     to_x, to_w = to_left(g8, x8.x, w8, how.dims), to_right(g8, x8, w8.x, how.dims)
     return to_x.astype(how.of_x), to_w.astype(how.of_w), None, None
 
