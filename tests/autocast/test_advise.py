@@ -91,6 +91,35 @@ def test_the_time_on_paper_is_arithmetic_or_memory(advice):
     assert each["float32"].seconds == pytest.approx(3 * 4 * moved / 3.35e12)
 
 
+CONVOLUTIONS = {
+    "plain": {},
+    "strides": {"window_strides": (2, 2)},
+    "groups": {"feature_group_count": 4},
+    "dilated": {"rhs_dilation": (2, 2)},
+    "transposed": {"lhs_dilation": (1, 2), "padding": [(0, 0), (2, 2)]},
+    "groups of the batch": {"batch_group_count": 2},
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_the_arithmetic_of_a_convolution_is_counted(kind):
+    """On ones, the sum of the results is the number of products: the zeros between the elements of
+    a transposed one are not multiplied. A V100 takes that long for three of them."""
+    how = {"window_strides": (1, 1), "padding": "VALID", **CONVOLUTIONS[kind]}
+    channels = 64 // how.get("feature_group_count", 1)
+
+    def convolved(kernel, x):
+        return jax.lax.conv_general_dilated(x, kernel, **how)
+
+    ones = jnp.ones((64, channels, 3, 3)), jnp.ones((4, 64, 12, 12))
+    count = float(convolved(*ones).sum())
+    xs = [draw(number, *ones[1].shape) for number in range(2)]
+    found = advise(
+        lambda w, x: jnp.mean(convolved(w, x) ** 2), draw(9, *ones[0].shape), xs, card="V100"
+    )
+    assert found.costs[0].seconds == pytest.approx(3 * 2 * count / 15.7e12, rel=0.07)
+
+
 def test_a_precision_that_pulls_training_elsewhere_is_refused():
     """Year numbers: bfloat16 and float8 are out of the budget, and float16 is recommended."""
     params = {"a": PARAMS["a"] / 8, "b": PARAMS["b"]}

@@ -44,7 +44,9 @@ def _product(eqn: JaxprEqn, times: float) -> Product:
         summed = math.prod(left.shape[axis] for axis in eqn.params["dimension_numbers"][0][0])
     elif eqn.primitive.name == "conv_general_dilated":
         axis = eqn.params["dimension_numbers"].rhs_spec[0]
-        summed = right.size / max(right.shape[axis], 1)
+        # A transposed convolution puts zeros between the elements: no card multiplies those.
+        zeros = math.prod(eqn.params["lhs_dilation"])
+        summed = right.size / max(right.shape[axis], 1) / zeros
     else:  # ragged products: each row meets one matrix
         summed = left.shape[-1]
     name, cast = left.dtype.name, 0
