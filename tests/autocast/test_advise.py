@@ -1,5 +1,7 @@
 """What a precision costs is measured as noise and bias, and said before training."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -180,6 +182,32 @@ def test_a_pair_is_one_argument_of_a_function_that_takes_one(advice):
     np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
 
 
+class Pair(NamedTuple):
+    x: jax.Array
+    y: jax.Array
+
+
+def optional(params, x, y=None):
+    return jnp.mean((x @ params["a"]) ** 2) if y is None else network(params, x, y)
+
+
+def whole(params, batch, training=True):
+    return network(params, *batch) if training else jnp.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(optional, tuple), (whole, tuple), (network, Pair), (optional, Pair)],
+    ids=["optional", "with an option", "named", "optional and named"],
+)
+def test_a_tuple_is_taken_as_the_function_can_take_it(loss, kind, advice):
+    """Its elements are the arguments, optional ones too, or it is the first of them as a whole."""
+    pairs = [Pair(*pair) if kind is Pair else pair for pair in BATCHES]
+    found = advise(loss, PARAMS, pairs, progress=False)
+    prices = [cost.price for cost in found.costs]
+    np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
+
+
 def penalised(params, x, y):
     slope = jax.grad(lambda x: network(params, x, y))(x)
     return network(params, x, y) + jnp.sum(slope**2)
@@ -210,6 +238,26 @@ MISTAKES = {
     "a batch as a list": (
         (network, PARAMS, [list(b) for b in BATCHES]),
         r"tuple of the arguments \(x, y\)",
+    ),
+    "names": (
+        (lambda p, x, *, y: network(p, x, y), PARAMS, BATCHES),
+        r"takes y by name alone. Write fun=lambda params, x, y: loss_fn\(params, x, y=y\)",
+    ),
+    "a dict of arguments": (
+        (optional, PARAMS, [dict(zip("xy", pair, strict=True)) for pair in BATCHES]),
+        r"takes x by name. Write fun=lambda params, batch: loss_fn\(params, \*\*batch\)",
+    ),
+    "two ways": (
+        (
+            lambda p, x, y=0: network(p, *x) if isinstance(x, tuple) else network(p, x, y),
+            PARAMS,
+            BATCHES,
+        ),
+        r"as x, and also its elements as x, y. Write",
+    ),
+    "three": (
+        (network, PARAMS, [(*pair, 1) for pair in BATCHES]),
+        r"tuple of the arguments \(x, y\); got a tuple of 3",
     ),
     "a tuple of batches": ((network, PARAMS, tuple(BATCHES)), "list of batches"),
     "parameters in half": (
