@@ -1,5 +1,8 @@
 """What a precision costs is measured as noise and bias, and said before training."""
 
+import itertools
+import re
+import time
 from typing import NamedTuple
 
 import equinox as eqx
@@ -289,6 +292,25 @@ def test_an_unknown_card_is_an_error():
     """The cards whose rates are known are listed."""
     with pytest.raises(ValueError, match=r"'T4'.*for card; got 'B200'"):
         advise(network, PARAMS, BATCHES, card="B200")
+
+
+@pytest.mark.parametrize("tick", [5.0, 0.001], ids=["long", "short"])
+def test_without_a_terminal_long_work_writes_lines(tick, capsys, monkeypatch):
+    """As in CI or a notebook: an estimate, and how much is done each ten seconds, to standard
+    error. Short work writes nothing, and neither does `progress=False`."""
+    clock = itertools.count(0, tick)
+    for name in ("perf_counter", "monotonic"):
+        monkeypatch.setattr(time, name, lambda: next(clock))
+    advise(network, PARAMS, BATCHES[:2], progress=False)
+    assert capsys.readouterr().err == ""
+    advise(network, PARAMS, BATCHES[:2])
+    lines = capsys.readouterr().err.splitlines()
+    if tick < 1:
+        assert lines == []
+        return
+    assert re.fullmatch(r"advise: about \d+ s", lines[0])
+    assert len(lines) > 3
+    assert all(re.fullmatch(r"advise: \d+ of 16, after \d+ s", line) for line in lines[1:])
 
 
 MODULE = """

@@ -173,7 +173,7 @@ def advise(
             "TPU v7".
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
-        progress: whether to show a progress bar, in a terminal.
+        progress: whether to show a progress bar, or lines where there is no terminal.
 
     Returns:
         An `Advice`; `print` it.
@@ -228,7 +228,7 @@ def measured_advice(
         raise ValueError("Expected different batches; all of them have the same gradient.")
     each = (time.perf_counter() - start) / (len(samples) + 1)
     pieces = 4 * len(samples) + 2 * len(LARGER)
-    with counted(pieces, f"advise, about {each * pieces:.0f} s", shows=progress) as tick:
+    with counted(pieces, "advise", shows=progress, seconds=each * pieces) as tick:
         measured = _Measured(samples, reference, CARDS[card], code, tick)
         half = autocast(fun)
         of_half = samples.compiled(half)
