@@ -159,6 +159,20 @@ def test_it_says_from_which_batch_size_on_float16_needs_scaling(factor, needed):
     assert lost["float16"] < 1e-3
 
 
+@pytest.mark.parametrize("how", ["overflow", "rounding"])
+def test_it_does_not_say_that_a_scale_helps_where_none_does(how):
+    """An overflow of the forward pass, or its rounding, is the same at each scale."""
+    loss = {
+        "overflow": lambda p, x, y: network({**p, "b": p["b"] * 1e6}, x, y),
+        "rounding": lambda p, x, y: years({**p, "a": p["a"] * 4}, x, y),
+    }[how]
+    found = advise(loss, PARAMS, BATCHES)
+    assert not costs(found)["float16"].price.fits(0.01, 0.02)
+    assert found.needs_scaling_from is None
+    assert "not that of small gradients: no loss scale helps" in str(found)
+    assert "needs loss scaling" not in str(found)
+
+
 @pytest.mark.parametrize("kind", ["dict", "one array", "nnx", "equinox", "aux"])
 def test_batches_and_models_of_any_kind(kind):
     """A batch may be a tuple of arguments, or one argument; the parameters may be a model."""

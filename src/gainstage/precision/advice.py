@@ -19,6 +19,7 @@ __all__ = ["Advice", "Cost", "advise"]
 # Exponents of loss scales: the first one tried, the last, and the step between two.
 FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = 15, 24, 3
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
+WORSE = 2.0  # times the price of the scaled gradient, from which on a scale is needed
 ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
 
@@ -57,7 +58,7 @@ class Advice:
         recommended: the `Cost` of the precision to use.
         reason: why, in a sentence.
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
-            one; None if not even `2**12` times.
+            one; None if not even `2**12` times, or if no scale helps.
         card: the name of the card of the times.
         batches: the number of batches.
         is_clear: whether the mean gradient can be told from the noise of so few batches. If not,
@@ -108,8 +109,12 @@ class Advice:
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""
         larger = self.needs_scaling_from
+        scaled = next(cost for cost in self.costs if cost.name == "float16")
+        none = "Float16 needs no loss scaling here, nor for batches 4,096 times as large."
+        if not scaled.price.fits(MAX_NOISE, MAX_BIAS):
+            none = "The error of float16 is not that of small gradients: no loss scale helps."
         needs = {
-            None: "Float16 needs no loss scaling here, nor for batches 4,096 times as large.",
+            None: none,
             1: "Float16 needs loss scaling at these parameters and this batch size.",
         }
         from_then = (
@@ -239,7 +244,7 @@ def measured_advice(
             measured.row("float16", half, of_half, None),
             measured.row("float8", *_both(samples, with_float8(fun)), None),
         ]
-        larger = measured.needs_scaling_from(of_half)
+        larger = measured.needs_scaling_from(of_half, rows[3].price)
     return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
 
 
@@ -291,13 +296,21 @@ class _Measured:
         known = (memory, shares, seconds, code)
         return Cost(name, price, exponent if scaled else None, *known)
 
-    def needs_scaling_from(self, run: GradientsOf) -> int | None:
+    def needs_scaling_from(self, run: GradientsOf, scaled: Price) -> int | None:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
-        mean over more examples has smaller cotangents, as a smaller loss scale makes them."""
-        for order in (0, *LARGER):
+        mean over more examples has smaller cotangents, as a smaller loss scale makes them.
+
+        Args:
+            run: computes unscaled gradients.
+            scaled: the price of scaled ones, which no scale betters.
+        """
+        budget = max(MAX_NOISE, WORSE * scaled.noise), max(MAX_BIAS, WORSE * scaled.bias)
+        # Where float16 is no choice even if it is scaled, larger batches are no question.
+        larger = LARGER if scaled.fits(MAX_NOISE, MAX_BIAS) else ()
+        for order in (0, *larger):
             found = [run(number, 2.0**-order)[1:] for number in range(2)]
             self._tick()
-            if not self._reference.price(found).fits(MAX_NOISE, MAX_BIAS):
+            if not self._reference.price(found).fits(*budget):
                 return 2**order
         return None
 
