@@ -1,6 +1,7 @@
 """What each precision costs on a model and batches of one's own, before training."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,9 +9,10 @@ from gainstage._base.arrays import partition
 from gainstage._base.progress_bar import counted
 from gainstage._programs.in_dtype import is_half
 from gainstage._variables.types import PyTree, Using
-from gainstage.precision.autocast import autocast, with_float8
-from gainstage.precision.cards import CARDS, Card
+from gainstage.precision.autocast import autocast
+from gainstage.precision.cards import CARDS, H100, Card
 from gainstage.precision.costs import kept, products_of
+from gainstage.precision.plan import FLOAT8
 from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, percent
 from gainstage.precision.samples import GradientsOf, Samples, is_finite, samples_of
 
@@ -20,6 +22,7 @@ __all__ = ["Advice", "Cost", "advise"]
 FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = 15, 24, 3
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
 WORSE = 2.0  # times the price of the scaled gradient, from which on a scale is needed
+NAMES = "float32", "bfloat16", "float16, unscaled", "float16", "float8"
 ALIKE = 1.02  # times on paper whose ratio is below this are the same
 
 
@@ -54,7 +57,7 @@ class Advice:
     """What each precision costs, as `precision.advise` measured it. `print` it.
 
     Attributes:
-        costs: a tuple of `Cost`, from float32 to float8.
+        costs: a tuple of `Cost`, from float32 to float8. Float8 is missing if no product is in it.
         recommended: the `Cost` of the precision to use.
         reason: why, in a sentence.
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
@@ -104,7 +107,11 @@ class Advice:
     def table(self) -> list[tuple[str, ...]]:
         """Returns the rows of the table, the first one with the names of the columns."""
         head = ("precision", "noise", "bias", "lost to 0", "scale", "kept", "products", self.card)
-        return [head, *map(_line, self.costs)]
+        rows = [head, *map(_line, self.costs)]
+        if len(self.costs) < len(NAMES):
+            why = "as float16" if CARDS[self.card].float8 else "not there"
+            rows.append(("float8", why, *[""] * (len(head) - 2)))
+        return rows
 
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""
@@ -127,17 +134,25 @@ class Advice:
             needs.get(larger, from_then),
         ]
         seconds = {cost.name: cost.seconds for cost in self.costs}
-        if seconds["float8"] >= seconds["float16"]:
-            notes.append(
-                f"On the {self.card} float8 saves no time here: `autocast(loss_fn, 'float8')` "
-                f"leaves products that gain nothing in float16."
-            )
+        if "float8" not in seconds:
+            notes.append(self._without_float8())
+        elif seconds["float8"] >= seconds["float16"]:
+            notes.append(f"On the {self.card} float8 saves no time here.")
         if not self.is_clear:
             notes.append(
                 "The mean gradient cannot be told from noise, so bias is relative to the noise "
                 "that is left after 100 batches."
             )
         return notes
+
+    def _without_float8(self) -> str:
+        """Why no product is in float8."""
+        if not CARDS[self.card].float8:
+            return f"The {self.card} has no products in float8."
+        return (
+            f'No linear layer is large enough to gain by float8 on an {H100.name}: "float8" '
+            f'computes as "float16" does.'
+        )
 
 
 def advise(
@@ -162,8 +177,8 @@ def advise(
     - "lost to 0": the share of the gradient's elements that became 0.
     - "scale": the largest of `2**24`, `2**21`, `2**18` ... at which all gradients are finite.
     - "kept": what the forward pass keeps for the backward pass.
-    - "products": the share of the products' arithmetic in each dtype. In the row of float8 all
-      linear layers of at least 16 rows and columns are in it, also where no card gains by that.
+    - "products": the share of the products' arithmetic in each dtype. In the row of float8 those
+      are in it that `gainstage.autocast(fun, "float8")` puts there; there is none if none is.
     - the card: the time of all products of a step, from their sizes and the card's rates. On an
       H100 or A100, products of float32 are timed as TF32, which is how JAX multiplies them there;
       noise and bias are relative to float32 as the device of this process computes it.
@@ -196,7 +211,7 @@ def advise(
         >>> w, *data = (jax.random.normal(jax.random.key(i), (4, 32, 32)) for i in range(3))
         >>> advice = advise(loss_fn, w[0] / 6, list(zip(*data)))
         >>> print([cost.name for cost in advice.costs if cost.price.noise < 0.01])
-        ['float32', 'bfloat16', 'float16, unscaled', 'float16', 'float8']
+        ['float32', 'bfloat16', 'float16, unscaled', 'float16']
 
     Source: the noise of batches as in McCandlish et al., 2018, arXiv:1812.06162.
     """
@@ -215,8 +230,15 @@ def measured_advice(
     has_aux: bool = False,
     using: Using | None = None,
     code: Code = code_of_loop,
+    in_float8: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Advice:
-    """What `advise` returns, with lines of code for any kind of training."""
+    """What `advise` returns, with lines of code for any kind of training.
+
+    Args:
+        fun, params, batches, card, progress, has_aux, using: as for `advise`.
+        code: makes the lines.
+        in_float8: puts linear layers in float8, by default those that the lines put there.
+    """
     if card not in CARDS:
         raise ValueError(f"Expected one of {list(CARDS)} for card; got {card!r}.")
     small = next((x for x in partition(params)[0] if is_half(x)), None)
@@ -242,9 +264,14 @@ def measured_advice(
             measured.row("bfloat16", *_both(samples, autocast(fun, "bfloat16")), 0),
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
-            measured.row("float8", *_both(samples, with_float8(fun)), None),
         ]
-        larger = measured.needs_scaling_from(of_half, rows[3].price)
+        larger = measured.needs_scaling_from(of_half, rows[-1].price)
+        eight = in_float8(fun) if in_float8 else autocast(fun, "float8")
+        # It warns if no product is in float8, which the advice says.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            has_float8 = CARDS[card].float8 and measured.has_float8(eight)
+        if has_float8:
+            rows.append(measured.row("float8", *_both(samples, eight), None))
     return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
 
 
@@ -283,8 +310,7 @@ class _Measured:
             found.append(results[1:])
             self._tick()
         price = self._reference.price(found)
-        loss, arrays = self._samples.of_arrays(fun), self._samples.arrays[0]
-        own, others = arrays[: self._samples.parameters], arrays[self._samples.parameters :]
+        loss, own, others = self._traced(fun)
         products = products_of(loss, own, others)
         total = sum(p.operations for p in products) or 1.0
         shares: dict[str, float] = {}
@@ -295,6 +321,15 @@ class _Measured:
         code = self._code(name.partition(",")[0], scaled)
         known = (memory, shares, seconds, code)
         return Cost(name, price, exponent if scaled else None, *known)
+
+    def has_float8(self, fun: Callable[..., Any]) -> bool:
+        """Whether a product of a function is in float8."""
+        return any(product.dtype == FLOAT8 for product in products_of(*self._traced(fun)))
+
+    def _traced(self, fun: Callable[..., Any]) -> tuple[Callable[..., Any], list[Any], list[Any]]:
+        """The loss as a function of arrays, those of the parameters, and the others."""
+        arrays, count = self._samples.arrays[0], self._samples.parameters
+        return self._samples.of_arrays(fun), arrays[:count], arrays[count:]
 
     def needs_scaling_from(self, run: GradientsOf, scaled: Price) -> int | None:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
