@@ -149,6 +149,21 @@ def test_each_alarm_rings_once_on_its_own(kind):
     assert kinds(simulated(rule, largest, **how), rule) == [kind]
 
 
+@pytest.mark.parametrize("kind", ["floor", "growth", "skips"])
+def test_an_alarm_names_advise_where_a_precision_may_be_the_answer(kind):
+    """So where gradients are beyond what float16 holds, at the lowest scale or all flushed to 0;
+    not where a setting of the rule mends it."""
+    rule, largest, how = ILL[kind]
+    if kind == "growth":
+        largest = ones(60, 0.0)
+    said = []
+    with Alarms(rule, on_alarm=said.append) as alarms:
+        watch(alarms, simulated(rule, largest, **how))
+    (alarm,) = said
+    assert alarm.kind == kind
+    assert ("gs.precision.advise(loss_fn, params, batches)" in alarm.message) == (kind != "skips")
+
+
 def test_a_scale_at_its_highest_or_a_fixed_one_cannot_grow():
     """The reason why the scale does not rise is told, with the setting that mends it."""
     for rule, words in (

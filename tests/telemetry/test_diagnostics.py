@@ -657,7 +657,8 @@ def test_no_advice_contradicts_the_scale():
     shares = {"zero": 0.0, "flushed": 0.1, "subnormal": 0.1, "error": 0.2, "unscaled_error": 0.2}
     run = skipping(range(100, 200))._replace(tensors={"w": KNOWN | shares})
     assert findings(run).underflow.lead == [
-        "Underflow: float16 is 20% off in w, and by more than 1% in 1 of 1 tensors."
+        "Underflow: float16 is 20% off in w, and by more than 1% in 1 of 1 tensors. "
+        "gs.precision.advise(loss_fn, params, batches) says what each precision costs."
     ]
 
 

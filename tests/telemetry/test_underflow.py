@@ -223,7 +223,10 @@ def test_the_report_says_whether_what_is_lost_matters():
         "you need it."
     )
     lost = str(counted([2.0**-33], [2.0**-22])).splitlines()
-    assert lost[2] == "Underflow: float16 is 10% off in w, and by more than 1% in 1 of 2 tensors."
+    assert lost[2] == (
+        "Underflow: float16 is 10% off in w, and by more than 1% in 1 of 2 tensors. "
+        "gs.precision.advise(loss_fn, params, batches) says what each precision costs."
+    )
     large = str(counted([2.0**20])).splitlines()
     assert large[2:] == [
         "Overflow: w is beyond the largest number of float16.",

@@ -484,6 +484,7 @@ def test_layers_that_differ_too_much_get_scales_of_their_own():
     x = look(network(up, first=up))
     assert x.window().is_empty
     assert "no scale fits all layers" in str(x)
+    assert "gs.precision.advise(loss_fn, params, batches) says" in str(x)
     (local,) = [remedy for remedy in x.remedies if remedy.kind == "local"]
     assert "locally_scaled(first, " in local.change
     assert local.is_finite
@@ -599,8 +600,8 @@ def test_the_error_of_large_gradients_is_measured():
 
 
 def test_at_a_scale_of_1_it_says_whether_scaling_is_needed():
-    """The X-ray of an unscaled step ends the question: 2^0 fits, or it does not; of a step without
-    half precision it says so."""
+    """The X-ray of an unscaled step ends the question: 2^0 fits, or it does not, and what tells the
+    costs of each precision; of a step without half precision it says so."""
 
     def loss_fn(w, count, dtype):
         return jnp.square(jnp.ones((4, 8), dtype) @ w.astype(dtype)).astype("float32").sum() / count
@@ -609,6 +610,7 @@ def test_at_a_scale_of_1_it_says_whether_scaling_is_needed():
     for count, words in ((1.0, "2^0 fits: float16 needs no"), (2.0**30, "2^0 does not fit")):
         x = gs.diagnostics.xray(lambda w, n=count: loss_fn(w, n, "float16"), w, prescribe=False)
         assert words in str(x)
+        assert ("gs.precision.advise(loss_fn, params, batches) says" in str(x)) == (count > 1)
     x = gs.diagnostics.xray(lambda w: loss_fn(w, 1.0, "float32"), w)
     assert "nothing of this step is in half precision" in str(x)
 

@@ -18,6 +18,7 @@ from gainstage.runs.largest import LargestGradient
 from gainstage.runs.messages import LONG_STREAK, LOSS_MISSING, XRAY, Alike, Between, message_on
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
+from gainstage.runs.telemetry import ADVISE
 from gainstage.runs.writers import Record, Writer
 
 WINDOW = 200  # steps that alarms look back; also the quiet steps before an alarm repeats
@@ -283,14 +284,14 @@ class _Watch:
             return (
                 f"{row.length} steps in a row were skipped, and the scale stayed at "
                 f"{as_power(scale)}; {mend} it is too high, or gradients are beyond what the "
-                f"dtype holds: let it fall lower, or lower the learning rate. {XRAY}."
+                f"dtype holds: let it fall lower, or lower the learning rate. {XRAY}. {ADVISE}."
             )
         if row.length < 2 or not scale <= self._floor:
             return ""
         return (
             f"the scale is at its lowest, {as_power(scale)}, and steps are still skipped; {mend} "
             f"gradients are beyond what the dtype holds: lower min_scale, or the learning rate. "
-            f"{XRAY}."
+            f"{XRAY}. {ADVISE}."
         )
 
     def _many_skips(self, scale: float) -> str:
@@ -343,7 +344,8 @@ class _Watch:
         if len(recent) == ZEROS and not any(recent):
             return (
                 f"all gradients of the last {ZEROS} applied steps are 0. If that should not be, "
-                f"they are flushed: take a higher scale than {as_power(scale)}{self._other()}."
+                f"they are flushed: take a higher scale than {as_power(scale)}{self._other()}. "
+                f"{ADVISE}."
             )
         learned = lowest <= 4 * scale and step - when <= MEMORY
         if learned or self._raised < WINDOW or any(self._skips):

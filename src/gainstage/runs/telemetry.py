@@ -34,6 +34,7 @@ LEFT_OUT = (
     f"{TINY_SHARE:g} of all together may be rounding errors, as those of a bias before a "
     "normalisation are."
 )
+ADVISE = "gs.precision.advise(loss_fn, params, batches) says what each precision costs"
 NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
 WITHOUT_SCALING = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
@@ -329,7 +330,7 @@ def underflow_summary(
         beyond = max(error, key=lambda name: error[name])
         return [f"Overflow: {beyond} is beyond the largest number of float16."]
     if _most(error) > OFF:
-        first, inside = f"Underflow: float16 is {_worst(error)}.", []
+        first, inside = f"Underflow: float16 is {_worst(error)}. {ADVISE}.", []
     else:
         what = "underflow does not matter" if underflows else "nothing underflows"
         first, inside = f"In gradients of parameters {what}: float16 is {_worst(error)}.", [INSIDE]

@@ -19,6 +19,7 @@ from gainstage._variables.types import OptState, PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
 from gainstage.precision.plan import Plan
 from gainstage.precision.tuning import PlanTrial, try_plan
+from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.numbers import whole_error
@@ -233,9 +234,11 @@ class Xray:
         window = self.window()
         if math.isfinite(window.low) and math.isfinite(window.high):
             lines.append(_described(window))
+            needed = not window.low <= 0 <= window.high
             if self.scale == 1 and not window.is_empty:
-                needed = not window.low <= 0 <= window.high
                 lines.append(NEEDED if needed else NOT_NEEDED)
+            if window.is_empty or (self.scale == 1 and needed):
+                lines.append(ADVISE)
         elif not any(result.is_half for result in self._ran.results):
             lines.append("nothing of this step is in half precision")
         for remedy in self.remedies:
