@@ -108,13 +108,17 @@ def run(monkeypatch, capfd, tmp_path):
 
 
 def test_what_was_found_is_said_and_drawn(denoised, run, tmp_path):
-    """The command prints the table, what suffers, what does not and where it begins, and draws."""
+    """The command prints the table, what suffers, what does not and where it begins, and draws. It
+    ends with what `advise` says before the training."""
     asked, text = run(denoised[0])
     assert asked == (photographs.task().title, 160, 0)
     for row in ("Squared error, test", "PSNR, test", "Gradient's relative error", "Steps skipped"):
         assert row in text
     for words in ("What suffers: the pictures", "What does not: bfloat16", "it needs no scaling."):
         assert words in " ".join(text.split())
+    assert "advise says: Float16 needs loss scaling" in " ".join(text.split())
+    assert "Use bfloat16: noise" in " ".join(text.split())
+    assert "For your model: gainstage advise MODULE:FUNCTION\n" in text
     assert max(len(line) for line in text.splitlines() if str(tmp_path) not in line) <= 80
     assert "\x1b" not in text
     drawn = (tmp_path / "demo.png").read_bytes()

@@ -5,14 +5,22 @@ The command imports it; no other room needs it.
 
 import functools
 import importlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from gainstage.demo.task import Task
+from gainstage._variables.types import PyTree
+from gainstage.demo.task import Task, Weights
 from gainstage.demo.training import MODES, UNSCALED, Comparison, Trainer, Training
+from gainstage.precision.advice import Advice, advise
+
+# The tasks of which two batches show what training does. The digits' loss has a small part, which
+# the norm of the whole gradient hides.
+ADVISED = ("photographs",)
 
 
 def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -> None:
@@ -34,7 +42,7 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -
         about = {"task": name, "steps": steps or task.steps, "seed": seed, "picture": str(output)}
         print(json.dumps({**about, **summary(found)}))
     else:
-        console.show(found, str(output))
+        console.show(found, str(output), advised(task, seed) if name in ADVISED else None)
 
 
 def compare(task: Task, steps: int, seed: int) -> Comparison:
@@ -56,6 +64,17 @@ def compare(task: Task, steps: int, seed: int) -> Comparison:
     unscaled = [run for run in runs if run.mode == UNSCALED]
     by_ranks = sorted(unscaled, key=lambda run: run.ranks)
     return Comparison(task, dict(zip(MODES, runs, strict=False)), by_ranks)
+
+
+def advised(task: Task, seed: int) -> Advice:
+    """What `advise` says of a task before its training, on two batches."""
+
+    def loss_fn(weights: Weights, batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        value, error = task.loss(weights, batch)
+        return value / task.ranks, error
+
+    weights = [jnp.asarray(w) for w in task.weights(seed)]
+    return advise(loss_fn, weights, list(itertools.islice(task.batches(seed), 2)), has_aux=True)
 
 
 def summary(found: Comparison) -> dict[str, Any]:

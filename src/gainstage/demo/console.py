@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gainstage.demo.training import BFLOAT16, SCALED, UNSCALED, Comparison
+from gainstage.precision.advice import Advice
 from gainstage.runs.report import WIDTH
 
 HARM = 1.02  # times the error of float32, from which on float16 is said to suffer
@@ -74,10 +75,15 @@ def conclusions(found: Comparison) -> list[str]:
     ]
 
 
-def show(found: Comparison, picture: str) -> None:
-    """Prints the table and what follows from it."""
+def show(found: Comparison, picture: str, advice: Advice | None) -> None:
+    """Prints the table and what follows from it, and at the end what `advise` says."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(found))
     for sentence in conclusions(found):
         console.print(f"\n{sentence}", width=WIDTH)
-    console.print(f"\nPicture: {picture}", soft_wrap=True)
+    if advice is not None:
+        scaling = advice.notes()[3]
+        said = f"Before the training gs.precision.advise says: {scaling} Use {advice.reason}"
+        console.print(f"\n{said}", width=WIDTH)
+    console.print("\nFor your model: gainstage advise MODULE:FUNCTION")
+    console.print(f"Picture: {picture}", soft_wrap=True)
