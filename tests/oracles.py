@@ -5,22 +5,82 @@ import math
 import numpy as np
 
 
-def scale_automaton(rule, finite_steps):
-    """`DynamicLossScale`, as its description says it: (scale, good_steps) after each step."""
-    scale, good, bad = rule.initial_loss_scale, 0, 0
-    backoff = rule.backoff_factor or 1 / rule.multiplier
+def dynamic_step(rule, state, finite):
+    """`DynamicLossScale`, as its description says it: scale, good and bad steps after a step."""
+    scale, good, bad = state
 
     def move(factor):
         moved = scale * factor
         return max(moved, rule.min_scale) if factor < 1 else min(moved, rule.max_scale)
 
+    good, bad = (good + 1, 0) if finite else (0, bad + 1)
+    if good >= rule.increment_period:
+        scale, good = move(rule.multiplier), 0
+    if bad >= rule.hysteresis:
+        scale, bad = move(rule.backoff_factor or 1 / rule.multiplier), 0
+    return scale, good, bad
+
+
+def scale_automaton(rule, finite_steps):
+    """(scale, good steps) after each step of a run with `DynamicLossScale`."""
+    state = rule.initial_loss_scale, 0, 0
     for finite in finite_steps:
-        good, bad = (good + 1, 0) if finite else (0, bad + 1)
-        if good >= rule.increment_period:
-            scale, good = move(rule.multiplier), 0
-        if bad >= rule.hysteresis:
-            scale, bad = move(backoff), 0
-        yield scale, good
+        state = dynamic_step(rule, state, finite)
+        yield state[:2]
+
+
+def tensorflow_step(period, multiplier, state, finite):
+    """`DynamicLossScale` of TensorFlow: (scale, good steps) after a step. Ours ends at 2**126."""
+    scale, good = state
+    if not finite:
+        return max(scale / multiplier, 1.0), 0
+    if good + 1 < period:
+        return scale, good + 1
+    return min(scale * multiplier, 2.0**126), 0
+
+
+def keras_step(period, state, finite, lowest=2.0**-24):
+    """Keras's rule: (scale, good steps) after a step. Ours stays within `lowest` and 2**126."""
+    scale, good = state
+    if not finite:
+        return max(scale / 2, lowest), 0
+    return (min(scale * 2, 2.0**126), 0) if good == period - 1 else (scale, good + 1)
+
+
+def reachable(start, inputs, step, fold=lambda state: state):
+    """All states that a machine can reach, each with the states after each of the inputs. `fold`
+    makes one state of those that go on alike."""
+    table, waiting = {}, [start]
+    while waiting:
+        state = waiting.pop()
+        if state not in table:
+            table[state] = [step(state, each) for each in inputs]
+            waiting += map(fold, table[state])
+    return table
+
+
+def window(policy, steps, period, rate, initial, grads):
+    """SGD with windows of `steps` microbatches: the weight, the updates and the scale after each.
+
+    A non-finite microbatch does not count in its window (`extend`), or the whole window is lost
+    (`drop_window`). The scale reacts to each microbatch, or to each window.
+    """
+    weight, updates, state = 0.0, 0, (initial, 0)
+    total, good, seen = 0.0, 0, 0
+    for gradient in grads:
+        finite = math.isfinite(gradient)
+        if policy == "extend":
+            state = keras_step(period, state, finite)
+        if finite:
+            total, good = total + gradient, good + 1
+        seen += finite if policy == "extend" else 1
+        if seen == steps:
+            if good == steps:
+                weight, updates = weight - rate * total / steps, updates + 1
+            if policy != "extend":
+                state = keras_step(period, state, good == steps)
+            total, good, seen = 0.0, 0, 0
+        yield weight, updates, state[0]
 
 
 class Oracle:
@@ -82,6 +142,8 @@ class Oracle:
 class AdaptiveAutomaton:
     """`AdaptiveLossScale`, as its description says it, one step after the other."""
 
+    FIELDS = ("scale", "good", "bad", "ceiling", "before", "first", "largest")  # as in its state
+
     def __init__(self, rule):
         self.rule, self.scale = rule, rule.initial_loss_scale
         self.ceiling = self.before = rule.max_scale
@@ -128,3 +190,9 @@ class AdaptiveAutomaton:
             wanted = 2.0 ** min(max(math.frexp(quotient)[1] - 1, -126), 126)
         self.scale = max(min(wanted, self.ceiling), rule.min_scale)
         return self.scale
+
+    def step_from(self, state, seen):
+        """The state after a step from any state, as a tuple of `FIELDS`."""
+        vars(self).update(zip(self.FIELDS, state, strict=True))
+        self.step(*seen)
+        return tuple(vars(self)[name] for name in self.FIELDS)

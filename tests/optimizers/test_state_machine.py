@@ -22,7 +22,7 @@ import gainstage as gs
 from gainstage.optimizers import SGD, Adam
 
 from grid import SHAPES, random_gradients, values
-from oracles import Oracle
+from oracles import Oracle, keras_step
 
 FIRST, GROWTH, RATES, CLIPS = 2.0**6, 3, (1 / 64, 1 / 32), (0.7, 1.4)
 SETS = {  # class, its options, those of the wrapper
@@ -132,19 +132,11 @@ class Optimizing(RuleBasedStateMachine):
         else:
             assert bits(values(self.variables)[0], self.slots()) == before
         if self.moves:
-            self.react(bad is None)
+            self.scale, self.good = keras_step(GROWTH, (self.scale, self.good), bad is None)
 
     def slots(self):
         """The state of the inner optimizer."""
         return [v.value() for v in self.opt.inner_optimizer.variables]
-
-    def react(self, finite):
-        """What the rule of Keras does."""
-        self.good = self.good + 1 if finite else 0
-        if not finite:
-            self.scale /= 2
-        elif self.good >= GROWTH:
-            self.scale, self.good = self.scale * 2, 0
 
     @rule(rate=st.sampled_from(RATES), way=WAYS)
     def set_rate(self, rate, way):

@@ -27,10 +27,10 @@ RULES = [
 
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_it_is_what_its_description_says(number):
-    """On 200 random runs, good, bad and mixed, each of 10 compiled rules is the state machine in
-    plain Python, bit for bit, and its scale is a power of two within the bounds."""
-    rule, rng, shape = RULES[number], np.random.default_rng(number), (200, 80)
-    finite = rng.random(shape) < rng.choice([0.1, 0.7, 0.95, 1.0], size=(200, 1))
+    """On 25 random runs with gradients of all sizes, each of 10 compiled rules is the state machine
+    in plain Python, bit for bit, and its scale is a power of two within the bounds."""
+    rule, rng, shape = RULES[number], np.random.default_rng(number), (25, 80)
+    finite = rng.random(shape) < rng.choice([0.1, 0.7, 0.95, 1.0], size=(25, 1))
     largest = np.exp2(rng.uniform(-40, 20, size=shape)).astype(np.float32)
     largest[rng.random(shape) < 0.1] = 0
     any_nan = rng.random(shape) < 0.7
