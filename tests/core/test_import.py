@@ -11,10 +11,13 @@ import gainstage as gs
 
 FRESH = """
 import importlib.metadata, json, sys
+import jax, numpy, optax
+others = set(sys.modules)
 known, importlib.metadata.version = importlib.metadata.version, None
 import gainstage as gs
 importlib.metadata.version = known
 found = {"version": gs.__version__, "modules": list(sys.modules), "names": dir(gs)}
+found["own"] = sorted(set(sys.modules) - others)
 found["lazy"] = [
     gs.compat.tf2.LossScaleOptimizer.__name__, gs.interop.importers.from_torch.__name__,
     gs.diagnostics.JsonLines.__name__, gs.distributed.Watchdog.__name__, dir(gs.compat)[-4:],
@@ -47,6 +50,15 @@ def test_import_needs_no_extra(fresh):
     """`import gainstage` imports none of the optional dependencies."""
     extras = {"keras", "flax", "orbax", "jinja2", "matplotlib", "rich", "tensorboardX", "sklearn"}
     assert not (extras | {"torch"}) & set(fresh["modules"])
+
+
+def test_import_is_little_work(fresh):
+    """`import gainstage` after jax, numpy and optax runs at most 109 modules of ours, and of others
+    only parts of those three and of Python."""
+    ours = [name for name in fresh["own"] if name.startswith("gainstage")]
+    assert 0 < len(ours) <= 109
+    packages = {name.partition(".")[0] for name in fresh["own"]}
+    assert packages - sys.stdlib_module_names <= {"gainstage", "jax", "jaxlib", "numpy", "optax"}
 
 
 def test_the_package_shows_its_public_names(fresh):
