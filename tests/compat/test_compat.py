@@ -11,7 +11,7 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
-from gainstage.compat import experimental, tf2
+from gainstage.compat import experimental, tf2, v1
 from gainstage.optimizers import SGD
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -113,10 +113,72 @@ def test_loss_scale_optimizer(name):
                 close(variable.numpy(), expected)
 
 
+VERSION_1 = recorded("tf_v1_mp_loss_scale_optimizer")
+
+
+def build(config):
+    if not isinstance(config, dict):
+        return config
+    arguments = dict(config)
+    return getattr(v1, arguments.pop("class_name"))(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore:No gradient for")
+@pytest.mark.parametrize("name", VERSION_1)
+def test_loss_scale_optimizer_of_version_1(name):
+    """Gradients, weights, slots, scale and `global_step` follow the recorded run.
+
+    Difference: a fixed scale skips what is not finite, where the record applies it and ends.
+    """
+    trace = VERSION_1[name]
+    opt = v1.MixedPrecisionLossScaleOptimizer(
+        build(trace["config"]["opt"]), build(trace["config"]["loss_scale"])
+    )
+    fixed = name == "mom-fixed"
+    variables = [gs.Variable(array(v["initial"]), name=v["name"]) for v in trace["variables"]]
+    global_step = gs.Variable(0)
+    for step in trace["steps"]:
+        true = [array(g) for g in step["true_grads"]]
+        true += [None] * (len(variables) - len(true))
+
+        def loss(true=true):
+            parts = zip(variables, true, strict=True)
+            return sum((v * g).sum() for v, g in parts if g is not None)
+
+        if all(g is None or np.isfinite(g).all() for g in true):
+            pairs = opt.compute_gradients(loss, variables)
+            for (gradient, _), expected in zip(pairs, true, strict=True):
+                assert (gradient is None) == (expected is None)
+                if gradient is not None:
+                    close(gradient, expected)
+        else:
+            pairs = list(zip(true, variables, strict=True))
+        before = [v.numpy() for v in variables]
+        assert opt.apply_gradients(pairs, global_step) is None
+        if fixed and not all(np.isfinite(array(v)).all() for v in step["variables"]):
+            assert all((v.numpy() == b).all() for v, b in zip(variables, before, strict=True))
+            break
+        close(opt.loss_scale, step["scale"])
+        assert int(global_step) == step["global_step"]
+        for variable, expected in zip(variables, step["variables"], strict=True):
+            close(variable.numpy(), expected)
+
+
 def test_a_scale_without_reciprocal_is_refused():
     """Difference: TensorFlow takes a scale of 2**127, with which every update is 0."""
     with pytest.raises(ValueError, match="for initial_scale"):
         make(OPTIMIZERS["new-overflow"])
+
+
+def test_custom_optimizers_are_serialized():
+    """A class of the user's own comes back where it is among the custom objects."""
+
+    class Mine(SGD):
+        """SGD by another name."""
+
+    opt = tf2.LossScaleOptimizer(Mine(0.5), initial_scale=4.0)
+    again = tf2.LossScaleOptimizer.from_config(opt.get_config(), {"Mine": Mine})
+    assert (type(again.inner_optimizer), float(again.loss_scale)) == (Mine, 4.0)
 
 
 @pytest.mark.parametrize("start", ["skipped", "later"])

@@ -71,16 +71,6 @@ def two_weights_after_a_step(opt):
 # ── experimental: summary and examples ───────────────────────────────────────────────────────
 
 
-def test_the_two_classes_differ_only_in_the_constructor():
-    """Whatever the gradients are, both classes have the same scale, count and weights."""
-    live = experimental.DynamicLossScale(4.0, 2)
-    runs = [
-        after_each(opt, [1.0, 1.0, INF, 1.0, NAN], scale, counter, lambda opt: opt.iterations)
-        for opt in (older(live), wrapped(initial_scale=4.0, dynamic_growth_steps=2))
-    ]
-    assert runs[0] == runs[1] == [(4, 1, 1), (8, 0, 2), (4, 0, 3), (4, 1, 4), (2, 0, 5)]
-
-
 def test_the_newer_class_takes_no_loss_scale_object():
     """The class without *experimental* does not accept a `LossScale`."""
     with pytest.raises(TypeError, match="dynamic"):
@@ -865,15 +855,6 @@ def test_a_gradient_of_none_is_left_out():
     with pytest.warns(UserWarning, match="No gradient for"):
         wrapped().minimize(lambda: a * 2.0, [a, b])
     assert (float(a), float(b)) == (2.0, 3.0)
-
-
-def test_minimize_updates_the_scale_and_skips():
-    """`minimize` moves the weight by the true gradient whatever the scale is, or skips."""
-    w = gs.Variable(5.0)
-    opt = wrapped(gs.optimizers.SGD(2.0), initial_scale=2, dynamic_growth_steps=1)
-    for factor, weight, after in ((1.0, 3.0, 4.0), (1.0, 1.0, 8.0), (INF, 1.0, 4.0)):
-        opt.minimize(lambda factor=factor: w * factor, [w])
-        assert (float(w), float(opt.loss_scale)) == (weight, after)
 
 
 @row(4, "minimize")

@@ -121,18 +121,6 @@ def test_the_scale_is_a_constant_or_dynamic():
         assert float(opt.loss_scale) == after
 
 
-def test_a_dynamic_scale_follows_its_gradients():
-    """A live scale doubles after its period of finite steps and halves after each overflow."""
-    scale, step, w = v1.DynamicLossScale(4.0, 2), gs.Variable(0), gs.Variable(1.0)
-    opt = wrapped(scale, v1.GradientDescentOptimizer(1.0))
-    states = []
-    for gradient in (1.0, 1.0, INF, NAN, 1.0):
-        opt.apply_gradients([(gradient, w)], step)
-        states.append((float(w), float(scale()), int(step)))
-    assert states == [(0, 4, 1), (-1, 8, 2), (-1, 4, 2), (-1, 2, 2), (-2, 2, 3)]
-    assert float(opt.loss_scale) == 2.0
-
-
 @row(2, "opt")
 def test_it_wraps_another_optimizer():
     """Loss scaling is applied to the steps of `opt`, an optimizer of `compat.v1`."""
@@ -283,12 +271,6 @@ def test_gradients_are_applied_if_all_are_finite():
     ):
         opt.apply_gradients([(jnp.array(first), a), (second, b)])
         assert [a.numpy().tolist(), float(b)] == after
-
-
-def test_a_skipped_step_leaves_the_accumulators():
-    """No update is performed in a skipped step, also of accumulators."""
-    opt = wrapped(2, v1.MomentumOptimizer(1.0, 1.0))
-    assert weights_after(opt, [1.0, INF, 1.0]) == [2.0, 2.0, 0.0]
 
 
 @row(2, "apply_gradients(global_step)")
