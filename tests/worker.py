@@ -182,10 +182,10 @@ def work(job):
         skipped.append(int(training.optimizer.iterations) == before)
         watchdog.feed()  # after the first step, whose compilation is not to be timed
         if "checkpoints" in job and (i + 1) % 5 == 0:
+            leave(Path(job["checkpoints"], f"digest-{i + 1}"), training.digest(), job["process"])
             if mine and i + 1 == job.get("kill_in_save"):
                 killed_after(job["delay"])
             checkpoints.save(i + 1, training.weights, training.optimizer)
-            leave(Path(job["checkpoints"], f"digest-{i + 1}"), training.digest(), job["process"])
     same = bool(distributed.check_replicas([training.weights, training.optimizer.variables]))
     return {
         "start": start,
