@@ -410,6 +410,7 @@ def test_it_works_over_and_under_transformations():
     assert error(tangent, np.cos(product) * product) < 3e-3
 
 
+@pytest.mark.as_users
 def test_donated_arguments():
     """A step that donates its parameters reuses their buffers, as the float32 step does."""
 
@@ -445,6 +446,7 @@ def test_eight_devices(kind):
     assert error(grads, jax.jit(jax.grad(network))(PARAMS, X)) < 2e-3
 
 
+@pytest.mark.as_users
 def test_shard_map():
     """Products inside of `jax.shard_map` are half; collectives and their results stay right."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -203,6 +203,7 @@ def cases():
         yield pytest.param(name, marks=[seldom] * (part or usual))
 
 
+@pytest.mark.as_users
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", list(cases()))
 def test_scaled_run_is_bit_equal_to_a_plain_one(name):

@@ -570,6 +570,7 @@ def test_keras_style_loops():
     assert (float(after.w.factor), int(after.x.stale)) == (0.25, 1)
 
 
+@pytest.mark.as_users
 def test_the_program_multiplies_float8_and_calls_nobody():
     """The products of the compiled step are of float8 operands, and there is no callback."""
     params, states, x, y = problem()

@@ -421,6 +421,7 @@ def test_a_planned_variable_has_everything_but_a_value():
     assert plan.value().dtype == jnp.float16
 
 
+@pytest.mark.as_users
 def test_an_optimizer_can_be_built_and_compiled_for_a_plan():
     """Its slots are planned too, its scalars are there, and its step is that of the real thing."""
 

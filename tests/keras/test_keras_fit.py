@@ -816,6 +816,7 @@ def test_a_window_that_keras_cannot_count_is_refused():
             LossScaleOptimizer(optimizer)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("kind", ["sgd", "ours", "accumulating", "original", "without"])
 def test_a_skipped_step_keeps_the_state_of_layers(kind):
     """With `protect_statistics` a skipped step leaves the moving mean and variance of

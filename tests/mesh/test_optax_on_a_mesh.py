@@ -309,6 +309,7 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
     assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize(
     ("place", "kind"),
     [

@@ -59,6 +59,7 @@ def test_from_a_scale_far_too_large_every_step_is_taken():
     assert np.linalg.norm(params - exact) < 0.01 * np.linalg.norm(exact)
 
 
+@pytest.mark.as_users
 def test_a_retry_is_a_skipped_step_with_the_same_batch():
     """Parameters, slots, scale and norms are those of as many skipped steps, bit for bit."""
     retried = trained(40, (X, Y), (X + 1, Y))

@@ -72,6 +72,7 @@ def test_it_takes_the_steps_of_the_loop(make):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.as_users
 def test_a_skipped_step_changes_nothing_but_the_scale():
     """On a bad batch params and the state of the wrapped transformation keep every bit."""
     tx = gs.loss_scaled(optax.adam(0.1))
@@ -90,6 +91,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
         assert old.tobytes() == np.asarray(new).tobytes()
 
 
+@pytest.mark.as_users
 def test_gradients_are_stored_once():
     """The compiled step neither copies the parameters nor stores true gradients beside scaled ones,
     and reuses the memory of both arguments."""

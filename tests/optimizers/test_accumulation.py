@@ -28,6 +28,7 @@ def test_no_average_is_given_before_there_is_one():
     assert float(w.value()[0]) == 3.0
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("window", [0, 1], ids=["first window", "second window"])
 @pytest.mark.parametrize("bad", [0, 1], ids=["first microbatch", "last microbatch"])
 def test_a_dropped_window_sets_no_weight_to_an_average(window, bad):
@@ -149,6 +150,7 @@ def test_what_a_window_has_measured_reaches_the_rule():
     assert int(opt.iterations) == 1
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_window_goes_on_from_a_checkpoint(policy, rng):
     """State that is saved within a window continues to the same bits."""

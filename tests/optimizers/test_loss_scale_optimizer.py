@@ -42,6 +42,7 @@ def test_an_option_that_a_class_sets_is_not_given():
 
 
 # Asked for in keras#17225 (use_ema).
+@pytest.mark.as_users
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
 def test_options_act_from_either_place(options):
     """An option on the wrapper gives bit for bit what it gives on the inner optimizer."""

@@ -63,6 +63,7 @@ def test_from_a_scale_far_too_large_every_step_is_taken(compiled):
     assert run.mean == pytest.approx(float(usual.mean), rel=1e-6)
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_retry_is_a_skipped_step_with_the_same_batch(compiled):
     """Weights, slots, scale and norms are those of as many skipped steps, bit for bit."""
@@ -77,6 +78,7 @@ def test_a_retry_is_a_skipped_step_with_the_same_batch(compiled):
         np.testing.assert_array_equal(one, expected)
 
 
+@pytest.mark.as_users
 def test_without_retries_nothing_changes():
     """The program of a step without retries has no loop; one with retries has one."""
     for retries, count in ((0, 0), (3, 1)):

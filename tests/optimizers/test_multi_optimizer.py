@@ -89,6 +89,7 @@ def two(**options):
     return a, b, parts, opt
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("which", [0, 1])
 def test_if_one_overflows_none_takes_the_step(which):
     """An overflow of either skips both, bit for bit, and lowers the scale once."""
@@ -134,6 +135,7 @@ def test_clipping_acts_on_all_together():
     np.testing.assert_allclose([float(a[0]), float(b[0])], [-0.6, -1.6], rtol=1e-6)
 
 
+@pytest.mark.as_users
 def test_its_state_is_saved_and_copied():
     """A run goes on bit for bit from a saved state, and in a deep copy."""
     a, b, _, opt = two(initial_scale=8.0)

@@ -10,6 +10,7 @@ import gainstage as gs
 from gainstage.optimizers import from_optax
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_gradient_leaves_the_state_of_a_variable_alone(compiled):
     """A variable without a gradient keeps its moments bit for bit; the others take their step."""

@@ -16,6 +16,8 @@ import pytest
 import gainstage as gs
 from gainstage.optimizers import SGD, Adam
 
+pytestmark = pytest.mark.as_users
+
 STEPS = 50
 RULE = gs.DynamicLossScale(8.0, 5, hysteresis=2)
 SHAPES = {"a": (3,), "b": (2, 2), "c": ()}

@@ -26,6 +26,7 @@ def normalised():
 BATCHES = [jnp.ones(2), jnp.array([1.0, jnp.inf]), 2 * jnp.ones(2), jnp.full(2, jnp.nan)]
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("compiled", ["eagerly", "uncompiled", "in gs.jit"])
 def test_a_skipped_step_changes_nothing_but_the_scale(compiled):
     """Variables that a loss assigns keep their values on a skipped step, bit for bit, and get the

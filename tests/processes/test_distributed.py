@@ -352,6 +352,7 @@ def test_parts_may_differ_where_replicas_may_not():
     assert not distributed.check_replicas(everywhere(parts, ("data",)))
 
 
+@pytest.mark.as_users
 def test_the_check_of_replicas_is_one_sum_of_8_bytes():
     """However many arrays there are."""
     from gainstage.distributed import agreement
@@ -512,6 +513,7 @@ def test_headroom_counts_the_devices():
 
 
 # Asked for in jax#27496 (sums in half precision).
+@pytest.mark.as_users
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_a_sum_that_jax_puts_in_is_taken_in_float32(dtype):
     """On Explicit axes a marked parameter's gradients are products in float16, added in float32."""

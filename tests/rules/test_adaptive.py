@@ -25,6 +25,7 @@ RULES = [
 ]
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("number", range(len(RULES)))
 def test_it_is_what_its_description_says(number):
     """On 25 random runs with gradients of all sizes, each of 10 compiled rules is the state machine

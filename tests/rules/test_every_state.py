@@ -218,6 +218,7 @@ def folded(state):
     return scale, good, bad if bad <= 640 else 640 + bad % 64, ceiling, before, first, largest
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_measuring_rule_is_its_description_in_every_state(name):
     """Thousands of states, after gradients of each size and overflows with each kind of loss: bits

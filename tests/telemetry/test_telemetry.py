@@ -105,6 +105,7 @@ def test_the_largest_element_is_measured_around_a_step_that_a_user_skips():
     np.testing.assert_array_equal(found, [1.0, np.nan, 3.0, 4.0, np.nan, np.nan])
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_telling_changes_no_decision_and_no_bit(options, rng):
     """With telemetry and without, weights, slots and scale are the same after every step."""
@@ -125,6 +126,7 @@ def test_telling_changes_no_decision_and_no_bit(options, rng):
         assert values[0] == values[1]
 
 
+@pytest.mark.as_users
 def test_an_optax_state_tells_the_same(rng):
     """`loss_scaled` with telemetry gives, inside of a chain and under jit, what an optimizer does,
     and updates with the bits that it gives without."""
@@ -176,6 +178,7 @@ def test_a_compiled_step_returns_it_and_waits_for_nothing():
     assert [float(i.grad_norm) for i in infos if i.finite] == [0.0, 1.0, 6.0, 8.0]
 
 
+@pytest.mark.as_users
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_on_a_mesh_the_norm_is_part_of_the_one_sum(kind, rng):
     """On eight devices the norm is that of all parts, by the one all-reduce there is; those for

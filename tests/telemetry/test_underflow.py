@@ -127,6 +127,7 @@ def test_inside_of_shard_map_parts_are_summed():
     check(gs.diagnostics.report(state, params).underflow, [true])
 
 
+@pytest.mark.as_users
 def test_it_calls_nothing_on_the_host_and_takes_little_memory():
     """The compiled step has no callback, and stores no copy of a gradient."""
     w = gs.Variable(np.zeros((1024, 1024), np.float32))
