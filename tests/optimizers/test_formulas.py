@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adagrad, Adam, RMSprop
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, from_optax
 
 from grid import GRID, OPTIONS, make, oracle_for, random_gradients
 
@@ -102,6 +102,19 @@ TWINS = {
         SGD(0.1, global_clipnorm=0.5),
         optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     ),
+    "adamw": lambda: (
+        AdamW(0.1, 0.2, epsilon=1e-16),
+        optax.adamw(0.1, weight_decay=0.2, eps=1e-16),
+    ),
+    "rmsprop": lambda: (RMSprop(0.1), optax.rmsprop(0.1, 0.9, eps=1e-7)),
+    "rmsprop with momentum": lambda: (
+        RMSprop(0.1, 0.9, 0.5),
+        optax.rmsprop(0.1, 0.9, eps=1e-7, momentum=0.5),
+    ),
+    "adagrad": lambda: (Adagrad(0.1), optax.adagrad(0.1, 0.1, eps=1e-7)),
+    "adadelta": lambda: (Adadelta(1.0), optax.adadelta(1.0, rho=0.95, eps=1e-7)),
+    "lion": lambda: (Lion(0.1), optax.lion(0.1, 0.9, 0.99, weight_decay=0.0)),
+    "optax": lambda: (from_optax(optax.adamw(0.1)), optax.adamw(0.1)),
 }
 
 

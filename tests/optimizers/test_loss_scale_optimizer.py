@@ -14,13 +14,6 @@ from gainstage.optimizers import SGD, Adam, to_optax
 
 from peers import fails, keras_step, live
 
-OPTIONS = [
-    {"clipnorm": 0.5},
-    {"weight_decay": 0.1, "global_clipnorm": 0.5},
-    {"use_ema": True, "ema_momentum": 0.9},
-    {"gradient_accumulation_steps": 2},
-]
-
 
 def test_an_option_that_a_class_sets_is_not_given():
     """A class's own default gives way to the wrapper's option, without changing the object."""
@@ -39,26 +32,6 @@ def test_an_option_that_a_class_sets_is_not_given():
     assert (opt.weight_decay, opt.clipnorm) == (0.25, 0.5)
     with pytest.raises(ValueError, match="weight_decay here and weight_decay on"):
         gs.LossScaleOptimizer(Decaying(1.0, weight_decay=0.5), weight_decay=0.25)
-
-
-# Asked for in keras#17225 (use_ema).
-@pytest.mark.as_users
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
-def test_options_act_from_either_place(options):
-    """An option on the wrapper gives bit for bit what it gives on the inner optimizer."""
-    results = []
-    for inner, outer in [(options, {}), ({}, options)]:
-        w = gs.Variable([1.0, -2.0])
-        opt = gs.LossScaleOptimizer(Adam(0.1, **inner), 4.0, 3, **outer)
-        for g in ([1.0, 2.0], [3.0, np.nan], [-1.0, 5.0], [2.0, 2.0], [0.5, 0.25]):
-            opt.apply([4 * np.float32(g)], [w])
-        opt.finalize_variable_values([w])
-        results.append([v.numpy().tobytes() for v in [w, *opt.variables]])
-        config = opt.get_config()
-        for option in options:
-            places = [option in config, config["inner_optimizer"]["config"].get(option) is not None]
-            assert places == [bool(outer), bool(inner) or not outer]
-    assert results[0] == results[1]
 
 
 def test_the_product_of_scale_and_factor_stays_within_the_bounds():

@@ -1,6 +1,5 @@
 import copy
 import json
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -482,29 +481,6 @@ def trained(steps=3):
     for step in range(steps):
         opt.apply([[1.0 * step, 2.0], 3.0], variables)
     return variables, opt
-
-
-def resume(variables, opt):
-    for step in range(4):
-        opt.apply([[0.5 * step, 1.0], -2.0], variables)
-    return snapshot(variables, opt.variables)
-
-
-def test_a_saved_optimizer_continues_bit_for_bit():
-    """`set_weights`, a stored dictionary, a pickle and a deep copy continue the same run."""
-    variables, opt = trained()
-    store = {}
-    opt.save_own_variables(store)
-    twins = [pickle.loads(pickle.dumps((variables, opt))), copy.deepcopy((variables, opt))]
-    for load in ("set_weights", "load_own_variables"):
-        fresh, twin = trained(1)
-        for v, value in zip(fresh, variables, strict=True):
-            v.assign(value)
-        weights = [store[str(i)] for i in range(len(store))]
-        getattr(twin, load)(weights if load == "set_weights" else store)
-        twins.append((fresh, twin))
-    expected = resume(variables, opt)
-    assert all(resume(*twin) == expected for twin in twins)
 
 
 def test_a_scale_that_is_none_cannot_be_loaded():

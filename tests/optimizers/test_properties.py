@@ -195,11 +195,13 @@ WRAPPED = [
 ]
 
 
+# Asked for in keras#17225 (use_ema).
 @pytest.mark.as_users
 @pytest.mark.parametrize("option", WRAPPED)
 @pytest.mark.parametrize("optimizer", ["adam", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_wrapper_options_are_inner_options(optimizer, option):
-    """The same options on the wrapper give the same bits, skipped step included."""
+    """The same options on the wrapper give the same bits, skipped step included, and stand in the
+    configuration where they were given."""
     cls, arguments = OPTIMIZERS[optimizer]
     options = OPTIONS.get(option, {"loss_scale_factor": 4.0})
     runs = []
@@ -212,6 +214,10 @@ def test_wrapper_options_are_inner_options(optimizer, option):
             opt.apply(random_gradients(rng, 8.0 if i != 3 else np.nan), variables)
         opt.finalize_variable_values(variables)
         runs.append(values(variables, opt.variables))
+        config = opt.get_config()
+        for name in options:
+            places = [name in config, config["inner_optimizer"]["config"].get(name) is not None]
+            assert places == [bool(outer), bool(inner)]
     assert same_bytes(*runs)
 
 
