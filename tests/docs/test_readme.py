@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import gainstage as gs
+from examples import which_precision
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -22,7 +23,8 @@ BLOCK = r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?"
     ids=["short", "as written"],
 )
 def blocks(request, tmp_path_factory):
-    """The first loss, the output of each block with so many rows, and what the README shows."""
+    """The first loss, the output of each block with so many rows and what the README shows, whether
+    they are as many as there, and the loss's arguments at the end."""
     assert README.count("(2**17, 16)") == 1
     for library in ("flax", "keras"):
         pytest.importorskip(library)
@@ -36,14 +38,15 @@ def blocks(request, tmp_path_factory):
             printed.append(("\n".join(said), expected.strip()))
             if len(printed) == 1:
                 first = scope["half"]
-    return first, printed, request.param == "2**17"
+                end = jnp.copy(scope["w"]), scope["x"], scope["y"]
+    return first, printed, request.param == "2**17", end
 
 
 # Asked for in jmp#47 (examples fail).
 def test_python_blocks_run(blocks):
     """The blocks run one after the other, and those with an output print exactly that; with fewer
     rows, as many lines."""
-    _, printed, as_written = blocks
+    _, printed, as_written, _ = blocks
     shown = [(said, expected) for said, expected in printed if expected]
     assert shown
     for said, expected in shown:
@@ -52,11 +55,30 @@ def test_python_blocks_run(blocks):
 
 
 def test_the_xray_finds_the_cause(blocks):
-    """The X-ray of the README's batch says what is lost without a scale, and which scales fit."""
-    said = "\n".join(said for said, _ in blocks[1])
+    """The X-ray of the README's loss at its end says what is lost without a scale, and which scales fit."""
+    said = str(gs.diagnostics.xray(blocks[0], *blocks[3]))
     assert re.search(r"much is lost at scale 2\^0: .* the gradient of w is off by", said)
     assert re.search(r"cause: .*are flushed to 0", said)
     assert "scales that fit" in said
+
+
+@pytest.mark.repo
+@pytest.mark.as_users
+def test_the_advice_is_that_of_the_example():
+    """Run again, it has the README's rows and recommendation; its numbers are within a tenth."""
+    loss_fn, params, batches = which_precision.decoder()
+    shown = re.search(r"```text\n(precision .*?)```", README, re.DOTALL)[1].rstrip().splitlines()
+    advice = gs.precision.advise(loss_fn, params, batches, progress=False)
+    found = str(advice).splitlines()
+    sentences = [line for line in shown if line.startswith("Float16 needs")]
+    assert sentences == [line for line in found if line.startswith("Float16 needs")]
+    assert [line.split(":")[0] for line in shown[-3:]] == [line.split(":")[0] for line in found[-3:]]
+    assert shown[5].split() == found[5].split() == ["float8", "as", "float16"]
+    for cost, line in zip(advice.costs, shown[1:5], strict=False):
+        name, noise, bias, lost, *_ = re.split(r"\s{2,}", line)
+        assert name == cost.name
+        assert float(bias.removesuffix(" %")) == pytest.approx(100 * cost.price.bias, rel=0.1)
+        assert line.split()[-2:] == f"{1e6 * cost.seconds:.3g} us".split()
 
 
 def make_batches(n):
