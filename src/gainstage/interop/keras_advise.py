@@ -62,7 +62,8 @@ def advise(
         >>> model.compile("adam", "mse")
         >>> x = np.random.default_rng(0).normal(size=(4, 32, 8))
         >>> advice = advise(model, [(each, np.sin(each[:, :1])) for each in x])
-        >>> print(*advice.recommended.code, sep="\n")
+        >>> for line in advice.recommended.code:
+        ...     print(line)
         from gainstage.interop.keras import autocast
         model = autocast(model, "bfloat16")
         model.compile(optimizer, ...)
@@ -112,7 +113,8 @@ def first(batches: Any, count: int | None = None) -> list[PyTree]:
         return list(batches[:count])
     count = count or TAKEN
     if is_dataset:
-        return [batches[number] for number in range(min(batches.num_batches or count, count))]
+        dataset: Any = batches
+        return [dataset[number] for number in range(min(dataset.num_batches or count, count))]
     return list(itertools.islice(batches, count))
 
 
