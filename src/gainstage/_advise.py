@@ -47,7 +47,7 @@ def _advised(given: Any, words: str, count: int | None, card: str) -> Advice:
     keras: Any = sys.modules.get("keras")
     if size == 2 and keras is not None and isinstance(given[0], keras.Model):
         model, batches = given
-        of_keras = importlib.import_module("gainstage.interop.keras_advise")
+        of_keras = importlib.import_module("gainstage.interop.keras_measured")
         some = batches if count is None else of_keras.first(batches, count)
         return of_keras.advise(model, some, card=card)
     raise ValueError(

@@ -237,7 +237,7 @@ def test_a_model_that_is_compiled_and_trained_goes_on():
 def test_a_saved_model_goes_on(kind, with_plan, tmp_path):
     """A model that is saved and loaded, pickled or copied trains on to the same bits."""
     x, y = data()
-    plan = tune(built(kind), x, y, progress=False) if with_plan else "float16"
+    plan = tune(built(kind), [(x, y)], max_error=0.005, progress=False) if with_plan else "float16"
     model = built(kind, plan)
     model.fit(x, y, 16, 1, verbose=0, shuffle=False)
     model.save(tmp_path / "model.keras")
@@ -355,7 +355,7 @@ def test_a_plan_is_measured_on_the_loss_of_compile():
         model = keras.Sequential([keras.Input((4,)), *layers])
         model.compile(adam(), "mse")
         if with_plan:
-            plan = tune(model, x[:64], y[:64], progress=False)
+            plan = tune(model, [(x[:64], y[:64])], max_error=0.005, progress=False)
             assert model.optimizer is not None
             assert plan.measured.error <= 0.005
             autocast(model, plan)
@@ -368,10 +368,37 @@ def test_a_plan_is_measured_on_the_loss_of_compile():
     np.testing.assert_allclose(*losses, rtol=0.01)
 
 
+def test_a_plan_keeps_a_budget_on_batches_of_a_dataset():
+    """Of what yields batches four are taken; wide layers are in float8 within the budget, and the
+    model trains under the plan."""
+
+    def dataset():
+        rng = np.random.default_rng(0)
+        while True:
+            x = rng.normal(size=(64, 32)).astype("float32")
+            yield x, np.tanh(x[:, :1])
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(32, "tanh"), keras.layers.Dense(32, "tanh"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((32,)), *layers])
+    model.compile("adam", "mse")
+    bounds = {"max_noise": 0.05, "max_bias": 0.2, "card": None}
+    plan = tune(model, dataset(), dtype="float8", **bounds, progress=False)
+    assert plan.measured.fits(0.05, 0.2)
+    products = [o.dtype for o in plan.operations if o.name == "dot_general"]
+    assert "float8" in products
+    assert products[-1] == "float16"  # one column
+    model = autocast(model, plan)
+    model.compile("adam", "mse")
+    fit = functools.partial(model.fit, steps_per_epoch=20, epochs=2, shuffle=False, verbose=0)
+    losses = fit(dataset()).history["loss"]
+    assert losses[1] < losses[0]
+
+
 def test_a_plan_of_another_model_is_refused():
     """A plan fits the model that it was measured on."""
     x, y = data()
-    plan = tune(built("functional"), x, y, progress=False)
+    plan = tune(built("functional"), [(x, y)], max_error=0.005, progress=False)
     model = built("sequential", plan)
     with pytest.raises(ValueError, match="Expected the function that the plan was measured on"):
         model.fit(x, y, verbose=0)
@@ -424,7 +451,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="Expected a Keras model; got 3"):
         autocast(3)
     with pytest.raises(TypeError, match="Expected a Keras model; got 3"):
-        tune(3, None)
+        tune(3, [data()])
     model = sequential()
     with pytest.raises(ValueError, match="got 'int8'"):
         autocast(model, "int8")
@@ -435,7 +462,11 @@ def test_what_is_refused():
     ):
         autocast(mixed)
     with pytest.raises(ValueError, match="built and compiled"):
-        tune(model, *data())
+        tune(model, [data()])
+    with pytest.raises(TypeError, match="list of batches"):
+        tune(built("functional"), data())
+    with pytest.raises(ValueError, match="at least 2 batches; got 1"):
+        tune(built("functional"), [data()])
 
 
 @pytest.mark.filterwarnings("ignore:autocast has computed no product in float8")

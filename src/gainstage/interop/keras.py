@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
-from gainstage.interop.keras_advise import advise
-from gainstage.interop.keras_autocast import autocast, tune
+from gainstage.interop.keras_autocast import autocast
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
+from gainstage.interop.keras_measured import advise, tune
 from gainstage.interop.keras_optimizer import KerasOptimizer
 
 __all__ = [

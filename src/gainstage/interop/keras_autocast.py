@@ -5,20 +5,17 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_optimizer import PACKAGE
 from gainstage.precision.autocast import autocast as autocast_function
-from gainstage.precision.autocast import keep_float32
-from gainstage.precision.plan import Plan, operations_of
-from gainstage.precision.tuning import tune as tune_function
+from gainstage.precision.plan import Plan
 
 
 def autocast(model: Any, plan: str | Plan = "float16") -> Any:
@@ -80,90 +77,6 @@ def refuse_mixed(model: Any) -> None:
                 f"precision; got the policy {layer.dtype_policy.name!r} in layer {layer.name!r}. "
                 f"Build the model under keras.config.set_dtype_policy('float32')."
             )
-
-
-def tune(
-    model: Any,
-    x: PyTree,
-    y: PyTree = None,
-    sample_weight: PyTree = None,
-    *,
-    dtype: str = "float16",
-    max_error: float = 0.005,
-    progress: bool = True,
-) -> Plan:
-    """Measures which operations of a Keras model may be in half precision, in training.
-
-    It is `gainstage.precision.tune` of the loss with which the model was compiled.
-
-    Args:
-        model: a Keras model that is built and compiled, with trained weights or those of the start.
-        x, y, sample_weight: one batch, as for `model.train_on_batch`.
-        dtype, max_error, progress: as for `gainstage.precision.tune`.
-
-    Returns:
-        A `Plan` for `autocast`; `print` it.
-
-    Raises:
-        TypeError: `model` is not a Keras model.
-        ValueError: `model` is not built and compiled, or as from
-            `gainstage.precision.tune`.
-
-    Examples:
-        >>> import keras, numpy as np
-        >>> from gainstage.interop.keras import autocast, tune
-        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        >>> model.compile("sgd", "mse")
-        >>> plan = tune(model, np.ones((8, 2)), np.ones((8, 1)))
-        >>> print([operation.name for operation in plan.operations])
-        ['dot_general', 'add']
-        >>> model = autocast(model, plan)
-    """
-    weights, others, metrics = values_of(model)
-    training = {"training": True} if model._call_has_training_arg else {}
-    x, y, sample_weight = jax.tree.map(jnp.asarray, (x, y, sample_weight))
-
-    def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
-        return model.stateless_call(weights, others, x, return_losses=True, **training)
-
-    with seen_as(model, Measured):
-        measured = tune_function(
-            loss_of(model), weights, [(others, metrics, x, y, sample_weight)],
-            dtype=dtype, max_error=max_error, progress=progress,
-        )  # fmt: skip
-        program = jax.make_jaxpr(forward)(weights, others, x)
-    own = measured.operations[: len(operations_of(program))]
-    plan = Plan(dtype, own, measured.predicted, measured.measured, measured.shapes)
-    plan.check(program)
-    return plan
-
-
-def values_of(model: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """The values of the weights of a model, of its other variables, and of those of its metrics.
-
-    Raises:
-        TypeError, ValueError: `model` is not a Keras model that is built and compiled.
-    """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"Expected a Keras model; got {model!r}.")
-    if not (model.built and model.compiled):
-        raise ValueError(
-            f"Expected a model that is built and compiled, so that it has weights and a loss; got "
-            f"{model.name!r}. Call model.compile(...), and model.build(input_shape) or model(x)."
-        )
-    groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
-    weights, others, metrics = ([v.value for v in group] for group in groups)
-    return weights, others, metrics
-
-
-def loss_of(model: Any) -> Callable[..., jax.Array]:
-    """The loss of a `Measured` model in training, as `compile` has set it: a function of its
-    `values_of` and a batch."""
-
-    def loss_fn(weights: PyTree, others: PyTree, metrics: PyTree, *batch: PyTree) -> jax.Array:
-        return model.compute_loss_and_updates(weights, others, metrics, *batch, training=True)[0]
-
-    return loss_fn
 
 
 @keras.saving.register_keras_serializable(PACKAGE, "Autocast")
@@ -256,21 +169,6 @@ class Autocast:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._plain._unpickle_model, super().__reduce__()[1]
-
-
-class Measured:
-    """A base of models whose `stateless_call` is measured: no loss is scaled, and what comes after
-    the call stays in float32."""
-
-    @property
-    def optimizer(self) -> None:
-        """None, so that nothing multiplies the loss."""
-        return
-
-    def stateless_compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        own: Any = super()
-        with keep_float32():
-            return own.stateless_compute_loss(*args, **kwargs)
 
 
 def plain_class(model: Any) -> type[Any]:
