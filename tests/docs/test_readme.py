@@ -55,7 +55,8 @@ def test_python_blocks_run(blocks):
 
 
 def test_the_xray_finds_the_cause(blocks):
-    """The X-ray of the README's loss at its end says what is lost without a scale, and which scales fit."""
+    """The X-ray of the README's loss at its end says what is lost without a scale, and which scales
+    fit."""
     said = str(gs.diagnostics.xray(blocks[0], *blocks[3]))
     assert re.search(r"much is lost at scale 2\^0: .* the gradient of w is off by", said)
     assert re.search(r"cause: .*are flushed to 0", said)
@@ -72,10 +73,12 @@ def test_the_advice_is_that_of_the_example():
     found = str(advice).splitlines()
     sentences = [line for line in shown if line.startswith("Float16 needs")]
     assert sentences == [line for line in found if line.startswith("Float16 needs")]
-    assert [line.split(":")[0] for line in shown[-3:]] == [line.split(":")[0] for line in found[-3:]]
+    assert [line.split(":")[0] for line in shown[-3:]] == [
+        line.split(":")[0] for line in found[-3:]
+    ]
     assert shown[5].split() == found[5].split() == ["float8", "as", "float16"]
     for cost, line in zip(advice.costs, shown[1:5], strict=False):
-        name, noise, bias, lost, *_ = re.split(r"\s{2,}", line)
+        name, _, bias, *_ = re.split(r"\s{2,}", line)
         assert name == cost.name
         assert float(bias.removesuffix(" %")) == pytest.approx(100 * cost.price.bias, rel=0.1)
         assert line.split()[-2:] == f"{1e6 * cost.seconds:.3g} us".split()
