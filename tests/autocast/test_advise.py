@@ -195,6 +195,23 @@ def test_it_says_from_which_batch_size_on_float16_needs_scaling(factor, needed):
     assert lost["float16"] < 1e-3
 
 
+def test_it_names_a_parameter_whose_small_gradient_is_lost():
+    """The gradient of all together is right without a scale, and hides that of a small part of the
+    loss, which is lost; an optimizer such as Adam steps by each."""
+
+    def loss(params, x, y):
+        return network(params["large"], x, y) + 1e-6 * network(params["small"], x, y)
+
+    params = {"large": PARAMS, "small": {name: w / 2 for name, w in PARAMS.items()}}
+    found = advise(loss, params, BATCHES)
+    assert costs(found)["float16, unscaled"].price.fits(0.01, 0.02)
+    assert found.needs_scaling_from == 1
+    assert "Without it 'small/" in str(found)
+    alone = advise(lambda p, x, y: loss({**params, "large": p}, x, y), PARAMS, BATCHES)
+    assert alone.needs_scaling_from != 1
+    assert "Without it" not in str(alone)
+
+
 @pytest.mark.parametrize("how", ["overflow", "rounding"])
 def test_it_does_not_say_that_a_scale_helps_where_none_does(how):
     """An overflow of the forward pass, or its rounding, is the same at each scale."""

@@ -14,13 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
-from gainstage.demo.task import Task, Weights
+from gainstage.demo.task import Task
 from gainstage.demo.training import MODES, UNSCALED, Comparison, Trainer, Training
 from gainstage.precision.advice import Advice, advise
-
-# The tasks of which two batches show what training does. The digits' loss has a small part, which
-# the norm of the whole gradient hides.
-ADVISED = ("photographs",)
 
 
 def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -> None:
@@ -42,7 +38,7 @@ def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -
         about = {"task": name, "steps": steps or task.steps, "seed": seed, "picture": str(output)}
         print(json.dumps({**about, **summary(found)}))
     else:
-        console.show(found, str(output), advised(task, seed) if name in ADVISED else None)
+        console.show(found, str(output), advised(task, seed))
 
 
 def compare(task: Task, steps: int, seed: int) -> Comparison:
@@ -69,11 +65,12 @@ def compare(task: Task, steps: int, seed: int) -> Comparison:
 def advised(task: Task, seed: int) -> Advice:
     """What `advise` says of a task before its training, on two batches."""
 
-    def loss_fn(weights: Weights, batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        value, error = task.loss(weights, batch)
+    def loss_fn(weights: dict[str, jax.Array], batch: PyTree) -> tuple[jax.Array, jax.Array]:
+        value, error = task.loss(list(weights.values()), batch)
         return value / task.ranks, error
 
-    weights = [jnp.asarray(w) for w in task.weights(seed)]
+    names = (f"weights[{number:02}]" for number in itertools.count())  # JAX sorts them
+    weights = {name: jnp.asarray(w) for name, w in zip(names, task.weights(seed), strict=False)}
     return advise(loss_fn, weights, list(itertools.islice(task.batches(seed), 2)), has_aux=True)
 
 

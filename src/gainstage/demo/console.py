@@ -75,15 +75,13 @@ def conclusions(found: Comparison) -> list[str]:
     ]
 
 
-def show(found: Comparison, picture: str, advice: Advice | None) -> None:
+def show(found: Comparison, picture: str, advice: Advice) -> None:
     """Prints the table and what follows from it, and at the end what `advise` says."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     console.print(table(found))
     for sentence in conclusions(found):
         console.print(f"\n{sentence}", width=WIDTH)
-    if advice is not None:
-        scaling = advice.notes()[3]
-        said = f"Before the training gs.precision.advise says: {scaling} Use {advice.reason}"
-        console.print(f"\n{said}", width=WIDTH)
+    said = f"Before the training gs.precision.advise says: {advice.scaling} Use {advice.reason}"
+    console.print(f"\n{said}", width=WIDTH)
     console.print("\nFor your model: gainstage advise MODULE:FUNCTION")
     console.print(f"Picture: {picture}", soft_wrap=True)

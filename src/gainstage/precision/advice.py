@@ -53,6 +53,14 @@ def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
     return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
 
 
+class Need(NamedTuple):
+    """From which batch size on a precision needs loss scaling, and what is lost without."""
+
+    times: int | None  # that of these batches; None if not for any that was tried
+    parameter: str = ""  # whose gradient is lost, if that of all together is not
+    price: Price = Price(0.0, 0.0)  # of what is lost
+
+
 class Advice:
     """What each precision costs, as `precision.advise` measured it. `print` it.
 
@@ -60,6 +68,7 @@ class Advice:
         costs: a tuple of `Cost`, from float32 to float8. Float8 is missing if no product is in it.
         recommended: the `Cost` of the precision to use.
         reason: why, in a sentence.
+        scaling: whether float16 needs loss scaling, in a sentence.
         needs_scaling_from: how many times larger a batch float16 needs loss scaling for, 1 for this
             one; None if not even `2**12` times, or if no scale helps.
         card: the name of the card of the times.
@@ -81,13 +90,14 @@ class Advice:
     def __init__(
         self,
         costs: Sequence[Cost],
-        needs_scaling_from: int | None,
+        need: Need,
         card: Card,
         batches: int,
         is_clear: bool,
     ):
         self.costs: tuple[Cost, ...] = tuple(costs)
-        self.needs_scaling_from: int | None = needs_scaling_from
+        self.needs_scaling_from: int | None = need.times
+        self._need = need
         self.card: str = card.name
         self.batches: int = batches
         self.is_clear: bool = is_clear
@@ -113,25 +123,35 @@ class Advice:
             rows.append(("float8", why, *[""] * (len(head) - 2)))
         return rows
 
-    def notes(self) -> list[str]:
-        """Returns what the table does not say, a sentence each."""
+    @property
+    def scaling(self) -> str:
+        """Whether float16 needs loss scaling, in a sentence or two."""
         larger = self.needs_scaling_from
         scaled = next(cost for cost in self.costs if cost.name == "float16")
         none = "Float16 needs no loss scaling here, nor for batches 4,096 times as large."
         if not scaled.price.fits(MAX_NOISE, MAX_BIAS):
             none = "The error of float16 is not that of small gradients: no loss scale helps."
+        own, name = self._need.price, self._need.parameter
+        why = (
+            f". Without it {name!r} alone has {percent(own.noise)} noise and {percent(own.bias)} "
+            f"bias"
+        ) * bool(name)
         needs = {
             None: none,
-            1: "Float16 needs loss scaling at these parameters and this batch size.",
+            1: f"Float16 needs loss scaling at these parameters and this batch size{why}.",
         }
         from_then = (
-            f"Float16 needs loss scaling here from batches about {larger} times as large on."
+            f"Float16 needs loss scaling here from batches about {larger} times as large on{why}."
         )
+        return needs.get(larger, from_then)
+
+    def notes(self) -> list[str]:
+        """Returns what the table does not say, a sentence each."""
         notes = [
             f"Measured on {self.batches} batches, at these parameters.",
             "Gradients shrink in training, and may then need a scale: look again late.",
             f"Times are those of the products on paper, at the rates of the {self.card}.",
-            needs.get(larger, from_then),
+            self.scaling,
         ]
         seconds = {cost.name: cost.seconds for cost in self.costs}
         if "float8" not in seconds:
@@ -265,14 +285,14 @@ def measured_advice(
             measured.row("float16, unscaled", half, of_half, 0),
             measured.row("float16", half, of_half, None),
         ]
-        larger = measured.needs_scaling_from(of_half, rows[-1].price)
+        need = measured.needs_scaling_from(of_half, rows[-1])
         eight = in_float8(fun) if in_float8 else autocast(fun, "float8")
         # It warns if no product is in float8, which the advice says.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             has_float8 = CARDS[card].float8 and measured.has_float8(eight)
         if has_float8:
             rows.append(measured.row("float8", *_both(samples, eight), None))
-    return Advice(rows, larger, CARDS[card], len(samples), reference.is_clear)
+    return Advice(rows, need, CARDS[card], len(samples), reference.is_clear)
 
 
 def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
@@ -331,23 +351,34 @@ class _Measured:
         arrays, count = self._samples.arrays[0], self._samples.parameters
         return self._samples.of_arrays(fun), arrays[:count], arrays[count:]
 
-    def needs_scaling_from(self, run: GradientsOf, scaled: Price) -> int | None:
+    def needs_scaling_from(self, run: GradientsOf, scaled: Cost) -> Need:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
         mean over more examples has smaller cotangents, as a smaller loss scale makes them.
 
         Args:
-            run: computes unscaled gradients.
-            scaled: the price of scaled ones, which no scale betters.
+            run: computes gradients.
+            scaled: the cost of scaled ones, which no scale betters.
         """
-        budget = max(MAX_NOISE, WORSE * scaled.noise), max(MAX_BIAS, WORSE * scaled.bias)
+        at = {order: 2.0**-order for order in (0, *LARGER)}
         # Where float16 is no choice even if it is scaled, larger batches are no question.
-        larger = LARGER if scaled.fits(MAX_NOISE, MAX_BIAS) else ()
-        for order in (0, *larger):
-            found = [run(number, 2.0**-order)[1:] for number in range(2)]
+        if not scaled.price.fits(MAX_NOISE, MAX_BIAS):
+            at = {0: 1.0}
+        best = self._prices(run, 2.0 ** (scaled.exponent or 0))
+        budgets = [(max(MAX_NOISE, WORSE * p.noise), max(MAX_BIAS, WORSE * p.bias)) for p in best]
+        for order, scale in at.items():
+            found = self._prices(run, scale)
             self._tick()
-            if not self._reference.price(found).fits(*budget):
-                return 2**order
-        return None
+            lost = [i for i, price in enumerate(found) if not price.fits(*budgets[i])]
+            if lost:
+                number, _ = self._reference.views[lost[0]]
+                name = "" if number is None else self._samples.names[number]
+                return Need(2**order, name, found[lost[0]])
+        return Need(None)
+
+    def _prices(self, run: GradientsOf, scale: float) -> list[Price]:
+        """What all gradients cost, and those of each parameter, on two batches."""
+        found = [run(number, scale)[1:] for number in range(2)]
+        return self._reference.prices(found, range(2))
 
 
 def _largest(is_finite: Callable[[int], bool]) -> int:

@@ -3,6 +3,7 @@
 # A gradient of one batch is a sample. Rounding errors that are independent from batch to batch are
 # like a smaller batch; what is the same in each batch pulls training elsewhere.
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,6 +54,21 @@ class Reference:
         self.is_clear: bool = of_mean > self.variance / FLOOR
         self.mean: float = of_mean if self.is_clear else self.variance / FLOOR
 
+    @functools.cached_property
+    def views(self) -> "list[tuple[int | None, Reference]]":
+        """This one, and one of each parameter whose mean gradient can be told from noise, with its
+        number. A parameter with a small gradient is lost in the norm of all."""
+        views: list[tuple[int | None, Reference]] = [(None, self)]
+        for number in range(len(self.gradients[0])):
+            own = Reference(_of(number, self.gradients))
+            if own.variance and own.is_clear:
+                views.append((number, own))
+        return views
+
+    def prices(self, found: Sequence[Parts], batches: Sequence[int] | None = None) -> list[Price]:
+        """What gradients of some of the batches cost, in each of the views."""
+        return [own.price(_of(number, found), batches) for number, own in self.views]
+
     def price(self, found: Sequence[Parts], batches: Sequence[int] | None = None) -> Price:
         """What gradients of some of the batches cost.
 
@@ -87,6 +103,11 @@ def error_of(found: Parts, exact: Parts) -> float:
     norm = _squares(exact)
     off = _squares([f - e for f, e in zip(found, exact, strict=True)])
     return math.sqrt(off / norm) if math.isfinite(off) and norm else math.inf if off else 0.0
+
+
+def _of(number: int | None, gradients: Sequence[Parts]) -> Sequence[Parts]:
+    """The gradients of one parameter, or of all."""
+    return gradients if number is None else [[gradient[number]] for gradient in gradients]
 
 
 def _means(gradients: Sequence[Parts]) -> list[np.ndarray]:

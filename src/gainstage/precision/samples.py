@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base.arrays import Static, partition
+from gainstage._base.arrays import Static, joined, partition
 from gainstage._scaling import gradients
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import plan_of
@@ -80,6 +80,7 @@ class Samples:
     ):
         self.fun: Callable[..., Any] = fun
         self.has_aux: bool = has_aux
+        self.names: list[str] = []  # of the gradients, once they are computed
         self._using = using
         split = [partition(args) for args in calls]
         self.arrays: list[list[Any]] = [arrays for arrays, _ in split]
@@ -120,8 +121,10 @@ class Samples:
         args = self.args(arrays)
         differentiate = scaled_value_and_grad(fun, scale, self.has_aux, self._using, args)
         (_, (loss, _)), grads = differentiate(*args)
-        true = gradients.unscale(grads, scale)
-        return [loss, *(g for g in jax.tree.leaves(true) if jnp.issubdtype(g.dtype, jnp.floating))]
+        leaves = jax.tree_util.tree_flatten_with_path(gradients.unscale(grads, scale))[0]
+        found = {joined(path): g for path, g in leaves if jnp.issubdtype(g.dtype, jnp.floating)}
+        self.names = list(found)
+        return [loss, *found.values()]
 
     def compiled(self, fun: Callable[..., Any]) -> GradientsOf:
         """A function `(number of a batch, loss scale) -> [loss, *gradients]`."""
