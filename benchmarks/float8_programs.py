@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import gainstage as gs
 from gainstage.precision.cards import H100
-from gainstage.precision.costs import products_of
+from gainstage.precision.program_costs import products_of
 from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP
 
 from . import hlo, lowered

@@ -31,7 +31,7 @@ import gainstage as gs
 from benchmarks import hlo, lowered
 from benchmarks.harness import environment, file_to_write
 from gainstage.precision import Plan, tune
-from gainstage.precision.costs import kept
+from gainstage.precision.program_costs import kept
 
 from . import DOCS, RESULTS
 from . import autocast_page as page

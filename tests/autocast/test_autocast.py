@@ -559,6 +559,23 @@ class Net(nnx.Module):
         return self.down(self.drop(jax.nn.relu(self.norm(self.up(x)))))
 
 
+def test_one_keep_float32_may_be_entered_inside_of_itself():
+    """It ends where the outer one ends: what is computed after it is in float16 again."""
+    keep = gs.keep_float32()
+
+    def loss(w, x):
+        with keep:
+            with keep:
+                h = x @ w
+            h = h @ w
+        return jnp.mean((h @ w) ** 2)
+
+    w = draw(1, 8, 8) / 3
+    program = str(jax.make_jaxpr(gs.autocast(loss))(w, X))
+    assert program.count("f32[32,8] = dot_general") == 2
+    assert program.count("f16[32,8] = dot_general") == 1
+
+
 def test_an_nnx_model_is_changed_as_in_float32():
     """Running means, in float32, and counts of random numbers are those after a float32 call."""
     model, plain = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))

@@ -9,7 +9,7 @@ for needed in ("equinox", "flax", "matplotlib", "rich"):
     pytest.importorskip(needed)
 
 import gainstage as gs
-from gainstage.precision.costs import kept
+from gainstage.precision.program_costs import kept
 from studies import autocast_keeps_the_gradient as study
 from studies import autocast_page as page
 from studies.autocast_models import MODELS

@@ -17,8 +17,8 @@ from gainstage.interop.keras_autocast import plain_class, refuse_mixed, seen_as
 from gainstage.interop.keras_backend import keras
 from gainstage.precision.advice import Advice, measured_advice
 from gainstage.precision.autocast import keep_float32
+from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
 from gainstage.precision.plan import Plan, operations_of
-from gainstage.precision.price import MAX_BIAS, MAX_NOISE
 from gainstage.precision.tuning import tune as tune_function
 
 TAKEN = 4  # batches of a dataset

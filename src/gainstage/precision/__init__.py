@@ -5,9 +5,9 @@
 
 from gainstage.precision import float8
 from gainstage.precision.advice import Advice, Cost, advise
+from gainstage.precision.noise_and_bias import Price
 from gainstage.precision.plan import Operation, Plan
 from gainstage.precision.policy import Policy
-from gainstage.precision.price import Price
 from gainstage.precision.tuning import tune
 
 __all__ = ["Advice", "Cost", "Operation", "Plan", "Policy", "Price", "advise", "float8", "tune"]

@@ -11,15 +11,21 @@ from gainstage._programs.in_dtype import is_half
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast
 from gainstage.precision.cards import CARDS, H100, Card
-from gainstage.precision.costs import kept, products_of
+from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
 from gainstage.precision.plan import FLOAT8
-from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, percent
-from gainstage.precision.samples import GradientsOf, Samples, is_finite, samples_of
+from gainstage.precision.program_costs import kept, products_of
+from gainstage.precision.samples import (
+    EXPONENTS,
+    GradientsOf,
+    Samples,
+    is_finite,
+    largest_exponent,
+    samples_of,
+)
 
 __all__ = ["Advice", "Cost", "advise"]
 
-# Exponents of loss scales: the first one tried, the last, and the step between two.
-FIRST_EXPONENT, LAST_EXPONENT, EXPONENTS = 15, 24, 3
+LAST_EXPONENT = 24  # of the loss scales that are tried
 LARGER = (3, 6, 9, 12)  # binary orders by which a batch may be larger
 WORSE = 2.0  # times the price of the scaled gradient, from which on a scale is needed
 NAMES = "float32", "bfloat16", "float16, unscaled", "float16", "float8"
@@ -274,7 +280,7 @@ def measured_advice(
     if not reference.variance:
         raise ValueError("Expected different batches; all of them have the same gradient.")
     each = (time.perf_counter() - start) / (len(samples) + 1)
-    pieces = 4 * len(samples) + 2 * len(LARGER)
+    pieces = len(NAMES) * len(samples) + 1 + len(LARGER)
     with counted(pieces, "advise", shows=progress, seconds=each * pieces) as tick:
         measured = _Measured(samples, reference, CARDS[card], code, tick)
         half = autocast(fun)
@@ -292,6 +298,8 @@ def measured_advice(
             has_float8 = CARDS[card].float8 and measured.has_float8(eight)
         if has_float8:
             rows.append(measured.row("float8", *_both(samples, eight), None))
+        else:
+            measured.skip_row()
     return Advice(rows, need, CARDS[card], len(samples), reference.is_clear)
 
 
@@ -320,14 +328,15 @@ class _Measured:
         """What a precision costs, at the largest loss scale that fits if `exponent` is None."""
         scaled = exponent is None
         if exponent is None:
-            exponent = _largest(lambda e: is_finite(run(0, 2.0**e)))
-        found = []
-        for number in range(len(self._samples)):
-            results = run(number, 2.0**exponent)
-            while scaled and exponent > 0 and not is_finite(results):
-                exponent -= EXPONENTS
-                results = run(number, 2.0**exponent)
-            found.append(results[1:])
+            exponent = largest_exponent(lambda e: is_finite(run(0, 2.0**e)), LAST_EXPONENT)
+        found: list[Any] = []
+        while len(found) < len(self._samples):
+            results = run(len(found), 2.0**exponent)
+            if scaled and exponent > 0 and not is_finite(results):
+                exponent, found = exponent - EXPONENTS, []  # all at one scale
+            else:
+                found.append(results[1:])
+        for _ in found:
             self._tick()
         price = self._reference.price(found)
         loss, own, others = self._traced(fun)
@@ -341,6 +350,11 @@ class _Measured:
         code = self._code(name.partition(",")[0], scaled)
         known = (memory, shares, seconds, code)
         return Cost(name, price, exponent if scaled else None, *known)
+
+    def skip_row(self) -> None:
+        """Counts a row that is not measured."""
+        for _ in range(len(self._samples)):
+            self._tick()
 
     def has_float8(self, fun: Callable[..., Any]) -> bool:
         """Whether a product of a function is in float8."""
@@ -379,18 +393,6 @@ class _Measured:
         """What all gradients cost, and those of each parameter, on two batches."""
         found = [run(number, scale)[1:] for number in range(2)]
         return self._reference.prices(found, range(2))
-
-
-def _largest(is_finite: Callable[[int], bool]) -> int:
-    """The largest exponent of a loss scale that is finite, up to `LAST_EXPONENT`."""
-    exponent = FIRST_EXPONENT
-    if is_finite(exponent):
-        while exponent < LAST_EXPONENT and is_finite(exponent + EXPONENTS):
-            exponent += EXPONENTS
-        return exponent
-    while exponent > 0 and not is_finite(exponent):
-        exponent -= EXPONENTS
-    return exponent
 
 
 def _recommended(costs: Sequence[Cost]) -> Cost:

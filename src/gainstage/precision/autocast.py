@@ -185,12 +185,13 @@ class keep_float32(contextlib.ContextDecorator):  # noqa: N801 - reads as a stat
         return super().__new__(cls)
 
     def __enter__(self) -> None:
-        self._scopes = contextlib.ExitStack()
-        self._scopes.enter_context(jax.named_scope(KEEP_SCOPE))  # of operations
-        self._scopes.enter_context(IS_KEPT(True))  # of calls
+        scopes = contextlib.ExitStack()
+        scopes.enter_context(jax.named_scope(KEEP_SCOPE))  # of operations
+        scopes.enter_context(IS_KEPT(True))  # of calls
+        self._entered = [*getattr(self, "_entered", []), scopes]  # it may be entered again inside
 
     def __exit__(self, *error: Any) -> None:
-        self._scopes.close()
+        self._entered.pop().close()
 
     def _recreate_cm(self) -> "keep_float32":
         return type(self)()  # a decorated function may call itself
@@ -208,15 +209,16 @@ class _Caster:
     def __init__(self, dtype: np.dtype, plan: Plan | None = None, card: Card | None = None):
         self._dtype, self._plan, self._card = dtype, plan, card
         self._needs = dict[Path, Need]()  # what must be exact, by operation
-        self._products, self._told = 0, False  # products in half precision; the warning
-        self._float8s, self._small = 0, list[Sizes]()  # those in float8, and those too small for it
+        self._products, self._told = 0, False  # products in float32 in the program; the warning
+        self._float8s = 0  # products in float8
+        self._too_small = list[Sizes]()  # linear layers for it
 
     def look(self, program: AnyJaxpr) -> None:
         """Looks at a program before it is computed."""
-        self._needs, self._products, self._float8s, self._small = needs_of(program), 0, 0, []
+        self._needs, self._products, self._float8s, self._too_small = needs_of(program), 0, 0, []
 
     def tell(self, program: AnyJaxpr) -> None:
-        """Warns once if no product of a program was computed in half precision."""
+        """Warns once if no product of a program was computed in the dtype that was asked for."""
         every = list(jaxprs.equations(program))
         each = [eqn for eqn in every if eqn.primitive.name in PRODUCTS]
         dtypes = {jaxprs.array(v).dtype for eqn in each for v in eqn.invars}
@@ -231,7 +233,7 @@ class _Caster:
             )
         if self._card is not None and each and not (self._float8s or kept or self._told):
             self._told = True
-            largest = max(self._small, key=lambda sizes: sizes.operations, default=None)
+            largest = max(self._too_small, key=lambda sizes: sizes.operations, default=None)
             why = f": the largest linear layer, {largest}, gains nothing on an {self._card.name}"
             warn(
                 f"autocast has computed no product in float8{why if largest else ''}. They are in "
@@ -330,7 +332,7 @@ class _Caster:
             return False
         verdict = decide(eqn, values, self._card)
         if verdict is Verdict.TOO_SMALL:
-            self._small.append(sizes_of(eqn, values))
+            self._too_small.append(sizes_of(eqn, values))
         return verdict is Verdict.FLOAT8
 
     def _in_float8(self, eqn: JaxprEqn, x: Retraced, w: Retraced) -> jax.Array:

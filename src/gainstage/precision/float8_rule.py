@@ -1,4 +1,4 @@
-"""Which products are in float8: linear layers that are large enough for a card to gain by it."""
+"""Which products are in float8: those that are large enough for a card to gain by it."""
 
 import enum
 import math
@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gainstage._base._jax import JaxprEqn, batch_size
 from gainstage._programs import jaxprs
+from gainstage._programs.in_dtype import is_float32
 from gainstage.precision.cards import Card
 from gainstage.transforms.retrace import Kind, Retraced
 
@@ -45,7 +46,7 @@ class Verdict(enum.Enum):
 def decide(
     eqn: JaxprEqn, values: Sequence[Retraced], card: Card, *, only_linear: bool = True
 ) -> Verdict:
-    """Decides whether an operation is a product in float8, where half precision would do.
+    """Decides whether an operation that may be in half precision is a product in float8.
 
     It is a `dot_general` without batch axes, with enough rows, columns and summed elements for the
     hardware, that the card computes faster in float8.
@@ -58,6 +59,8 @@ def decide(
             measured what the others cost.
     """
     if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
+        return Verdict.HALF
+    if not all(map(is_float32, eqn.invars)):
         return Verdict.HALF
     is_linear = sum(value.kind is Kind.FREE for value in values) == 1
     sizes = sizes_of(eqn, values)

@@ -19,7 +19,7 @@ from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.jaxprs import AnyJaxpr
 from gainstage._programs.operations import Trait, names_with
 from gainstage._programs.patterns import moves
-from gainstage.precision.price import Price
+from gainstage.precision.noise_and_bias import Price
 
 __all__ = ["Operation", "Plan"]
 

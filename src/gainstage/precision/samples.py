@@ -18,6 +18,7 @@ from gainstage.transforms.value_and_grad import scaled_value_and_grad
 MOST_SHOWN = 4  # arrays of a batch in an error
 MIN_BATCHES = 2  # batches: from one, noise and bias cannot be told apart
 POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+FIRST_EXPONENT, EXPONENTS = 15, 3  # of the loss scale that is tried first, and between two
 CALLS_ALIKE = 1e-3  # the largest relative difference of two losses of one batch
 
 # `(batch, loss scale) -> [loss, *gradients]`
@@ -144,7 +145,7 @@ class Samples:
         run = self.compiled(self.fun)
         found = [run(number, 1.0) for number in range(len(self))]
         for number, results in enumerate(found):
-            if not all(np.isfinite(x).all() for x in results):
+            if not is_finite(results):
                 raise ValueError(
                     f"Expected a function whose loss and gradients are finite in float32; got a "
                     f"loss of {float(results[0])} on batch {number}. Look for the cause: "
@@ -166,6 +167,19 @@ class Samples:
         return found
 
 
+def largest_exponent(fits: Callable[[int], bool], last: int = FIRST_EXPONENT) -> int:
+    """The exponent of the largest loss scale that fits, in steps of three from `2**0` to `2**last`;
+    0 if none does."""
+    exponent = FIRST_EXPONENT
+    if fits(exponent):
+        while exponent < last and fits(exponent + EXPONENTS):
+            exponent += EXPONENTS
+        return exponent
+    while exponent > 0 and not fits(exponent):
+        exponent -= EXPONENTS
+    return exponent
+
+
 def is_finite(results: Sequence[Any]) -> bool:
     """Whether a loss and gradients are finite."""
     return all(bool(np.isfinite(x).all()) for x in results)
@@ -176,9 +190,10 @@ def _is_apart(fun: Callable[..., Any], params: PyTree, batch: Any) -> bool:
     the batch is one argument."""
     is_tuple = isinstance(batch, tuple)
     try:
-        own = list(inspect.signature(fun).parameters.values())[1:]
+        every = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         return is_tuple and not hasattr(batch, "_fields")
+    own = every[every[0].kind is not inspect.Parameter.VAR_POSITIONAL :] if every else []
     takes = [q for q in own if q.kind in POSITIONAL]
     needed = [q for q in takes if q.default is q.empty]
     takes_any = any(q.kind is q.VAR_POSITIONAL for q in own)
@@ -191,7 +206,7 @@ def _is_apart(fun: Callable[..., Any], params: PyTree, batch: Any) -> bool:
                 f"{type(batch).__name__}. Write batches=[({names}), ...]."
             )
         return False
-    if takes_any or (len(batch) == 1 and not hasattr(batch, "_fields")):
+    if takes_any or (len(batch) <= 1 and not hasattr(batch, "_fields")):
         return not hasattr(batch, "_fields")
     if len(needed) < 2 and (len(takes) < 2 or len(batch) > len(takes)):
         return False

@@ -24,9 +24,15 @@ from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.cards import ANY, CARDS, Card
 from gainstage.precision.float8_rule import Verdict, decide
+from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
-from gainstage.precision.price import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
-from gainstage.precision.samples import MIN_BATCHES, Samples, is_finite, samples_of
+from gainstage.precision.samples import (
+    MIN_BATCHES,
+    Samples,
+    is_finite,
+    largest_exponent,
+    samples_of,
+)
 from gainstage.precision.switches import Switch, switched
 from gainstage.precision.tune_sums import SumFinder
 from gainstage.transforms.retrace import Retraced, as_written, replayed
@@ -57,11 +63,11 @@ def tune(
 ) -> Plan:
     """Measures which operations of a float32 function may be in half precision or float8.
 
-    One program has a switch for each operation. With a single switch on, the difference of the
-    gradients from those in float32 is the share of that operation: its noise, and its bias. Both
-    add up over operations, so the shares predict each choice. They are measured on two batches,
-    and the plan on the others. Operations that are the same in all layers have one switch, so the
-    time does not grow with depth: about two gradients for each line of the model and dtype.
+    One program has a switch for each operation, and one for those that are the same in all layers.
+    With a single switch on, the difference of the gradients from those in float32 is the share of
+    that operation: its noise, and its bias. Both add up over operations, so the shares predict each
+    choice. They are measured on two batches, and the plan on the others, if those are two or more.
+    The time does not grow with depth: about two gradients for each line of the model and dtype.
 
     Args:
         fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
@@ -73,8 +79,8 @@ def tune(
             float16, a product may be in bfloat16, if float16 does not hold its numbers.
         max_noise: the largest variance of rounding errors over that of the batches, above 0.
         max_bias: the largest norm of the mean error over that of the mean gradient, above 0.
-        max_error: instead of both, the largest relative error of a gradient, above 0. One batch is
-            then enough. A warning says if the plan cannot keep its bounds.
+        max_error: instead of both, the largest relative error of the gradient of a batch, above 0.
+            One batch is then enough. A warning says if the plan cannot keep its bounds.
         card: a card, as for `precision.advise`: products are in float8 where it gains by that, and
             in bfloat16 if it has products of that. None for all products that keep the bounds.
         has_aux: whether `fun` returns (loss, aux).
@@ -118,6 +124,7 @@ def tune(
         DTYPES.get(dtype, DTYPES["float16"]),
         card=known if dtype == FLOAT8 else None,
         has_bfloat16=dtype != "bfloat16" and known.multiplies("bfloat16"),
+        of_noise=max_error is None,
     )
     with counted(tuner.pieces, "tune", shows=progress) as tick:
         tuner.measure(tick)
@@ -125,8 +132,8 @@ def tune(
     if not budget.keeps(plan.measured):
         warnings.warn(
             f"Expected {budget}; the plan has {plan.measured.told()}, with "
-            f"{sum(o.dtype != 'float32' for o in plan.operations)} operations in {dtype}. Some of "
-            f"it may come from what the function itself computes in half precision.",
+            f"{sum(o.dtype != 'float32' for o in plan.operations)} operations in half or less. "
+            f"Some of it may come from what the function itself computes in half precision.",
             stacklevel=2,
         )
     return plan
@@ -214,6 +221,7 @@ class _Tuner:
         dtype: the half-precision dtype.
         card: where products may be in float8, if the card gains by it; None for none.
         has_bfloat16: whether products may be in bfloat16, beside another dtype.
+        of_noise: whether noise is bounded, for which batches must differ.
         before: a plan, of which what it keeps in float32 stays there.
     """
 
@@ -223,9 +231,11 @@ class _Tuner:
         dtype: np.dtype,
         card: Card | None = None,
         has_bfloat16: bool = False,
+        of_noise: bool = False,
         before: Plan | None = None,
     ):
-        self._samples, self._dtype = samples, dtype
+        self._samples, self._dtype, self._of_noise = samples, dtype, of_noise
+        self._has_float8 = card is None or bool(card.float8)
         self._names = {
             Switch.FLOAT32: "float32", Switch.HALF: dtype.name, Switch.BFLOAT16: "bfloat16",
             Switch.FLOAT8: FLOAT8,
@@ -260,10 +270,10 @@ class _Tuner:
         self._groups = len(numbers)
         # Products that may be in float8, and those that are too small for the card.
         known = [(path, verdicts.get(path)) for path in self._equations]
-        self._small = {path for path, verdict in known if verdict is Verdict.FLOAT8}
-        self._narrow = {path for path, verdict in known if verdict is Verdict.TOO_SMALL}
+        self._may_be_float8 = {path for path, verdict in known if verdict is Verdict.FLOAT8}
+        self._too_small = {path for path, verdict in known if verdict is Verdict.TOO_SMALL}
         self._choices = {(group, Switch.HALF) for group in range(self._groups)}
-        self._choices |= {(self._group[path], Switch.FLOAT8) for path in self._small}
+        self._choices |= {(self._group[path], Switch.FLOAT8) for path in self._may_be_float8}
         if has_bfloat16:
             products = (p for p, eqn in self._equations.items() if eqn.primitive.name in PRODUCTS)
             self._choices |= {(self._group[path], Switch.BFLOAT16) for path in products}
@@ -281,13 +291,18 @@ class _Tuner:
         gradients = [results[1:] for results in self._exact]
         self._reference = Reference(gradients) if len(gradients) > 1 else None
         if self._reference is not None and not self._reference.variance:
-            raise ValueError("Expected different batches; all of them have the same gradient.")
+            if self._of_noise:
+                raise ValueError("Expected different batches; all of them have the same gradient.")
+            self._reference = None
         switched = self._switched()
         every = np.full(self._groups, Switch.HALF)
         numbers = range(len(self._samples))
-        self._scale = _largest_scale(
-            lambda scale: all(is_finite(switched(every, scale, number)) for number in numbers)
-        )
+
+        def fits(exponent: int) -> bool:
+            scale = jnp.float32(2.0**exponent)
+            return all(is_finite(switched(every, scale, number)) for number in numbers)
+
+        self._scale = jnp.float32(2.0 ** largest_exponent(fits))
         self._shares: dict[tuple[int, Switch], Price] = {}
         for group, choice in sorted(self._choices):
             switches = np.where(np.arange(self._groups) == group, choice, Switch.FLOAT32)
@@ -375,7 +390,7 @@ class _Tuner:
         options: dict[Switch, np.dtype] = {}
         if path not in self.hot:
             options[Switch.HALF] = self._dtype
-            if path in self._small:
+            if path in self._may_be_float8:
                 options[Switch.FLOAT8] = self._dtype
         if (self._group[path], Switch.BFLOAT16) in self._choices:
             options[Switch.BFLOAT16] = DTYPES["bfloat16"]
@@ -400,9 +415,7 @@ class _Tuner:
 
     def _chosen(self, limits: np.ndarray) -> tuple[dict[int, Switch], Price]:
         """What groups are in, so that all fit together, and what they cost by their shares."""
-        hot = {(self._group[path], Switch.FLOAT8) for path in self.hot}
-        shares = {key: share for key, share in self._shares.items() if key not in hot}
-        costs = {key: _adds_up(share) for key, share in shares.items()}
+        costs = {key: _adds_up(share) for key, share in self._shares.items()}
         gains = {(group, switch): self._gain(group, switch) for group, switch in costs}
         chosen, total = dict[int, Switch](), np.zeros(3)
         # Half precision first: float8 is for what is left of the bounds.
@@ -419,9 +432,11 @@ class _Tuner:
 
             for group, switch in sorted((k for k in costs if k[1] in choices), key=worth):
                 old = chosen.get(group)
+                if old is Switch.BFLOAT16 and switch is Switch.FLOAT8:
+                    continue  # float8 has the range of float16
                 gains_more = old is None or gains[group, switch] > gains[group, old]
-                is_float8 = switch is Switch.FLOAT8
-                if (gains_more or is_float8) and (total + more((group, switch)) <= limits).all():
+                is_better = gains_more or switch is Switch.FLOAT8
+                if is_better and (total + more((group, switch)) <= limits).all():
                     total += more((group, switch))
                     chosen[group] = switch
         known = self._reference is not None
@@ -452,8 +467,9 @@ class _Tuner:
             reaches = f"it reaches {self._largest[path]:.3g}"
             return reaches if path in self.hot else "float16 is further off"
         if own != "float32":
-            narrow = "too small for float8" if path in self._narrow else ""
-            return "its share in float8" if path in self._small else narrow
+            narrow = "too small for float8" if self._has_float8 else "no float8 on this card"
+            narrow *= path in self._too_small
+            return "its share in float8" if path in self._may_be_float8 else narrow
         if path in self._kept:
             return "keep_float32, or unused"
         if path in self._of_sums:
@@ -467,12 +483,6 @@ def _adds_up(share: Price) -> np.ndarray:
     """What of a share adds up over operations: noise, and the squares of bias and error."""
     each = np.array([share.noise, share.bias**2, share.error**2])
     return np.where(np.isnan(each), 0.0, each)
-
-
-def _largest_scale(fits: Callable[[jax.Array], bool]) -> jax.Array:
-    """The largest loss scale that fits, at most `2**15`, or 1."""
-    scales = (jnp.float32(2.0**exponent) for exponent in range(15, 0, -3))
-    return next(filter(fits, scales), jnp.float32(1))
 
 
 def _largest_in(x: ArrayLike) -> jax.Array:

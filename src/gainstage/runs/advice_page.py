@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from gainstage.precision.advice import Advice
-from gainstage.precision.price import MAX_BIAS, MAX_NOISE, percent
+from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, percent
 from gainstage.runs.render import render
 from gainstage.runs.rows import Rows
 

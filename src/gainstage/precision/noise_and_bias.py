@@ -13,7 +13,9 @@ import numpy as np
 Parts = Sequence[np.ndarray]  # one array for each parameter
 MAX_NOISE, MAX_BIAS = 0.01, 0.02  # within which a precision is recommended
 SAME = 1e-10  # the part of the mean gradient's square that is rounding of equal gradients
-FLOOR = 100  # batches: where the mean gradient is lost in noise, the bias is one of so many
+# Batches: where the mean gradient is lost in noise, the bias is relative to what is left of the
+# noise in the mean of so many.
+FLOOR = 100
 
 
 class Price(NamedTuple):
@@ -23,7 +25,7 @@ class Price(NamedTuple):
     noise: float  # variance of the rounding error over that of the batches: 0.01 is 1 % fewer data
     bias: float  # norm of the mean error over that of the mean gradient
     lost: float = math.nan  # share of the elements that became 0, on average over the batches
-    error: float = math.nan  # norm of the error of one batch's gradient, over that of the gradient
+    error: float = math.nan  # the largest norm of a batch's error, over that of its gradient
 
     def told(self) -> str:
         """Returns the numbers in a line."""
@@ -81,7 +83,8 @@ class Reference:
         errors = [[f - e for f, e in zip(fs, es, strict=True)] for fs, es in pairs]
         noise, bias = self.spread(errors)
         lost = np.mean([_lost(fs, es) for fs, es in pairs])
-        return Price(noise, math.sqrt(bias), float(lost), error_of(*pairs[0]))
+        error = max(error_of(*pair) for pair in pairs)
+        return Price(noise, math.sqrt(bias), float(lost), error)
 
     def spread(self, errors: Sequence[Parts]) -> tuple[float, float]:
         """The noise, and the square of the bias, of the errors of some batches. Both add up over

@@ -9,8 +9,8 @@ import jax
 from gainstage._base._jax import JaxprEqn, Literal
 from gainstage._programs import jaxprs
 from gainstage._programs.operations import PRODUCTS
-from gainstage.precision.cards import Card
-from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP, added_bytes
+from gainstage.precision.cards import H100, Card
+from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP, Sizes, added_bytes, pays
 from gainstage.precision.plan import FLOAT8
 
 UPCAST = {"bfloat16": 2, "float16": 2, FLOAT8: 4}  # by which a cast to float32 multiplies bytes
@@ -53,8 +53,11 @@ def _product(eqn: JaxprEqn, times: float) -> Product:
     size_of_out = out.dtype.itemsize
     if name.startswith("float8"):  # the kernel of the product casts its result to half precision
         name, size_of_out = FLOAT8, 2
-        # A layer has fewer parameters than numbers to multiply; on which side, the program forgets.
+        # On which side the weight is, the program forgets: it is the smaller operand, unless the
+        # product is in float8 because it is the larger one.
         weight, activation = sorted((left.size, right.size))
+        if not pays(Sizes(activation // summed, summed, weight // summed), H100):
+            weight, activation = activation, weight
         cast = added_bytes(activation, weight, out.size)
     moved = left.size * left.dtype.itemsize + right.size * right.dtype.itemsize
     moved += out.size * size_of_out
