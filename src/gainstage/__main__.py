@@ -56,8 +56,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     if arguments.command == "advise":
-        about = (arguments.function, arguments.batches, arguments.card, arguments.output)
-        return importlib.import_module("gainstage._advise").main(*about)
+        about = (arguments.function, arguments.batches, arguments.card, arguments.has_aux)
+        return importlib.import_module("gainstage._advise").main(*about, arguments.output)
     if arguments.command == "doctor":
         return importlib.import_module("gainstage._doctor").main()
     demo = importlib.import_module("gainstage.demo")
@@ -170,7 +170,7 @@ def _parser() -> _Parser:
     )
     advise.add_argument(
         "function",
-        type=_function,
+        type=_advised,
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns (loss_fn, params, batches), as for "
         "gainstage.precision.advise, or (model, batches), as for gainstage.interop.keras.advise. "
@@ -180,7 +180,14 @@ def _parser() -> _Parser:
         "--batches", type=_positive, metavar="N", help="use the first N batches (default: all)"
     )
     advise.add_argument(
-        "--card", default="H100", metavar="CARD", help="for the times on paper (default: H100)"
+        "--card",
+        default="H100",
+        metavar="CARD",
+        help="for the times on paper: H100, A100, L4, T4, V100, 'TPU v5e' or 'TPU v7' (default: "
+        "H100)",
+    )
+    advise.add_argument(
+        "--has-aux", action="store_true", help="the loss returns (loss, aux), as for jax.grad"
     )
     advise.add_argument(
         "--output", type=_html, metavar="PAGE.html", help="where to write a page (default: nowhere)"
@@ -306,13 +313,18 @@ def _plan(word: str) -> Path:
     return _picture(word, (".json",))
 
 
-def _function(word: str) -> str:
+def _advised(word: str) -> str:
+    return _function(word, "what_to_advise")
+
+
+def _function(word: str, example: str = "loss_fn") -> str:
     """Checks that a word is MODULE:FUNCTION, with a module as in an import."""
     module, _, name = word.partition(":")
     parts = [*module.split("."), *name.split(".")]
     if module.endswith(".py") or not all(map(str.isidentifier, parts)):
         raise argparse.ArgumentTypeError(
-            f"Expected MODULE:FUNCTION, such as train:loss_fn for loss_fn in train.py; got {word}."
+            f"Expected MODULE:FUNCTION, such as train:{example} for {example} in train.py; got "
+            f"{word}."
         )
     return word
 

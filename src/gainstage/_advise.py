@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from gainstage.precision import Advice, advise
+from gainstage.precision.cards import known_card
 from gainstage.xray.from_file import imported_from
 
 
-def main(words: str, count: int | None, card: str, output: Path | None) -> int:
+def main(words: str, count: int | None, card: str, has_aux: bool, output: Path | None) -> int:
     """Prints the advice, and writes its page.
 
     Args:
@@ -17,6 +18,7 @@ def main(words: str, count: int | None, card: str, output: Path | None) -> int:
             (model, batches) with a Keras model.
         count: how many batches to use, None for all.
         card: the name of the card of the times.
+        has_aux: whether the loss returns (loss, aux).
         output: where to write the page; None for nowhere.
 
     Returns:
@@ -26,8 +28,9 @@ def main(words: str, count: int | None, card: str, output: Path | None) -> int:
     if output is not None:  # needs an extra: a missing one is found before the work
         page = importlib.import_module("gainstage.runs.advice_page").page
     try:
+        known_card(card)
         given = imported_from("MODULE:FUNCTION", words, _called, "gainstage advise")
-        advice = _advised(given, words, count, card)
+        advice = _advised(given, words, count, card, has_aux)
     except (TypeError, ValueError, RuntimeError, ImportError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -38,12 +41,13 @@ def main(words: str, count: int | None, card: str, output: Path | None) -> int:
     return 0
 
 
-def _advised(given: Any, words: str, count: int | None, card: str) -> Advice:
+def _advised(given: Any, words: str, count: int | None, card: str, has_aux: bool) -> Advice:
     """The advice for what a function has returned."""
     size = len(given) if isinstance(given, tuple) else 0
     if size == 3:
         loss_fn, params, batches = given
-        return advise(loss_fn, params, batches if count is None else batches[:count], card=card)
+        some = batches if count is None else batches[:count]
+        return advise(loss_fn, params, some, card=card, has_aux=has_aux)
     keras: Any = sys.modules.get("keras")
     if size == 2 and keras is not None and isinstance(given[0], keras.Model):
         model, batches = given

@@ -65,6 +65,29 @@ def test_noise_and_bias_are_those_of_the_definition(advice, dtype):
     mean = (exact.mean(0) ** 2).sum() - batch / 4
     bias = max((off.mean(0) ** 2).sum() - noise / 4, 0.0)
     assert costs(advice)[dtype].price.bias == pytest.approx((bias / mean) ** 0.5, rel=0.02)
+    parts = []  # the square of the bias without each batch
+    for left_out in range(4):
+        rest = np.delete(off, left_out, 0)
+        parts.append((rest.mean(0) ** 2).sum() - rest.var(0, ddof=1).sum() / 3)
+    at_most = max((off.mean(0) ** 2).sum() - noise / 4 + 2 * (3 * np.var(parts)) ** 0.5, 0.0)
+    assert costs(advice)[dtype].bias_at_most == pytest.approx((at_most / mean) ** 0.5, rel=0.02)
+
+
+def test_a_bias_that_few_batches_do_not_show_is_no_bias_of_0():
+    """It says what it is below, which holds with more batches; and asks for more if that is beyond
+    the budget."""
+    params = {"a": PARAMS["a"] / 8, "b": PARAMS["b"]}
+    more = [(draw(40 + i, 64, 48), draw(80 + i, 64, 32)) for i in range(16)]
+    few, many = (advise(network, params, some) for some in (more[:2], more))
+    for cost in few.costs[1:]:
+        own = costs(many)[cost.name]
+        assert own.price.bias <= cost.bias_at_most
+        assert own.bias_at_most <= 1.5 * cost.bias_at_most
+        assert not cost.is_bias_clear
+    assert [row[2] for row in few.table()[2:5] if not row[2].startswith("< ")] == []
+    assert any(cost.is_bias_clear for cost in many.costs)
+    assert ("measure on more" in str(few)) == (few.recommended.bias_at_most > 0.02)
+    assert "0 %" not in [row[2] for row in many.table()[2:5]]
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +369,14 @@ MISTAKES = {
     ),
     "the same batch": ((network, PARAMS, [BATCHES[0]] * 2), "different batches"),
     "the same seven times": ((network, PARAMS, [BATCHES[0]] * 7), "different batches"),
+    "another shape": (
+        (network, PARAMS, [*BATCHES, (BATCHES[0][0], BATCHES[0][1][:5])]),
+        r"batch 4 differs from batch 0: float32\[5, 32\], for float32\[96, 32\]. Several",
+    ),
+    "another order": (
+        (PARAMS.get, network, BATCHES),
+        r"params; got .*\(loss_fn, params, batches\)",
+    ),
     "no function": ((None, PARAMS, BATCHES), "Expected a function for fun"),
     "autocast": ((gs.autocast(network), PARAMS, BATCHES), "under autocast already"),
     "no gradient": ((lambda p, x, y: jnp.mean(x) * y.sum(), PARAMS, BATCHES), "its gradient is 0"),
@@ -401,6 +432,10 @@ def what():
     batches = [jax.random.normal(key, (32, 16)) for key in keys[1:]]
     return loss_fn, jax.random.normal(keys[0], (16, 16)) / 4, batches
 
+def with_aux():
+    loss, params, batches = what()
+    return lambda params, x: (loss(params, x), x), params, batches
+
 def one():
     return loss_fn
 """
@@ -420,5 +455,9 @@ def test_the_command_prints_the_advice_and_writes_a_page(tmp_path, monkeypatch, 
     assert "float16, unscaled" in page
     assert main(["advise", "of_advice:one"]) == 1
     assert "Expected (loss_fn, params, batches) from of_advice:one" in capsys.readouterr().err
+    assert main(["advise", "of_advice:with_aux", "--batches", "2", "--has-aux"]) == 0
+    assert "Use bfloat16: noise" in capsys.readouterr().out
+    assert main(["advise", "of_advice:what", "--card", "B200"]) == 1
+    assert "Expected one of ['H100'" in capsys.readouterr().err
     assert main(["advise", "of_advice:what", "--batches", "1"]) == 1
     assert "at least 2 batches" in capsys.readouterr().err

@@ -127,6 +127,7 @@ MISTAKES = [
     ("xray", "bad.npz", "are required: --loss. See gainstage xray --help."),
     ("xray", "--loss train:loss_fn", "are required: STEP.npz. See gainstage xray --help."),
     ("xray", "bad.npz --loss train", "such as train:loss_fn for loss_fn in train.py; got train."),
+    ("advise", "train.py:what", "such as train:what_to_advise for what_to_advise in train.py; got"),
     ("xray", "bad.npz --loss a/b.py:f", "Expected MODULE:FUNCTION, such as train:loss_fn"),
     ("xray", "bad.npz --loss ./train:f", "argument --loss: Expected MODULE:FUNCTION"),
     ("xray", "bad.npz --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),

@@ -5,12 +5,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from gainstage._base.arrays import partition
 from gainstage._base.progress_bar import counted
 from gainstage._programs.in_dtype import is_half
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast
-from gainstage.precision.cards import CARDS, H100, Card
+from gainstage.precision.cards import CARDS, H100, Card, known_card
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, percent
 from gainstage.precision.plan import FLOAT8
 from gainstage.precision.program_costs import kept, products_of
@@ -42,6 +44,8 @@ class Cost(NamedTuple):
     arithmetic: dict[str, float]  # the share of the products' arithmetic in each dtype
     seconds: float  # of all products of a step on the card, on paper; nothing else of the step
     code: tuple[str, ...]  # the lines to write, for a loss `loss_fn` and an optax chain `tx`
+    bias_at_most: float  # the upper end of the bias, which so few batches show with an error
+    is_bias_clear: bool  # whether the bias can be told from 0
 
     @property
     def dtype(self) -> str:
@@ -147,18 +151,30 @@ class Advice:
             1: f"Float16 needs loss scaling at these parameters and this batch size{why}.",
         }
         from_then = (
-            f"Float16 needs loss scaling here from batches about {larger} times as large on{why}."
+            f"Float16 needs loss scaling for batches about {larger} times as large or larger{why}."
         )
         return needs.get(larger, from_then)
 
     def notes(self) -> list[str]:
         """Returns what the table does not say, a sentence each."""
         notes = [
-            f"Measured on {self.batches} batches, at these parameters.",
+            f"Measured on {self.batches} batches, at these parameters, against float32 on this "
+            f"{jax.default_backend()}.",
             "Gradients shrink in training, and may then need a scale: look again late.",
-            f"Times are those of the products on paper, at the rates of the {self.card}.",
+            f"Times are estimates, from the sizes of the products and the rates of the "
+            f"{self.card}; nothing else of a step is in them.",
             self.scaling,
         ]
+        best = self.recommended
+        if best.exponent is None:
+            notes.append("A scale of 1 scales nothing: the chain skips non-finite steps alone.")
+        elif self.needs_scaling_from != 1:
+            notes.append("The lines scale anyway: it costs little, and gradients shrink.")
+        if best.bias_at_most > MAX_BIAS:
+            notes.append(
+                f"On so few batches the bias of {best.name} may be up to "
+                f"{percent(best.bias_at_most)}: measure on more."
+            )
         seconds = {cost.name: cost.seconds for cost in self.costs}
         if "float8" not in seconds:
             notes.append(self._without_float8())
@@ -265,8 +281,7 @@ def measured_advice(
         code: makes the lines.
         in_float8: puts linear layers in float8, by default those that the lines put there.
     """
-    if card not in CARDS:
-        raise ValueError(f"Expected one of {list(CARDS)} for card; got {card!r}.")
+    rates = known_card(card)
     small = next((x for x in partition(params)[0] if is_half(x)), None)
     if small is not None:
         raise ValueError(
@@ -282,7 +297,7 @@ def measured_advice(
     each = (time.perf_counter() - start) / (len(samples) + 1)
     pieces = len(NAMES) * len(samples) + 1 + len(LARGER)
     with counted(pieces, "advise", shows=progress, seconds=each * pieces) as tick:
-        measured = _Measured(samples, reference, CARDS[card], code, tick)
+        measured = _Measured(samples, reference, rates, code, tick)
         half = autocast(fun)
         of_half = samples.compiled(half)
         rows = [
@@ -295,12 +310,12 @@ def measured_advice(
         eight = in_float8(fun) if in_float8 else autocast(fun, "float8")
         # It warns if no product is in float8, which the advice says.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            has_float8 = CARDS[card].float8 and measured.has_float8(eight)
+            has_float8 = rates.float8 and measured.has_float8(eight)
         if has_float8:
             rows.append(measured.row("float8", *_both(samples, eight), None))
         else:
             measured.skip_row()
-    return Advice(rows, need, CARDS[card], len(samples), reference.is_clear)
+    return Advice(rows, need, rates, len(samples), reference.is_clear)
 
 
 def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any], GradientsOf]:
@@ -348,7 +363,7 @@ class _Measured:
         seconds = sum(product.seconds(self._card) for product in products)
         memory = kept(loss, own, others)
         code = self._code(name.partition(",")[0], scaled)
-        known = (memory, shares, seconds, code)
+        known = (memory, shares, seconds, code, *self._reference.bias_at_most(found))
         return Cost(name, price, exponent if scaled else None, *known)
 
     def skip_row(self) -> None:
@@ -411,12 +426,16 @@ def _reason(advice: Advice) -> str:
         for cost in advice.costs
         if not cost.price.fits(MAX_NOISE, MAX_BIAS)
     ]
-    noise, bias = percent(best.price.noise), percent(best.price.bias)
+    noise, bias = percent(best.price.noise), _bias(best)
     why = f"noise {noise} and bias {bias} are within 1 % and 2 %"
     if best is exact:
         why = "no other precision is within 1 % noise and 2 % bias, or none is faster"
     elif exact.seconds:
-        why += f", and products take {best.seconds / exact.seconds:.2f} of their time on paper"
+        less = 1e6 * (exact.seconds - best.seconds)
+        why += (
+            f", and products take {best.seconds / exact.seconds:.2f} of their time on paper, "
+            f"{less:.2g} us less"
+        )
     against = f" Not {', '.join(refused)}." if refused else ""
     return f"{best.name}: {why}.{against}"
 
@@ -425,5 +444,14 @@ def _line(cost: Cost) -> tuple[str, ...]:
     products = ", ".join(f"{share:.0%} {dtype}" for dtype, share in cost.arithmetic.items())
     scale = "" if cost.exponent is None else f"2^{cost.exponent}"
     scale += " or more" * (cost.exponent == LAST_EXPONENT)
-    memory, price = f"{cost.kept / 1e6:.3g} MB", map(percent, cost.price[:3])
-    return cost.name, *price, scale, memory, products, f"{1e6 * cost.seconds:.3g} us"
+    name = f"{cost.name}, scaled" if cost.name == "float16" else cost.name
+    price = percent(cost.price.noise), _bias(cost), percent(cost.price.lost)
+    memory, time = f"{cost.kept / 1e6:.3g} MB", f"{1e6 * cost.seconds:.3g} us"
+    return name, *price, scale, memory, products, time
+
+
+def _bias(cost: Cost) -> str:
+    """The bias, or what it is below, if it cannot be told from 0."""
+    if cost.is_bias_clear or not cost.bias_at_most:
+        return percent(cost.price.bias)
+    return f"< {percent(cost.bias_at_most)}"

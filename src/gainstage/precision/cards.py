@@ -38,5 +38,18 @@ CARDS = {
     )
 }
 H100 = CARDS["H100"]
+
+
+def known_card(name: str) -> Card:
+    """The card of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in CARDS:
+        raise ValueError(f"Expected one of {list(CARDS)} for card; got {name!r}.")
+    return CARDS[name]
+
+
 # On which float8 always saves time: to measure what it costs in all layers that can have it.
 ANY = Card("any card", 1.0, 1.0, 1.0, math.inf, math.inf, "")

@@ -86,6 +86,31 @@ class Reference:
         error = max(error_of(*pair) for pair in pairs)
         return Price(noise, math.sqrt(bias), float(lost), error)
 
+    def bias_at_most(self, found: Sequence[Parts]) -> tuple[float, bool]:
+        """Two standard errors above the bias, and whether the bias can be told from 0.
+
+        The error is that of the jackknife: of the bias without each of the batches. Two batches do
+        not show it; then it is the norm of the mean error, which has the noise in it.
+        """
+        count = len(found)
+        inner = np.zeros((count, count))  # products of the errors of two batches
+        with np.errstate(all="ignore"):
+            for pairs in zip(
+                zip(*found, strict=True), zip(*self.gradients, strict=True), strict=True
+            ):
+                each = [np.subtract(*pair, dtype=np.float64) for pair in zip(*pairs, strict=True)]
+                errors = np.stack(each).reshape(count, -1)
+                inner += errors @ errors.T
+        if not np.isfinite(inner).all():
+            return math.inf, True
+        if count < 3:
+            return math.sqrt(max(inner.sum(), 0.0) / count**2 / self.mean), False
+        every = inner.sum() - inner.trace()
+        without = every - 2 * (inner.sum(0) - inner.diagonal())
+        error = math.sqrt((count - 1) * (without / ((count - 1) * (count - 2))).var())
+        bias = every / (count * (count - 1))
+        return math.sqrt(max(bias + 2 * error, 0.0) / self.mean), bool(bias > 2 * error)
+
     def spread(self, errors: Sequence[Parts]) -> tuple[float, float]:
         """The noise, and the square of the bias, of the errors of some batches. Both add up over
         operations."""

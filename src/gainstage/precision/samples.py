@@ -1,6 +1,7 @@
 """Gradients of a function on some batches, in any precision."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,11 @@ def samples_of(
             f"Expected a float32 function for fun; got {fun!r}, which is under autocast "
             f"already. Pass the function that autocast was given: fun.__wrapped__."
         )
+    if not partition(params)[0]:
+        raise TypeError(
+            f"Expected parameters with arrays for params; got {checks.brief(params)}. The order is "
+            f"(loss_fn, params, batches)."
+        )
     if not isinstance(batches, Sequence) or isinstance(batches, (str, tuple)):
         raise TypeError(
             f"Expected a list of batches, such as [(x1, y1), (x2, y2)]; got "
@@ -89,13 +95,15 @@ class Samples:
         self.parameters: int = len(partition(calls[0][:1])[0])  # arrays of the first argument
         for number, (arrays, static) in enumerate(split[1:], 1):
             if static != self.static or _shapes(arrays) != _shapes(self.arrays[0]):
-                each = (_shapes(self.arrays[i])[-MOST_SHOWN:] for i in (0, number))
-                first, other = ([f"{kind}{list(shape)}" for shape, kind in some] for some in each)
+                every = [_shapes(self.arrays[i])[self.parameters :] for i in (number, 0)]
+                pairs = list(itertools.zip_longest(*every))
+                some = [pair for pair in pairs if pair[0] != pair[1]][:MOST_SHOWN]
+                other, first = (", ".join(map(_as_text, side)) for side in zip(*some, strict=True))
+                both = f": {other}, for {first}" if some else ", in what is no array"
                 raise ValueError(
                     f"Expected batches of one structure and of the same shapes; batch {number} "
-                    f"differs from batch 0: {', '.join(other)}, for {', '.join(first)}. A batch is "
-                    f"a tuple of arguments: batches=[(x1, y1), (x2, y2)]. Leave a last, shorter "
-                    f"batch out."
+                    f"differs from batch 0{both}. Several arguments are a tuple: "
+                    f"batches=[(x1, y1), (x2, y2)]. Leave a last, shorter batch out."
                 )
 
     def __len__(self) -> int:
@@ -149,7 +157,8 @@ class Samples:
                 raise ValueError(
                     f"Expected a function whose loss and gradients are finite in float32; got a "
                     f"loss of {float(results[0])} on batch {number}. Look for the cause: "
-                    f"gainstage.diagnostics.xray(fun, params, *batch)."
+                    f"gainstage.diagnostics.xray(fun, params, *batch), or batch if it is one "
+                    f"argument."
                 )
         if not any(np.any(g) for results in found for g in results[1:]):
             raise ValueError(
@@ -270,6 +279,11 @@ def _runs(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     except Exception:  # whatever the user's code raises
         return False
     return True
+
+
+def _as_text(array: tuple[Any, Any] | None) -> str:
+    """A shape and a dtype, as in JAX."""
+    return "nothing" if array is None else f"{array[1]}{list(array[0])}"
 
 
 def _shapes(arrays: Sequence[Any]) -> list[tuple[Any, Any]]:
