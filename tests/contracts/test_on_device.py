@@ -67,7 +67,8 @@ def test_all_of_it_on_small_sizes(bare, tmp_path):
     for name in ("optimizer_steps", "train_steps", "select", "eager"):
         for cell in parts[name].values():
             assert cell["missing"] == {}
-            assert len(cell["variants"]) >= 4
+            fewest = len(on_device.EAGER) if name == "eager" else 4
+            assert len(cell["variants"]) >= fewest
             assert all(cell["baselines"][0] in v["ratios"] for v in cell["variants"].values())
     for cell in [*parts["autocast"].values(), *parts["float8"].values()]:
         assert cell["missing"] == {}
