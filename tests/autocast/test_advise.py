@@ -230,6 +230,15 @@ def test_it_names_a_parameter_whose_small_gradient_is_lost():
     assert costs(found)["float16, unscaled"].price.fits(0.01, 0.02)
     assert found.needs_scaling_from == 1
     assert "Without it 'small/" in str(found)
+
+    # A gradient that is 0 but for rounding is not lost, however few the batches.
+    def with_shift(params, x, y):
+        scores = jax.nn.softmax(x @ params["a"] + params["shift"].sum())
+        return jnp.mean((scores @ params["b"] - y) ** 2)
+
+    shifted = {**PARAMS, "shift": jnp.ones(3)}
+    for some in (BATCHES, BATCHES[:2], BATCHES[2:]):
+        assert "shift" not in str(advise(with_shift, shifted, some))
     alone = advise(lambda p, x, y: loss({**params, "large": p}, x, y), PARAMS, BATCHES)
     assert alone.needs_scaling_from != 1
     assert "Without it" not in str(alone)

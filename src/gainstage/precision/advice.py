@@ -393,11 +393,14 @@ class _Measured:
         if not scaled.price.fits(MAX_NOISE, MAX_BIAS):
             at = {0: 1.0}
         best = self._prices(run, 2.0 ** (scaled.exponent or 0))
-        budgets = [(max(MAX_NOISE, WORSE * p.noise), max(MAX_BIAS, WORSE * p.bias)) for p in best]
+        budget = max(MAX_NOISE, WORSE * best[0].noise), max(MAX_BIAS, WORSE * best[0].bias)
+        # One that a scale does not help is no gradient but rounding, as of a bias before a softmax.
+        helped = [i for i, price in enumerate(best) if i and price.fits(MAX_NOISE, MAX_BIAS)]
+        budgets = {0: budget} | dict.fromkeys(helped, (MAX_NOISE, MAX_BIAS))
         for order, scale in at.items():
             found = self._prices(run, scale)
             self._tick()
-            lost = [i for i, price in enumerate(found) if not price.fits(*budgets[i])]
+            lost = [i for i, bounds in budgets.items() if not found[i].fits(*bounds)]
             if lost:
                 number, _ = self._reference.views[lost[0]]
                 name = "" if number is None else self._samples.names[number]

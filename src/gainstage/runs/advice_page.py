@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from gainstage.precision.advice import Advice
-from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, percent
+from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE
 from gainstage.runs.render import render
 from gainstage.runs.rows import Rows
 
@@ -24,20 +24,21 @@ def page(advice: Advice) -> str:
     """Returns the page of an advice, as HTML."""
     head, *rows = advice.table()
     charts = {
-        "Noise, of the batch's own": ([c.price.noise for c in advice.costs], MAX_NOISE),
-        "Bias, of the mean gradient": ([c.price.bias for c in advice.costs], MAX_BIAS),
+        "Noise, of the batch's own": (1, [c.price.noise for c in advice.costs], MAX_NOISE),
+        "Bias, of the mean gradient": (2, [c.price.bias for c in advice.costs], MAX_BIAS),
     }
-    names = [cost.name for cost in advice.costs]
     drawn = {
-        words: ([_bar(*pair, limit) for pair in zip(names, sizes, strict=True)], _place(limit))
-        for words, (sizes, limit) in charts.items()
+        words: (
+            [
+                PriceBar(row[0], row[column], _place(size), size <= limit)
+                for row, size in zip(rows, sizes, strict=False)  # the last may have no numbers
+            ],
+            _place(limit),
+        )
+        for words, (column, sizes, limit) in charts.items()
     }
     table = Rows("Costs", head, rows, advice.notes())
     return render("advice.html", "What a precision costs", advice=advice, table=table, charts=drawn)
-
-
-def _bar(name: str, size: float, limit: float) -> PriceBar:
-    return PriceBar(name, percent(size), _place(size), size <= limit)
 
 
 def _place(size: float) -> float:
