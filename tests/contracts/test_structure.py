@@ -110,7 +110,7 @@ PRIVATE = {
     "distributed/watchdog.py": {"os._exit"},
     "interop/keras.py": {"getattr(optimizer, 'inner_optimizer', optimizer)._iterations"},  # Keras's
     "interop/keras_autocast.py": {  # Keras's
-        "model._flatten_layers", "model._call_has_training_arg", "self._plain._unpickle_model",
+        "model._flatten_layers", "self._plain._unpickle_model",
         "model._begin", "model._plain",  # a model of this file
     },
     "interop/keras_log.py": {"self.model.optimizer.inner_optimizer._iterations"},  # Keras's
@@ -119,6 +119,7 @@ PRIVATE = {
         "self.dynamic_scale._value", "count._value", "inner._u_product",
         "optimizer._mirror", "inner_optimizer._ours", "optimizer._ours", "inner_optimizer._step",
     },
+    "interop/keras_measured.py": {"model._call_has_training_arg"},  # Keras's
     "interop/keras_mirrors.py": {"mirror._is_of_gainstage", "mirror._layout"},  # Keras's variable
     "interop/keras_settings.py": {"optimizer._learning_rate"},  # Keras's
     # The state of `Optax`, of the same room, and two methods that `MultiOptimizer` overrides.
