@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 import gainstage as gs
 from gainstage.precision.cards import H100
-from gainstage.precision.program_costs import products_of
 from gainstage.precision.float8_rule import PRODUCTS_OF_A_STEP
+from gainstage.precision.program_costs import products_of
 
 from . import hlo, lowered
 from .harness import RESULTS, file_to_write

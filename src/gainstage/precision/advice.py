@@ -63,7 +63,7 @@ def code_of_loop(dtype: str, is_scaled: bool) -> tuple[str, ...]:
     return f"tx = gs.loss_scaled(tx{rule})", f"step = gs.train_step({loss}, tx)"
 
 
-class Need(NamedTuple):
+class ScalingNeed(NamedTuple):
     """From which batch size on a precision needs loss scaling, and what is lost without."""
 
     times: int | None  # that of these batches; None if not for any that was tried
@@ -100,7 +100,7 @@ class Advice:
     def __init__(
         self,
         costs: Sequence[Cost],
-        need: Need,
+        need: ScalingNeed,
         card: Card,
         batches: int,
         is_clear: bool,
@@ -380,7 +380,7 @@ class _Measured:
         arrays, count = self._samples.arrays[0], self._samples.parameters
         return self._samples.of_arrays(fun), arrays[:count], arrays[count:]
 
-    def needs_scaling_from(self, run: GradientsOf, scaled: Cost) -> Need:
+    def needs_scaling_from(self, run: GradientsOf, scaled: Cost) -> ScalingNeed:
         """How many times larger a batch is, at least, for which a precision needs loss scaling. A
         mean over more examples has smaller cotangents, as a smaller loss scale makes them.
 
@@ -404,8 +404,8 @@ class _Measured:
             if lost:
                 number, _ = self._reference.views[lost[0]]
                 name = "" if number is None else self._samples.names[number]
-                return Need(2**order, name, found[lost[0]])
-        return Need(None)
+                return ScalingNeed(2**order, name, found[lost[0]])
+        return ScalingNeed(None)
 
     def _prices(self, run: GradientsOf, scale: float) -> list[Price]:
         """What all gradients cost, and those of each parameter, on two batches."""
