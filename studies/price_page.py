@@ -116,10 +116,10 @@ def markdown(content: dict[str, Any], programs: dict[str, Any]) -> str:
     return "\n".join(
         [
             "Noise and bias on six batches, before training, and the mean loss of the last 50 of "
-            "200 steps (four slow models: of 100), with a first loss scale at which no step is "
-            "skipped: skipped steps at the start cost more than rounding. Float8 is in all linear "
-            'layers; the plan is that of `tune(..., dtype="float8", card=None)`, within 1 % and '
-            "2 %.",
+            "200 steps (four slow models: of 100). The first loss scale is one at which no step is "
+            "skipped, since skipped steps at the start cost more than rounding. Float8 is in all "
+            'linear layers; the plan is that of `tune(..., dtype="float8", card=None)`, within 1 % '
+            "and 2 %.",
             "",
             *rows,
             "",
@@ -146,7 +146,7 @@ def markdown(content: dict[str, Any], programs: dict[str, Any]) -> str:
             "",
             f"Prediction and measurement are within a factor of {FACTOR}, or both below "
             f"{FLOOR:.0%} of the budget, for the noise of {told[0]} and the bias of {told[1]} of "
-            f"{len(models)}: a bias on four batches has an error of its own.",
+            f"{len(models)}. A bias on four batches has an error of its own.",
             "",
             "## Programs for an H100",
             "",
