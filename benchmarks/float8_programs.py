@@ -24,7 +24,7 @@ from .harness import RESULTS, file_to_write
 from .models import transformer
 from .programs import environment
 
-PATH = RESULTS / "float8_programs.json"
+PATH = RESULTS / "float8" / "programs.json"
 WIDTHS = 2048, 1024, 512, 256  # all linear layers gain by float8 at the first, none at the last
 DTYPES = "float16", "float8"
 

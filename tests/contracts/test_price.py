@@ -11,7 +11,7 @@ pytestmark = pytest.mark.repo
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "studies" / "results" / "price_predicts_training.json").read_text())
-PROGRAMS = json.loads((ROOT / "benchmarks" / "results" / "float8_programs.json").read_text())
+PROGRAMS = json.loads((ROOT / "benchmarks" / "results" / "float8" / "programs.json").read_text())
 
 
 def test_the_page_has_the_results():

@@ -1,5 +1,7 @@
 """How much work a step is for JAX: counts, which are the same on every machine, not seconds."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,17 +89,39 @@ def calls(run):
     return found, result
 
 
+WAYS = {way.__name__: way for way in (update, loop, train_step, minimize, autocast)}
+
+
+def measured(name):
+    """The equations of a step, and the calls to trace it."""
+    step, given = WAYS[name]()
+    found, program = calls(lambda: jax.make_jaxpr(step)(*given))
+    return equations(program.jaxpr), found
+
+
+@pytest.fixture(scope="module")
+def counts():
+    """Those of all ways, in a process that has imported no other library: each adds calls that ask
+    whether a model is one of it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 # 5 % above the counts of jax 0.10.2 and 0.12.0. The loop without Gainstage has 57 equations.
-@pytest.mark.filterwarnings("ignore:No loss was multiplied")
 @pytest.mark.parametrize(
     ("way", "most_equations", "most_calls"),
-    [(update, 157, 177), (loop, 182, 213), (train_step, 187, 296), (minimize, 162, 742),
-     (autocast, 38, 352)],
+    [("update", 157, 177), ("loop", 182, 213), ("train_step", 187, 296), ("minimize", 162, 742),
+     ("autocast", 38, 352)],
 )  # fmt: skip
-def test_a_step_is_little_work(way, most_equations, most_calls):
+def test_a_step_is_little_work(way, most_equations, most_calls, counts):
     """A step of a small model has few equations, and to trace it few calls of ours are needed."""
-    step, given = way()
-    jax.clear_caches()
-    found, program = calls(lambda: jax.make_jaxpr(step)(*given))
-    assert equations(program.jaxpr) <= most_equations
-    assert found <= most_calls
+    found_equations, found_calls = counts[way]
+    assert 0 < found_equations <= most_equations
+    assert 0 < found_calls <= most_calls
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: measured(name) for name in WAYS}))
