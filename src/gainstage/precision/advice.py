@@ -272,14 +272,12 @@ def measured_advice(
     has_aux: bool = False,
     using: Using | None = None,
     code: Code = code_of_loop,
-    in_float8: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> Advice:
     """What `advise` returns, with lines of code for any kind of training.
 
     Args:
         fun, params, batches, card, progress, has_aux, using: as for `advise`.
         code: makes the lines.
-        in_float8: puts linear layers in float8, by default those that the lines put there.
     """
     rates = known_card(card)
     small = next((x for x in partition(params)[0] if is_half(x)), None)
@@ -307,7 +305,7 @@ def measured_advice(
             measured.row("float16", half, of_half, None),
         ]
         need = measured.needs_scaling_from(of_half, rows[-1])
-        eight = in_float8(fun) if in_float8 else autocast(fun, "float8")
+        eight = autocast(fun, "float8")
         # It warns if no product is in float8, which the advice says.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             has_float8 = rates.float8 and measured.has_float8(eight)
