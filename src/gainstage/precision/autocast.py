@@ -19,7 +19,7 @@ from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
 from gainstage.precision.cards import ANY, H100, Card
 from gainstage.precision.float8_product import How, multiply, to_operand
-from gainstage.precision.float8_rule import Sizes, Verdict, decide, sizes_of
+from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
 from gainstage.precision.policy import Policy
@@ -330,10 +330,10 @@ class _Caster:
             return False
         if self._width(eqn, values, held, path) is not Width.HALF:
             return False
-        verdict = decide(eqn, values, self._card)
-        if verdict is Verdict.TOO_SMALL:
+        decision = decide(eqn, values, self._card)
+        if decision is Float8Decision.TOO_SMALL:
             self._too_small.append(sizes_of(eqn, values))
-        return verdict is Verdict.FLOAT8
+        return decision is Float8Decision.FLOAT8
 
     def _in_float8(self, eqn: JaxprEqn, x: Retraced, w: Retraced) -> jax.Array:
         """A product in float8, whose result is in half precision."""

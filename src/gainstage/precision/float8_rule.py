@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
         return f"[{self.rows}, {self.summed}] x [{self.summed}, {self.columns}]"
 
 
-class Verdict(enum.Enum):
-    """What is decided on a product."""
+class Float8Decision(enum.Enum):
+    """Whether a product is in float8, and why not."""
 
     HALF = enum.auto()  # it cannot be in float8
     TOO_SMALL = enum.auto()  # it could be, but the card gains nothing
@@ -45,7 +45,7 @@ class Verdict(enum.Enum):
 
 def decide(
     eqn: JaxprEqn, values: Sequence[Retraced], card: Card, *, only_linear: bool = True
-) -> Verdict:
+) -> Float8Decision:
     """Decides whether an operation that may be in half precision is a product in float8.
 
     It is a `dot_general` without batch axes, with enough rows, columns and summed elements for the
@@ -59,14 +59,14 @@ def decide(
             measured what the others cost.
     """
     if eqn.primitive.name != "dot_general" or any(eqn.params["dimension_numbers"][1]):
-        return Verdict.HALF
+        return Float8Decision.HALF
     if not all(map(is_float32, eqn.invars)):
-        return Verdict.HALF
+        return Float8Decision.HALF
     is_linear = sum(value.kind is Kind.FREE for value in values) == 1
     sizes = sizes_of(eqn, values)
     if min(sizes) < NARROWEST or (only_linear and not is_linear):
-        return Verdict.HALF
-    return Verdict.FLOAT8 if pays(sizes, card) else Verdict.TOO_SMALL
+        return Float8Decision.HALF
+    return Float8Decision.FLOAT8 if pays(sizes, card) else Float8Decision.TOO_SMALL
 
 
 def sizes_of(eqn: JaxprEqn, values: Sequence[Retraced]) -> Sizes:

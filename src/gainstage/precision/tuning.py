@@ -23,7 +23,7 @@ from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast, plan_of
 from gainstage.precision.cards import ANY, CARDS, Card
-from gainstage.precision.float8_rule import Verdict, decide
+from gainstage.precision.float8_rule import Float8Decision, decide
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
 from gainstage.precision.samples import (
@@ -241,12 +241,12 @@ class _Tuner:
             Switch.FLOAT8: FLOAT8,
         }  # fmt: skip
         programs: list[Any] = []
-        visited, sums, verdicts = set(), SumFinder(), dict[Path, Verdict]()
+        visited, sums, decisions = set(), SumFinder(), dict[Path, Float8Decision]()
 
         def visit(eqn: JaxprEqn, values: list[Retraced], path: Path) -> list[Retraced]:
             visited.add(path)
             if card is not None:
-                verdicts[path] = decide(eqn, values, card, only_linear=False)
+                decisions[path] = decide(eqn, values, card, only_linear=False)
             results = as_written(eqn, values)
             sums.follow(eqn, values, results, path)
             return results
@@ -269,9 +269,11 @@ class _Tuner:
         self._group = {path: numbers[key] for path, key in keys.items()}
         self._groups = len(numbers)
         # Products that may be in float8, and those that are too small for the card.
-        known = [(path, verdicts.get(path)) for path in self._equations]
-        self._may_be_float8 = {path for path, verdict in known if verdict is Verdict.FLOAT8}
-        self._too_small = {path for path, verdict in known if verdict is Verdict.TOO_SMALL}
+        known = [(path, decisions.get(path)) for path in self._equations]
+        self._may_be_float8 = {
+            path for path, decision in known if decision is Float8Decision.FLOAT8
+        }
+        self._too_small = {path for path, decision in known if decision is Float8Decision.TOO_SMALL}
         self._choices = {(group, Switch.HALF) for group in range(self._groups)}
         self._choices |= {(self._group[path], Switch.FLOAT8) for path in self._may_be_float8}
         if has_bfloat16:
