@@ -106,6 +106,12 @@ def test_batches_come_from_a_list_or_a_dataset(kind, advice):
     np.testing.assert_allclose(prices(found), prices(advice), rtol=0.02, atol=1e-9)
 
 
+def test_it_says_nothing_of_a_chain_that_fit_has_not(advice):
+    """In bfloat16 `fit` scales nothing and skips nothing: a scale of 1 is for optax."""
+    assert advice.recommended.name == "bfloat16"
+    assert "the chain skips" not in str(advice)
+
+
 def test_the_lines_of_each_row_are_those_for_fit(advice):
     """Each row's lines compile a model that computes in its dtype, with the scaling of the row."""
     dtypes, scaled = {}, {}

@@ -166,9 +166,9 @@ class Advice:
             self.scaling,
         ]
         best = self.recommended
-        if best.exponent is None:
+        if any("FixedLossScale" in line for line in best.code):
             notes.append("A scale of 1 scales nothing: the chain skips non-finite steps alone.")
-        elif self.needs_scaling_from != 1:
+        if best.exponent is not None and self.needs_scaling_from != 1:
             notes.append("The lines scale anyway: it costs little, and gradients shrink.")
         if best.bias_at_most > MAX_BIAS:
             notes.append(
@@ -216,6 +216,7 @@ def advise(
 
     The table has a row for each precision, and these columns:
 
+    - "bias": "< 1 %" where so few batches cannot tell it from 0; more of them show more.
     - "lost to 0": the share of the gradient's elements that became 0.
     - "scale": the largest of `2**24`, `2**21`, `2**18` ... at which all gradients are finite.
     - "kept": what the forward pass keeps for the backward pass.
