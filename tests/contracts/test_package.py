@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 import gainstage as gs
+from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 
 pytestmark = pytest.mark.repo
 
@@ -73,17 +76,6 @@ def test_each_room_says_what_it_is_and_what_may_be_imported():
         if (SRC / room).is_dir():
             text = ast.get_docstring(ast.parse((SRC / room / "__init__.py").read_text()))
             assert len(re.findall(r"\.(?:\s|$)", text)) >= 2, room
-
-
-def test_a_module_says_in_two_lines_what_it_holds():
-    """What is here, and what is not; the reasons are comments."""
-    for path in FILES:
-        if path == SRC / "__init__.py":  # the table of `help(gainstage)`
-            continue
-        lines = [
-            line for line in ast.get_docstring(ast.parse(path.read_text())).split("\n") if line
-        ]
-        assert 1 <= len(lines) <= 2, path
 
 
 def test_only_one_file_imports_what_jax_may_move():
@@ -188,6 +180,43 @@ def test_a_name_has_one_meaning():
                     found[name].add(path)
     twice = {name for name, paths in found.items() if name[0].isupper() and len(paths) > 1}
     assert twice == set()
+
+
+def test_templates_alone_escape_html():
+    """Text gets into a page through templates that escape it; one drawing is marked as safe."""
+    escaping, safe = set(), set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        where = path.relative_to(SRC).as_posix()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {getattr(node, "module", ""), *(alias.name for alias in node.names)}
+                escaping |= {where} if names & {"html", "xml", "xml.sax.saxutils", "cgi"} else set()
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called.endswith("escape") and called != "re.escape":
+                escaping.add(where)
+            if called.endswith("Markup"):
+                safe.add(where)
+            if isinstance(node, ast.Constant) and "&lt;" in str(node.value):
+                escaping.add(where)
+    assert escaping == set()
+    assert safe == {"runs/curves.py"}
+    pages = sorted((SRC / "templates").iterdir())
+    assert pages
+    for page in pages:
+        text = page.read_text()
+        assert not re.search(r"\bsafe\b|autoescape|<script|<link|<img|url\(|@import|http", text)
+
+
+def test_one_table_of_options():
+    """Type checkers and the documentation know the options of the table, with the same types."""
+    table, keywords = get_type_hints(Arguments), get_type_hints(OptimizerOptions)
+    types = {name: (get_args(option) or [option])[0] for name, option in table.items()}
+    widened = {"name": str | None, "shard_state_over": str | Sequence[str] | None}
+    assert keywords == types | widened
+    section = inspect.getdoc(gs.optimizers.Optimizer).split("Args:")[1].split("\n\n")[0]
+    assert set(re.findall(r"^    (\w+):", section, re.M)) == {"learning_rate", *types}
+    assert set(inspect.signature(gs.optimizers.Optimizer).parameters) == {"learning_rate", *types}
 
 
 def test_style():

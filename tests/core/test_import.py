@@ -53,10 +53,8 @@ def test_import_needs_no_extra(fresh):
 
 
 def test_import_is_little_work(fresh):
-    """`import gainstage` after jax, numpy and optax runs at most 109 modules of ours, and of others
-    only parts of those three and of Python."""
-    ours = [name for name in fresh["own"] if name.startswith("gainstage")]
-    assert 0 < len(ours) <= 109
+    """`import gainstage` after jax, numpy and optax runs modules of these three, of Python
+    and of its own alone."""
     packages = {name.partition(".")[0] for name in fresh["own"]}
     assert packages - sys.stdlib_module_names <= {"gainstage", "jax", "jaxlib", "numpy", "optax"}
 
