@@ -15,7 +15,6 @@ from compilations import compilations
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage._programs import loop_warnings as watch
 from gainstage.optimizers import SGD, Adam, to_optax
 from gainstage.transforms.gradient_faults import forget_scales
 
@@ -1256,26 +1255,6 @@ def test_small_parameters_train_under_strict_promotion(dtype):
         step = gs.train_step(lambda p: p["w"].astype("float32").sum(), tx)
         params, _, _ = step(params, state)
     assert (params["w"].dtype, params["w"].tolist()) == (dtype, [0.75] * 4)
-
-
-@pytest.mark.parametrize(("wrap", "count"), [(lambda step: step, 1), (jax.jit, 0)])
-def test_a_long_loop_outside_of_jit_is_told_once(wrap, count, monkeypatch):
-    """A loop that runs operation by operation for many steps is told of jax.jit, once."""
-    monkeypatch.setattr(watch, "EAGER_STEPS", 20)
-    w, tx = jnp.ones(3), gs.loss_scaled(optax.sgd(0.1))
-    state = tx.init(w)
-
-    def step(w, state):
-        _, grads = gs.value_and_grad(lambda w: (w**2).sum(), state)(w)
-        updates, state = tx.update(grads, state, w)
-        return gs.apply_updates(w, updates, state), state
-
-    step = wrap(step)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(50):
-            w, state = step(w, state)
-    assert ["outside of jax.jit" in str(warning.message) for warning in found] == [True] * count
 
 
 def test_losses_of_two_threads_are_told_apart():

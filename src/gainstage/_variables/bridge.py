@@ -21,8 +21,6 @@ from gainstage._base.arrays import Static, partition
 from gainstage._base.checks import brief
 from gainstage._base.signals import deferred_signals
 from gainstage._programs import jaxprs
-from gainstage._programs.loop_warnings import Calls
-from gainstage._programs.stale_constants import Captured
 from gainstage._variables.arguments import variables_in
 from gainstage._variables.sharding import tell_if_whole
 from gainstage._variables.types import P, PyTree, R, State, Structure
@@ -171,14 +169,6 @@ def _functional(
 
 # The variables that functions of `functionalize` assigned, with the values that they still have.
 LEFT: weakref.WeakKeyDictionary[Variable, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-_MADE_IN_LOOP = (
-    "{n} functions of gainstage.jit with the same code and state were made and called once each, "
-    "and each was compiled. Create it before the loop: step = gainstage.jit(fn, state)."
-)
-_CAPTURED = (
-    "this function of gainstage.jit",
-    "step = gainstage.jit(lambda {new}: ..., state), and step({names})",
-)
 
 
 class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
@@ -218,7 +208,6 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
         found = [variable._constants_of for variable in self._state]
         self._constants = [reference for reference in found if reference is not None]
         self._pure: Callable[..., tuple[R, Any]] = _functional(fn, self._state, notes=False)
-        self._calls, self._captured = Calls(fn, _MADE_IN_LOOP), Captured(fn, *_CAPTURED)
         self._compile()
         functools.update_wrapper(self, fn, updated=())
 
@@ -229,14 +218,12 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
     def _compile(self) -> None:
         """Makes new programs, which are compiled when they are called."""
         pure, donate, self._compiled_for = self._pure, self._donate, self._versions()
-        captured = self._captured
 
         def program(
             values: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[PyTree, R]:
             # XLA gives a donated buffer to the first result of its shape. With the state first, in
             # the order of the arguments, each new value takes the buffer of its old one.
-            captured.traced()
             result, values = pure(values, *args, **kwargs)
             return values, result
 
@@ -265,15 +252,10 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
             values, result = self._keeping(values, args, kwargs)
             write(self._state, values)
             return result
-        first = self._calls.note(self._state[:1])
         if self._calls_back is None:
             traced = self._compiled.trace(values, args, kwargs).jaxpr
-            self._captured.begin(lambda: traced)
             self._calls_back = jaxprs.calls_back(traced)
-            if first:
-                tell_if_whole(values, (args, kwargs), lambda: traced)
-        elif self._captured.watched:
-            self._captured.look()
+            tell_if_whole(values, (args, kwargs), lambda: traced)
         if self._calls_back or reruns():
             values, result = jax.block_until_ready(self._keeping(values, args, kwargs))
             write(self._state, values)

@@ -177,11 +177,10 @@ class Optimizer(Configurable, Arguments, Saved):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.{hint}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        held = vars(self)
-        store, old = held.get("_store"), held.get(name, getattr(type(self), name, None))
+        store = vars(self).get("_store")
         super().__setattr__(name, value)
         if store is not None and name != "learning_rate":
-            store.changed(name, old, value)  # Python values are constants of the compiled step
+            store.changed(name)  # Python values are constants of the compiled step
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
@@ -562,8 +561,6 @@ class Optimizer(Configurable, Arguments, Saved):
         inputs = StepInputs(grads, self._rate_of_step(), used, apply_if)
         version = (store.version, store.rate.changes) if self.jit_compile else None
         self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
-        if store.traced.changed and self.jit_compile:
-            store.traced.tell()
 
     def _apply(self, inputs: StepInputs) -> Given:
         """Takes one step on the bound variables; returns whether it was applied."""

@@ -18,7 +18,6 @@ from gainstage._base.checks import as_power, brief
 from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
-from gainstage._programs.loop_warnings import Repeats
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage._variables.variable import Variable
 from gainstage.rules.loss_scale import Rule, as_rule
@@ -27,10 +26,6 @@ from gainstage.runs.telemetry import Report
 
 Record = dict[str, Any]  # the step, and its numbers by name
 KEPT = 10_000  # records that are stored while they cannot be written
-_SAME_INFO = (
-    "{n} calls of write in a row got the same telemetry, that of one step. Take it anew in each "
-    "step: write(n, gainstage.telemetry(opt_state), loss=loss), with the newest opt_state."
-)
 _BEGAN_AGAIN = (
     "The step of {writer}.write began again at {step}, but the counts of the telemetry go on. A "
     "step that goes back replaces all later records, as after a checkpoint. Count steps over all "
@@ -59,7 +54,6 @@ class Writer(abc.ABC):
         self._waiting: list[Record] = []
         self._unwritten: list[Record] = []  # read, but not written yet
         self._failed = False  # whether the last write failed
-        self._repeats = Repeats(_SAME_INFO)
         self._told = False  # whether it has warned of steps that begin again
         self._first: int | None = None  # the first step of all records
         self._taken = (-1, 0)  # the last step, and the steps that its telemetry counts
@@ -99,8 +93,6 @@ class Writer(abc.ABC):
             )
         record = {name: _scalar(name, number) for name, number in numbers.items()}
         self._waiting.append({"step": checks.integer("step", step, low=0, high=2**53), **record})
-        if info is not None and isinstance(info.finite, jax.Array):
-            self._repeats.note(info.finite)
         if len(self._waiting) >= self.every:
             self.flush()
 

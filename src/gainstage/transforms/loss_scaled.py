@@ -15,7 +15,6 @@ from gainstage._base import checks
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import leaves_and_none
 from gainstage._base.warn import warn
-from gainstage._programs.loop_warnings import FRESH, SAME_STATE, Eager, Repeats
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._scaling.step_telemetry import check_telemetry
@@ -191,7 +190,6 @@ class ScaledTransformation:
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
         self._told = set[str]()  # the warnings that were given
         self._fits = False  # whether an update got a state that fits: an eager loop is checked once
-        self._repeats, self._eager = Repeats(SAME_STATE, name="tx.update"), Eager()
 
     def as_optax(self) -> optax.GradientTransformationExtraArgs:
         """The transformation of optax, whose `update` is a method of this object."""
@@ -213,9 +211,7 @@ class ScaledTransformation:
             kind = WithLossScaleState
             if not self._starts_at_own:
                 rule_state = rule_state._replace(scale=usable(carries, rule_state.scale))
-        applied = jnp.array(True)
-        FRESH[id(applied)] = applied
-        return _on_mesh_of(params, kind(rule_state, inner, applied, first.observed))
+        return _on_mesh_of(params, kind(rule_state, inner, jnp.array(True), first.observed))
 
     def _first(self, params: PyTree) -> OptState:
         """The state of `tx` before the first step."""
@@ -352,10 +348,6 @@ class ScaledTransformation:
             self._tell(summed(updates))
         if isinstance(state.applied, jax.Array):
             UPDATED[id(state.applied)] = state.applied
-            if not isinstance(state.applied, Tracer):
-                self._repeats.note(state.applied)
-                if not is_inside():
-                    self._eager.note()
 
     def _tell(self, wrong: str | None) -> None:
         """Warns, once of each fault."""

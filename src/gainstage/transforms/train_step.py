@@ -12,8 +12,8 @@ from jax.stages import Wrapped
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS, Static, leaves_and_none
 from gainstage._base.buffers import unshared
+from gainstage._base.dead_run import Watch
 from gainstage._base.warn import warn
-from gainstage._programs.loop_warnings import Loop
 from gainstage._scaling import gradients
 from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
 from gainstage._variables.bridge import reruns
@@ -194,7 +194,7 @@ class TrainStep(Generic[Params, P, *More]):
         scaled = transformation_of(tx)  # None for one of another library
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
-        self._loop = Loop(loss_fn, tx.update, _lowest_of(scaled.rule) if scaled else 0.0)
+        self._watch = Watch(_lowest_of(scaled.rule) if scaled else 0.0)
         self._told = False  # of a loss that varies by device
         self._placed = False  # whether it has looked at where the first batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
@@ -217,14 +217,14 @@ class TrainStep(Generic[Params, P, *More]):
                     f"Expected the batch by position; got {', '.join(named)} by name. Write "
                     f"step(params, opt_state, {', '.join(named)})."
                 )
-            self._loop.look(lambda: _scale_in(opt_state))
+            self._watch.look(lambda: _scale_in(opt_state))
             inside, (given, model) = is_inside(), self._checked(params)
             donates = self._donates and not reruns() and not inside
             if inside:
                 self._warn_inside(opt_state)
             try:
                 if self._over and not (
-                    inside or self._loop.goes_on(getattr(opt_state, "applied", None))
+                    inside or self._watch.ended_with(getattr(opt_state, "applied", None))
                 ):
                     opt_state = self._divided(params, opt_state, batch)
                 arrays, state, shardings = on_one_mesh(given, opt_state, batch)
@@ -232,22 +232,17 @@ class TrainStep(Generic[Params, P, *More]):
                 if donates:
                     arrays, rest = self._unshared(arrays, rest, scalars, batch)
                 program = self._program_for(donates, shardings)
-                trace = functools.partial(program.trace, model, arrays, rest, scalars, *batch)
-                if scalars and not inside:
-                    self._loop.before(scalars[0].applied, trace, given, rest)
+                arguments = model, arrays, rest, scalars, *batch
                 if shardings is not None and not self._placed:  # in the first call
                     self._placed = True
-                    tell_if_whole(given, batch, lambda: trace().jaxpr)
-                arrays, opt_state, loss, *aux, changed = program(*trace.args)
+                    tell_if_whole(given, batch, lambda: program.trace(*arguments).jaxpr)
+                arrays, opt_state, loss, *aux, changed = program(*arguments)
             except (TypeError, ValueError, RuntimeError) as error:
                 explain_step(error, params, opt_state, batch)
                 raise
             if not inside:
                 _, scalars = without_scalars(opt_state)
-                pairs = () if donates else zip(given, arrays, strict=True)
-                first = next((old for old, x in pairs if x is not old), None)
-                scale = scalars[0].rule_state.scale
-                self._loop.after(scalars[0].applied, loss, first, arrays, scale)
+                self._watch.see(scalars[0].applied, loss, scale=scalars[0].rule_state.scale)
                 if donates:
                     self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
             nnx_objects.change(batch, changed)
@@ -326,7 +321,6 @@ class TrainStep(Generic[Params, P, *More]):
         scalars: list[StepScalars],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
-        self._loop.captured.traced()
         opt_state = with_scalars(opt_state, scalars)
         first = self._take(shardings, model, arrays, opt_state, batch)
         if not self._retries:

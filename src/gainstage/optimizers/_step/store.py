@@ -24,7 +24,6 @@ from gainstage._variables.zero_sharding import check_axes, sharding_of_state
 from gainstage.optimizers._step.differentiate import check_floating
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import LearningRate, StepOptions, StepState
-from gainstage.optimizers._step.subclasses import Traced
 from gainstage.optimizers._step.undecayed import Undecayed
 from gainstage.rules.loss_scale import LossScale, start
 
@@ -151,7 +150,7 @@ class Store:
         self.masters: dict[Variable, Variable] = {}
         self.window_count: Variable | None = None
         self.has_own_count = False  # whether the user has set `iterations`
-        self.slots, self.traced = slots, Traced(owner)
+        self.slots = slots
         self.added_first: int | None = None  # how many of the slots were added before `build`
         self._wrapper: weakref.ref[Wrapper] | None = None
         self._copied: object = None  # what the last `note_copy` has returned
@@ -176,11 +175,10 @@ class Store:
         self._wrapper = weakref.ref(wrapper)
         self.changed()
 
-    def changed(self, name: str = "", old: object = None, new: object = None) -> None:
-        """Notes that an attribute was set: compiled steps are outdated, or a trace has set it."""
-        if self.microbatches._is_bound:
-            self.traced.note(name, old, new)
-        elif not name.startswith("_"):
+    def changed(self, name: str = "") -> None:
+        """Notes that a public attribute was set, so compiled steps are outdated; what a trace of a
+        step sets itself does not count."""
+        if not self.microbatches._is_bound and not name.startswith("_"):
             self.version += 1
             if self.wrapper is not None:
                 self.wrapper.changed()
