@@ -149,17 +149,11 @@ def recovers_from_a_bad_scale(search: Search) -> Broken:
     for name, value in BAD.items():
         rows = search.rows.copy()
         rows[:, machine.scale] = np.float32(value).view(np.uint32)
-        begun = np.repeat(rows[:, machine.scale], count)
         rows = search.after(rows)[0].reshape(len(search), count, -1)
         for number, given in enumerate(machine.inputs):
             if machine.retries and 0 < given.threshold < machine.start:
                 continue  # a retry lowers the first scale further
             now = rows[:, number]
-            for _ in range(machine.window - 1):  # the scale is updated at the end of the window
-                waits = now[:, machine.scale] == begun[0]
-                now = np.where(
-                    waits[:, None], search.step(now, np.full(len(now), number, np.int32))[0], now
-                )
             after = search.scales_of(now)
             away = ~(np.abs(after / machine.start - 1) < ROUNDING)
             if away.any():

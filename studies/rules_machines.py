@@ -57,7 +57,7 @@ def batches(*thresholds: float, adaptive: bool = False) -> list[Input]:
     ]
 
 
-def about(rule: gs.LossScale, retries: int = 0, window: tuple[str, int] | None = None) -> Any:
+def about(rule: gs.LossScale, retries: int = 0) -> Any:
     """What the invariants need to know of a rule."""
     facts: dict[str, Any] = {"retries": retries}
     if isinstance(rule, gs.FixedLossScale):
@@ -73,8 +73,6 @@ def about(rule: gs.LossScale, retries: int = 0, window: tuple[str, int] | None =
             return facts | {"period": 0}
         undone = math.ceil(math.log(rule.multiplier) / -math.log(down) - 1e-9)
         facts["allowed"] = rule.hysteresis * undone
-    if window and window[0] == "drop_window":
-        facts["window"] = facts["allowed"] = window[1]  # all microbatches of one are lost
     return facts | ({"allowed": 0.0} if retries else {})
 
 
@@ -173,12 +171,12 @@ class Live(NamedTuple):
 
 
 def scaled_optimizer(
-    rule: gs.LossScale, window: tuple[str, int] | None = None, retries: int = 0, pure: bool = False
+    rule: gs.LossScale, window: int = 0, retries: int = 0, pure: bool = False
 ) -> Live:
     """A `LossScaleOptimizer` through `stateless_apply` if `pure`, else through `minimize`."""
     options: dict[str, Any] = {}
     if window:
-        options = {"on_bad_microbatch": window[0], "gradient_accumulation_steps": window[1]}
+        options = {"gradient_accumulation_steps": window}
     weight = gs.Variable(W, name="weight")
     opt = gs.LossScaleOptimizer(SGD(0.25, momentum=0.5, **options), rule=rule)
     opt.build([weight])
@@ -205,11 +203,7 @@ def scaled_optimizer(
         kept = {v: held[v] for v in variables if v not in own and v not in counts}
         if not window:
             return list(kept.values())
-        steps = held[counts[0]]
-        if window[0] == "extend":
-            return [*kept.values(), steps]
-        sums = [v for v in kept if "accumulator" in v.name]  # which a dropped window empties
-        return [*(x for v, x in kept.items() if v not in sums), steps // window[1]]
+        return [*kept.values(), held[counts[0]]]
 
     def folded_(leaves: list[Any]) -> list[Any]:
         new = leaves[: len(own)]
@@ -222,7 +216,7 @@ def scaled_optimizer(
             for place, leaf in zip(order, state, strict=True):
                 new[place] = leaf
         if counts:
-            return [*new, leaves[len(own)] % window[1], *leaves[len(own) + 1 :]]
+            return [*new, leaves[len(own)] % window, *leaves[len(own) + 1 :]]
         return new
 
     def load(values: list[np.ndarray]) -> None:
@@ -303,7 +297,6 @@ def only_values(one: Callable[[Any], None], variables: list[gs.Variable]) -> Any
 # ── all of them ──────────────────────────────────────────────────────────────────────────────
 
 FACTORS = [(2.0, None), (2.0, 0.25), (4.0, 0.5), (1.0, None), (0.5, None)]
-WINDOWS = [("extend", 2), ("extend", 3), ("drop_window", 2), ("drop_window", 3)]
 FIXED = gs.FixedLossScale(8.0)
 USUAL = gs.DynamicLossScale(8.0, 3, **SMALL)
 PATIENT = gs.DynamicLossScale(8.0, 3, hysteresis=2, **SMALL)
@@ -344,19 +337,19 @@ def machines() -> Iterator[Machine]:
     row = "`DynamicLossScale`, `LossScaleOptimizer.stateless_apply`"
     for words, rule in (("usual", USUAL), ("hysteresis 2", PATIENT)):
         yield optimizer(rule, row, words, pure=True)
-    for window in WINDOWS:
-        row = f"`on_bad_microbatch={window[0]!r}`".replace("'", '"')
-        words = f"windows of {window[1]}"
+    row = "`gradient_accumulation_steps`"
+    for window in (2, 3):
+        words = f"windows of {window}"
         yield optimizer(USUAL, f"`DynamicLossScale`, {row}", words, window=window, pure=True)
-        if window[1] == 2:  # three microbatches make a million states
-            yield optimizer(ADAPTIVE, f"`AdaptiveLossScale`, {row}", words, window=window)
+    # three microbatches make a million states
+    yield optimizer(ADAPTIVE, f"`AdaptiveLossScale`, {row}", "windows of 2", window=2)
 
     for name, rule in (("Fixed", FIXED), ("Dynamic", USUAL), ("Adaptive", ADAPTIVE)):
         row = f"`{name}LossScale`, retries"
         how = {"retries": RETRIES}
         yield in_optax_loop(rule, given_to(rule), row, "`train_step`", **how)
         yield optimizer(rule, row, "`minimize`", **how)
-        yield optimizer(rule, row, "`minimize`, windows of 2", window=("extend", 2), **how)
+        yield optimizer(rule, row, "`minimize`, windows of 2", window=2, **how)
     row = "`DynamicLossScale(hysteresis=2)`, retries"
     yield in_optax_loop(PATIENT, FEW, row, "`train_step`", retries=RETRIES)
     yield optimizer(PATIENT, row, "`minimize`", retries=RETRIES)
@@ -365,7 +358,7 @@ def machines() -> Iterator[Machine]:
 
 def optimizer(rule: gs.LossScale, row: str, words: str, **how: Any) -> Machine:
     """A rule in a `LossScaleOptimizer`."""
-    facts = about(rule, how.get("retries", 0), how.get("window"))
+    facts = about(rule, how.get("retries", 0))
     return in_optimizer(lambda: scaled_optimizer(rule, **how), given_to(rule), row, words, **facts)
 
 

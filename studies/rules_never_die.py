@@ -32,8 +32,6 @@ FOUND = [
     ("without a loss", "bad data", "NaN data"),
     # After twelve overflows in a row any bad step undoes the twelve decreases.
     ("AdaptiveLossScale", "bad data", "tiny gradients, 12 x overflow, NaN data"),
-    ("drop_window", "bad data",
-     "3 x tiny gradients, 12 x (overflow, tiny gradients), NaN data"),
     # The first overflow does not lower the scale, so there is nothing to try again.
     ("hysteresis=2", "few lost", "4 x finite, (4 x overflow above 2**4) for ever"),
 ]  # fmt: skip

@@ -57,7 +57,6 @@ class Machine(NamedTuple):
     ours: bool = True
     reload: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
     retries: int = 0
-    window: int = 1  # microbatches between two updates of the scale
 
 
 @jax.custom_vjp

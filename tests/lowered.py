@@ -79,7 +79,6 @@ PROGRAMS = {
     "options": lambda: stateful(scaled(adam(**CLIPPED))),
     "clipped parts": lambda: stateful(scaled(adam(clipnorm=1.0))),
     "window": lambda: stateful(scaled(adam(**WINDOW))),
-    "dropped window": lambda: stateful(scaled(adam(**WINDOW, on_bad_microbatch="drop_window"))),
     "masters": lambda: stateful(scaled(adam(master_weights=True)), jnp.float16),
     "adaptive": lambda: stateful(scaled(adam(), **ADAPTIVE)),
     "optax": lambda: functional(gs.loss_scaled(optax.adam(1e-3))),

@@ -59,29 +59,22 @@ def reachable(start, inputs, step, fold=lambda state: state):
     return table
 
 
-def window(policy, steps, period, rate, initial, grads):
+def window(steps, period, rate, initial, grads):
     """SGD with windows of `steps` microbatches: the weight, the updates and the scale after each.
 
-    A non-finite microbatch does not count in its window (`extend`), or the whole window is lost
-    (`drop_window`). The scale reacts to each microbatch, or to each window. None is a finite
+    A non-finite microbatch does not count in its window. The scale reacts to each. None is a finite
     microbatch that was turned down.
     """
     weight, updates, state = 0.0, 0, (initial, 0)
-    total, good, seen = 0.0, 0, 0
+    total, good = 0.0, 0
     for gradient in grads:
         finite = gradient is None or math.isfinite(gradient)
-        if policy == "extend":
-            state = keras_step(period, state, finite)
-        if gradient is not None:
-            seen += finite if policy == "extend" else 1
-            if finite:
-                total, good = total + gradient, good + 1
-        if seen == steps:
-            if good == steps:
-                weight, updates = weight - rate * total / steps, updates + 1
-            if policy != "extend":
-                state = keras_step(period, state, good == steps)
-            total, good, seen = 0.0, 0, 0
+        state = keras_step(period, state, finite)
+        if gradient is not None and finite:
+            total, good = total + gradient, good + 1
+        if good == steps:
+            weight, updates = weight - rate * total / steps, updates + 1
+            total, good = 0.0, 0
         yield weight, updates, state[0]
 
 

@@ -349,14 +349,6 @@ def test_gradient_accumulation_steps_averages():
     assert run(dtensor.SGD(0.5, gradient_accumulation_steps=2), [1.0, 3.0]) == [3.0, 2.0]
 
 
-@row(3, "new: on_bad_microbatch")
-def test_on_bad_microbatch_may_drop_the_window():
-    """New: a non-finite microbatch can drop its accumulation window."""
-    accumulate = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
-    opt = dtensor.SGD(0.5, loss_scale_factor=8.0, **accumulate)
-    assert run(opt, [8.0, np.nan, 8.0, 8.0]) == [3.0, 3.0, 3.0, 2.5]
-
-
 @row(3, "new: master_weights")
 def test_master_weights_keep_small_updates():
     """New: a float32 copy accumulates updates that are too small for float16."""

@@ -808,14 +808,6 @@ def test_what_fp8_layers_measure_is_kept(kind):
     assert float(weight.value) == 1.0 - 0.25 - 0.5
 
 
-def test_a_window_that_keras_cannot_count_is_refused():
-    """Keras's wrapper skips a bad microbatch outside of its window: "drop_window" is refused."""
-    inner = SGD(0.1, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
-    for optimizer in (inner, KerasOptimizer(inner)):
-        with pytest.raises(ValueError, match="got 'drop_window'"):
-            LossScaleOptimizer(optimizer)
-
-
 @pytest.mark.as_users
 @pytest.mark.parametrize("kind", ["sgd", "ours", "accumulating", "original", "without"])
 def test_a_skipped_step_keeps_the_state_of_layers(kind):

@@ -692,11 +692,6 @@ for _ in range(3): opt.minimize(lambda: v * v, [v], retries=2)
     "a negative number of retries": ("refused", "retries", """
 gs.train_step(plain, gs.loss_scaled(sgd), retries=-1)
 """),
-    "retries with drop_window": ("refused", "extend", """
-v = gs.Variable(1.0)
-opt = gs.LossScaleOptimizer(gs.optimizers.SGD(gradient_accumulation_steps=2, on_bad_microbatch='drop_window'))
-opt.minimize(lambda: v * v, [v], retries=2)
-"""),
     # ── what the loss returns, and what it gets ──────────────────────────────────────────────
     "a loss that is a vector": ("refused", "scalar loss", """
 tx = gs.loss_scaled(sgd); gs.train_step(lambda w: w, tx)(w, tx.init(w))

@@ -48,13 +48,6 @@ def by_optax(tx, params, grads):
     return jax.jit(lambda c, g: jax.lax.scan(step, c, g)[0])(carry, grads)
 
 
-def test_windows_that_count_bad_microbatches_are_refused():
-    """There a bad step is no step, so a window could not count it."""
-    inner = SGD(1.0, gradient_accumulation_steps=2, on_bad_microbatch="drop_window")
-    with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' for to_optax"):
-        to_optax(gs.LossScaleOptimizer(inner))
-
-
 @pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
 def test_a_norm_that_is_not_finite_is_a_skipped_step(clip):
     """Finite gradients whose norm overflows reach no weight, and the scale falls: as in `apply`."""

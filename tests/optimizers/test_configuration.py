@@ -33,7 +33,6 @@ OPTIONS = {
     "ema_overwrite_frequency": 3,
     "loss_scale_factor": 4.0,
     "gradient_accumulation_steps": 2,
-    "on_bad_microbatch": "drop_window",
     "name": "mine",
     "momentum": 0.5,
     "nesterov": True,

@@ -128,16 +128,6 @@ def test_nothing_is_tried_again_at_the_same_scale(rule):
     assert len(calls) == 1
 
 
-def test_a_window_that_is_dropped_has_no_retries():
-    """With `drop_window` a microbatch that a retry mends would be lost nevertheless."""
-    w = gs.Variable(1.0)
-    opt = gs.LossScaleOptimizer(
-        SGD(0.1, gradient_accumulation_steps=2), on_bad_microbatch="drop_window"
-    )
-    with pytest.raises(ValueError, match="Expected on_bad_microbatch='extend' with retries"):
-        opt.minimize(lambda: w**2, [w], retries=8)
-
-
 def test_a_microbatch_is_taken_again():
     """In a window of two, an overflow costs no microbatch."""
     run, usual = Run(40, gradient_accumulation_steps=2), Run(0, 2.0**10)

@@ -568,16 +568,6 @@ def test_a_clip_option_that_is_none_leaves_the_inner_ones_in_force():
     assert float(w.value()[0]) == 0.0
 
 
-def test_a_scale_that_a_window_counts_on_stays():
-    """Without a scale nobody would tell which microbatches count."""
-    options = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
-    opt = SGD(1.0, loss_scale_factor=8.0, **options)
-    opt.build([gs.Variable(1.0)])
-    with pytest.raises(ValueError, match="Expected a loss_scale_factor for on_bad_microbatch="):
-        opt.loss_scale_factor = None
-    assert opt.loss_scale_factor == 8.0
-
-
 def test_what_decides_the_state_is_not_assigned_later():
     """Settings of the constructor that decide which state there is cannot be assigned."""
     opt = gs.LossScaleOptimizer(SGD())

@@ -266,7 +266,7 @@ def test_an_optimizer_that_gets_no_options_has_those_that_are_documented():
     off = ("weight_decay", "clipnorm", "clipvalue", "global_clipnorm", "ema_overwrite_frequency")
     off += ("loss_scale_factor", "gradient_accumulation_steps", "mesh")
     assert [getattr(opt, name) for name in off] == [None] * len(off)
-    on = (opt.jit_compile, opt.use_ema, opt.master_weights, opt.ema_momentum, opt.on_bad_microbatch)
-    assert on == (True, False, False, 0.99, "extend")
+    on = (opt.jit_compile, opt.use_ema, opt.master_weights, opt.ema_momentum)
+    assert on == (True, False, False, 0.99)
     assert (opt.momentum, opt.nesterov) == (0.0, False)
     assert opt.get_config()["learning_rate"] == 0.01

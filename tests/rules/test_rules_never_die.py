@@ -20,7 +20,6 @@ from studies.rules_search import Search, in_words
 
 ROOT = Path(__file__).parents[2]
 RESULTS = json.loads((ROOT / "studies" / "results" / "rules" / "never_die.json").read_text())
-WINDOW = ("drop_window", 2)
 
 
 def in_loop(rule=machines.USUAL, setting="usual", **how):
@@ -42,7 +41,7 @@ def a_few():
     yield in_loop(machines.PATIENT, "hysteresis 2")
     yield in_loop(retries=machines.RETRIES)
     yield in_loop(dataclasses.replace(machines.ADAPTIVE, initial_loss_scale=4.0, max_scale=8.0))
-    yield machines.optimizer(machines.USUAL, "`DynamicLossScale`", "", window=WINDOW, pure=True)
+    yield machines.optimizer(machines.USUAL, "`DynamicLossScale`", "", window=2, pure=True)
 
 
 def test_no_reachable_state_is_dead():

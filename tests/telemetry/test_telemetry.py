@@ -399,7 +399,7 @@ def test_gradients_of_any_dtype_are_told_of(rule, dtype, rng):
 @pytest.mark.parametrize("rule", [gs.DynamicLossScale(8.0), gs.AdaptiveLossScale(8.0)])
 def test_no_dtype_is_promoted_implicitly(rule):
     """With `jax_numpy_dtype_promotion="strict"` a step, its telemetry and a mean are computed."""
-    steps = {"gradient_accumulation_steps": 2, "on_bad_microbatch": "drop_window"}
+    steps = {"gradient_accumulation_steps": 2}
     with jax.numpy_dtype_promotion("strict"):
         w = gs.Variable(np.ones((2, 3), np.float32))
         opt = gs.LossScaleOptimizer(SGD(1.0, **steps), rule=rule, telemetry=True, underflow_every=1)

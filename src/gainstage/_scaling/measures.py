@@ -1,7 +1,7 @@
 """The measurements of a step that loss-scale rules and telemetry need."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -64,16 +64,6 @@ def measure(
         else lax.psum(varying(value.astype(jnp.int32), manual), manual) > 0
         for name, value in measured.items()
     }
-
-
-def measured_of_both(
-    before: Mapping[str, jax.Array], more: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Combines the measurements of earlier microbatches with those of one more. Of the losses it
-    keeps the last, or the first non-finite one."""
-    combined = {name: known.combine for name, known in _MEASURES.items()}
-    combined["loss"] = lambda old, new: jnp.where(jnp.isfinite(old), new, old)
-    return {name: combined[name](before[name], value) for name, value in more.items()}
 
 
 class _Measure(NamedTuple):

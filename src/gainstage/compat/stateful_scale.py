@@ -13,7 +13,7 @@ from gainstage._base.configurable import explained, explains_arguments
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import assign, read
-from gainstage._variables.types import Given, PyTree
+from gainstage._variables.types import PyTree
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, array_of_loss
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -220,7 +220,7 @@ def summed(loss: Any, grad_loss: Any = None) -> Any:
     return one
 
 
-def _nothing(norms: Sequence[jax.Array], state: PyTree, mask: Given = None) -> tuple[None, Any]:
+def _nothing(norms: Sequence[jax.Array], state: PyTree) -> tuple[None, Any]:
     """An update that changes nothing: the caller takes the step."""
     return None, state
 

@@ -315,7 +315,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
 
     def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
         new, applied = super()._step(state, inputs)
-        if self._store.window:  # the window counts its microbatches itself
+        if self.gradient_accumulation_steps:  # the window counts its microbatches itself
             return new, applied
         count = state.step.microbatches + 1  # a skipped step counts
         return new._replace(step=new.step._replace(microbatches=count)), applied

@@ -16,8 +16,8 @@ from gainstage._base._jax import Tracer
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
-from gainstage._scaling.scaled_step import Branch, ScaledStep, ScaledStepState
-from gainstage._variables.types import Given, PyTree
+from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
+from gainstage._variables.types import PyTree
 from gainstage._variables.variable import is_inside, is_tracing
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_fit_warning import Fits
@@ -106,12 +106,6 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                     "Expected an inner_optimizer without loss_scale_factor; set initial_scale."
                 )
             inner_optimizer = KerasOptimizer(inner_optimizer)
-        policy = getattr(inner_optimizer, "on_bad_microbatch", "extend")
-        if policy != "extend":
-            raise ValueError(
-                f"Expected on_bad_microbatch='extend' in Keras, where a non-finite step does not "
-                f"count; got {policy!r}."
-            )
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule, self._fits = rule, Fits(rule, first)
@@ -237,7 +231,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
         step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
-        def update(norms: Any, old: PyTree, mask: Given = None) -> tuple[None, PyTree]:
+        def update(norms: Any, old: PyTree) -> tuple[None, PyTree]:
             # Quantized layers pass a measurement instead of a gradient; it is not unscaled.
             true = [
                 g if g is None or keep else gradients.unscale(g, state.scale)
@@ -252,7 +246,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
         known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
         sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
-        scaling = ScaledStep(self.rule, clip=clip, policy=Branch())
+        scaling = ScaledStep(self.rule, clip=clip, conditional=True)
         now = ScaledStepState(state)
         done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
         weights, inner = done.inner

@@ -37,9 +37,9 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
     Raises:
         TypeError: `opt` is not an optimizer, or its class overrides `apply` or `apply_gradients`.
         ValueError: `opt` is built, or has an option that is not supported here. These are
-            `loss_scale_factor` (pass a `rule`), `shard_state_over`, an `on_bad_microbatch` other
-            than "extend", and a learning rate that is a callable of no argument; `master_weights`
-            with loss scaling; and variables excluded from decay (pass names).
+            `loss_scale_factor` (pass a `rule`), `shard_state_over`, and a learning rate that is a
+            callable of no argument; `master_weights` with loss scaling; and variables excluded from
+            decay (pass names).
 
     Examples:
         >>> import gainstage as gs
@@ -69,11 +69,6 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     if inner.shard_state_over:
         raise ValueError("Expected no shard_state_over for to_optax: you place its state yourself.")
-    if options.on_bad_microbatch != "extend":
-        raise ValueError(
-            "Expected on_bad_microbatch='extend' for to_optax, where a non-finite step does not "
-            f"count; got {options.on_bad_microbatch!r}."
-        )
     if store_of(inner).rate.is_called:
         raise ValueError(
             f"The learning rate of {inner.name!r} is a callable of no argument, which a "

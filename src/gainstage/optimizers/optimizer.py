@@ -62,10 +62,8 @@ class Optimizer(Configurable, Arguments, Saved):
         loss_scale_factor: a fixed loss scale. `scale_loss` multiplies by it, a step divides by it,
             and a step with a non-finite gradient is skipped.
         gradient_accumulation_steps: the number of steps, >= 2, whose average gradient makes one
-            update; None or 0 updates at every step.
-        on_bad_microbatch: what a non-finite microbatch does to its accumulation window. "extend":
-            it does not count, and the window takes one more. "drop_window": it counts, and the
-            window makes no update at its end; the scale is then updated only between windows.
+            update; None or 0 updates at every step. A non-finite step does not count, so its
+            window takes one more.
         name: the prefix of the names of the optimizer's variables.
         jit_compile: whether `apply` runs as one compiled program.
         mesh: the `jax.sharding.Mesh` of all variables; by default that of the trained ones.
@@ -162,12 +160,6 @@ class Optimizer(Configurable, Arguments, Saved):
         value = all_options.check_option(name, value, {k: v for k, v in now.items() if k != name})
         if name in all_options.BEFORE_BUILD and self.built and value != now[name]:
             raise ValueError(f"Expected {name} to be set before the optimizer is built.")
-        counts = self._store.window_count is not None and self._store.wrapper is None
-        if counts and name == "loss_scale_factor" and value is None:
-            raise ValueError(
-                f"Expected a loss_scale_factor for on_bad_microbatch="
-                f"{now['on_bad_microbatch']!r}; got None."
-            )
         return value
 
     if not TYPE_CHECKING:
@@ -187,8 +179,8 @@ class Optimizer(Configurable, Arguments, Saved):
     @property
     def variables(self) -> list[Variable]:
         """All state, in the order of `stateless_apply`: iterations, learning rate (if a number),
-        variables that were added before `build`, moving averages, accumulators, master weights, the
-        counts of `on_bad_microbatch`, then the variables that `build` added."""
+        variables that were added before `build`, moving averages, accumulators, master weights,
+        then the variables that `build` added."""
         return self._store.variables
 
     @property
@@ -533,7 +525,7 @@ class Optimizer(Configurable, Arguments, Saved):
             loss: the true loss, a scalar, for loss-scale rules and optax transformations that
                 need it.
             apply_if: a bool scalar. If False, the update is skipped, even if all gradients are
-                finite. The loss scale still reacts to them; a finite microbatch does not count in
+                finite. The loss scale still reacts to them, and the microbatch does not count in
                 its window. Several optimizers can share a skip decision:
 
                     finite = opt_a.check_finite(grads_a) & opt_b.check_finite(grads_b)
@@ -714,7 +706,6 @@ class Optimizer(Configurable, Arguments, Saved):
             variables=list(store.index),
             shardings=store.shardings,
             decays=[decay is not None and self._decays(v) for v in store.index],
-            window=store.window,
         )
 
     def _update_weights(

@@ -88,11 +88,6 @@ class Retrying(Optimizer):
         retries = checks.integer("retries", retries, low=0)
         if not retries:
             return self._take(loss, var_list, has_aux)[0]
-        if self._store.in_force.on_bad_microbatch == "drop_window":
-            raise ValueError(
-                "Expected on_bad_microbatch='extend' with retries; got 'drop_window', which drops "
-                "the window of a microbatch that a retry would mend."
-            )
         if isinstance(getattr(self, "rule", None), FixedLossScale) and not self._told:
             self._told = True
             warn(NO_RETRY)

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
-from gainstage._scaling.scaled_step import WINDOWS
 from gainstage._variables.zero_sharding import axis_names
 from gainstage.optimizers._step.subclasses import check_attribute
 
@@ -119,12 +118,6 @@ def _accumulation_steps(name: str, value: object) -> int:
     return steps
 
 
-def _policy(name: str, value: Any) -> str:
-    if value not in WINDOWS:
-        raise ValueError(f"Expected one of {', '.join(WINDOWS)} for {name}; got {value!r}.")
-    return value
-
-
 def _name(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"Expected a non-empty string for {name}; got {value!r}.")
@@ -162,7 +155,6 @@ class Options:
     )
     loss_scale_factor: Option[float | None] = Option(None, checks.loss_scale)
     gradient_accumulation_steps: Option[int | None] = Option(None, _accumulation_steps, builds=True)
-    on_bad_microbatch: Option[str] = Option("extend", _policy, builds=True, ours=True)
 
 
 class Arguments(Options):
@@ -194,7 +186,6 @@ class WrapperOptions(TypedDict, total=False):
     ema_overwrite_frequency: int | None
     loss_scale_factor: float | None
     gradient_accumulation_steps: int | None
-    on_bad_microbatch: str
     jit_compile: bool
     mesh: Mesh | None
 

@@ -16,7 +16,7 @@ from gainstage._base.configurable import serialize
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
 from gainstage._scaling.gradients import Gradients
-from gainstage._scaling.scaled_step import AccumulationWindow, ScaledStep, ScaledStepState, run_if
+from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState, run_if
 from gainstage._variables.types import Given, Rate
 from gainstage._variables.variable import Variable, is_tracing, placed
 from gainstage.optimizers._step.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
@@ -188,13 +188,12 @@ class StepState(NamedTuple):
     """All that a step reads and changes, as arrays or as variables."""
 
     weights: list[Any]
-    # The number of steps, of which several may make one update; without those of dropped windows.
+    # The number of steps, of which several may make one update.
     microbatches: Any
     rate: Any  # None for a callable
     averages: list[Any]
     accumulators: list[Any]
     masters: list[Any]  # None for a weight without a master copy
-    window_count: Any  # finite microbatches of the open window; None where they are not counted
     slots: list[Any]
 
 
@@ -226,7 +225,6 @@ class Step:
         variables: the weights' variables, for names, dtypes, constraints and shardings.
         shardings: the sharding of each weight's state, None off a mesh.
         decays: whether each weight decays.
-        window: the accumulation window; None for an update in every step.
     """
 
     options: StepOptions
@@ -235,16 +233,16 @@ class Step:
     variables: Sequence[Variable]
     shardings: Sequence[Any]
     decays: Sequence[bool]
-    window: AccumulationWindow | None
 
     def plain(self, state: StepState, inputs: StepInputs) -> tuple[StepState, Given]:
         """Takes a step on true gradients, unless `apply_if` is False; returns the state and whether
         it was taken (None: always)."""
         grads, rate, _, apply_if = inputs
-        clip = None if self.window else self.options.clip  # a window clips its mean
+        accumulates = self.options.gradient_accumulation_steps
+        clip = None if accumulates else self.options.clip  # a window clips its mean
         read = norms_of(grads, clip, self.shardings)
 
-        def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
+        def update(state: StepState) -> tuple[None, StepState]:
             return None, self(state, gradients.as_gradients(grads), read, rate)
 
         new = update(state)[1] if apply_if is None else run_if(apply_if, update, state)
@@ -262,9 +260,8 @@ class Step:
         pairs = zip(inputs.grads, self.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
-        def update(norms: Any, state: StepState, mask: Given = None) -> tuple[None, StepState]:
-            true = [g if g is None or mask is None else jnp.where(mask, g, 0) for g in grads]
-            return None, self(state, gradients.as_gradients(true, scale), norms, inputs.rate)
+        def update(norms: Any, state: StepState) -> tuple[None, StepState]:
+            return None, self(state, gradients.as_gradients(grads, scale), norms, inputs.rate)
 
         done = scaling.step(
             update,
@@ -290,12 +287,12 @@ class Step:
         rate = self.rate.at(state.microbatches, state.rate) if rate is None else rate
         grads = [g and g.on(sharding) for g, sharding in zip(grads, self.shardings, strict=True)]
         before, state = state, state._replace(weights=self._in_float32(state))
-        if self.window is None:
-            state = self._update(state, grads, norms, rate)
+        if steps := self.options.gradient_accumulation_steps:
+            state = self._accumulate(steps, state, grads, rate)
         else:
-            state = self._accumulate(self.window, state, grads, rate)
+            state = self._update(state, grads, norms, rate)
         if self.options.use_ema:
-            state = self._average(state, before)
+            state = self._average(state)
         weights = [
             w if g is None or variable.constraint is None else self._constrain(variable, w)
             for variable, g, w in zip(self.variables, grads, state.weights, strict=True)
@@ -323,31 +320,29 @@ class Step:
         return weights
 
     def _accumulate(
-        self, window: AccumulationWindow, state: StepState, grads: Gradients, rate: jax.Array
+        self, steps: int, state: StepState, grads: Gradients, rate: jax.Array
     ) -> StepState:
-        """Adds to the accumulators; at the end of a window, updates with their average."""
+        """Adds to the accumulators; at the end of a window of so many steps, updates with their
+        average."""
         rows = zip(state.accumulators, grads, self.shardings, strict=True)
         sums = [
             a if g is None else placed((a + g.value()).astype(a.dtype), sharding)
             for a, g, sharding in rows
         ]
 
-        def close(state: StepState, mask: Given = None) -> tuple[None, StepState]:
+        def close(state: StepState) -> tuple[None, StepState]:
             sums = state.accumulators
             left = [a if g is None else jnp.zeros_like(a) for a, g in zip(sums, grads, strict=True)]
-            state, whole = window.close(state._replace(accumulators=left))
+            state = state._replace(accumulators=left)
             means = [
-                None if g is None else a / jnp.asarray(window.steps, a.dtype)
+                None if g is None else a / jnp.asarray(steps, a.dtype)
                 for a, g in zip(sums, grads, strict=True)
             ]
             norms = norms_of(means, self.options.clip, self.shardings)
+            return None, self._update(state, gradients.as_gradients(means), norms, rate)
 
-            def update(state: StepState, mask: Given = None) -> tuple[None, StepState]:
-                return None, self._update(state, gradients.as_gradients(means), norms, rate)
-
-            return update(state) if whole is None else (None, run_if(whole, update, state))
-
-        return run_if(window.ends(state), close, state._replace(accumulators=sums))
+        ends = (state.microbatches + 1) % steps == 0
+        return run_if(ends, close, state._replace(accumulators=sums))
 
     def _update(
         self, state: StepState, grads: Gradients, norms: Sequence[jax.Array], rate: jax.Array
@@ -366,24 +361,20 @@ class Step:
             state = state._replace(weights=weights)
         return self.update(state, grads, rate)
 
-    def _average(self, state: StepState, before: StepState) -> StepState:
-        """Updates the averages, and, when due, sets the weights to them; not in a step that drops
-        its window."""
+    def _average(self, state: StepState) -> StepState:
+        """Updates the averages, and, when due, sets the weights to them."""
         frequency = self.options.ema_overwrite_frequency
         updates = self.options.updates(state.microbatches)
         momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
-        # A 1 that XLA cannot fold: `updates` is negative only if a window is dropped. XLA:CPU may
-        # round `b * c` in `a + b * c` or not; with jax 0.12 that depends on the mesh. In
-        # `a + b * c * one` the product is always rounded.
+        # A 1 that XLA cannot fold, because it does not know that `updates` is never negative.
+        # XLA:CPU may round `b * c` in `a + b * c` or not; with jax 0.12 that depends on the mesh.
+        # In `a + b * c * one` the product is always rounded.
         one = jnp.where(updates < 0, 0.0, 1.0)
-        kept = None if self.window is None else state.microbatches == before.microbatches
         averages, weights = [], []
         for new, old, sharding in zip(state.weights, state.averages, self.shardings, strict=True):
             change = (1 - momentum) * jnp.where(new == old, 0.0, new - old)
             average = placed((old + change * one).astype(old.dtype), sharding)
             due = (updates + 1) % frequency == 0 if frequency else False
-            if kept is not None:
-                average, due = jnp.where(kept, average, old), due & kept
             averages.append(average)
             weights.append(jnp.where(due, average, new) if frequency else new)
         return state._replace(averages=averages, weights=weights)

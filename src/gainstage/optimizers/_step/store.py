@@ -14,8 +14,8 @@ from gainstage._base import checks
 from gainstage._base.arrays import Devices, with_devices
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
-from gainstage._scaling import gradients, scaled_step
-from gainstage._scaling.scaled_step import AccumulationWindow, ScaledStep, ScaledStepState, Select
+from gainstage._scaling import gradients
+from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.bridge import read, variables_like
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Rate
@@ -107,11 +107,7 @@ class ScalingWrapper(Wrapper):
         rule_state = self.state.rule_state
         first = store.scaling(self.scaling).first(read(rule_state), len(variables))
         stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
-        window = {
-            name: Variable(value, name=f"{self.owner}/window_{name}", trainable=False)
-            for name, value in first.measured.items()
-        }
-        self.state = ScaledStepState(rule_state, stats, window)
+        self.state = ScaledStepState(rule_state, stats)
         replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
 
 
@@ -148,7 +144,6 @@ class Store:
         self.averages: list[Variable] = []
         self.accumulators: list[Variable] = []
         self.masters: dict[Variable, Variable] = {}
-        self.window_count: Variable | None = None
         self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
         self.added_first: int | None = None  # how many of the slots were added before `build`
@@ -257,18 +252,15 @@ class Store:
         wrapper = self.wrapper
         return self.options if wrapper is None else self.options.under(wrapper.over)
 
-    @property
-    def window(self) -> AccumulationWindow | None:
-        """The accumulation window; None if each step is an update."""
-        options = self.in_force
-        steps = options.gradient_accumulation_steps
-        return scaled_step.WINDOWS[options.on_bad_microbatch](steps) if steps else None
-
     def scaling(self, scaling: ScaledStep) -> ScaledStep:
         """A loss scale with the options of this optimizer's steps."""
-        options, policy = self.in_force, self.window or Select()
-        factor, clip = options.loss_scale_factor, options.clip
-        return dataclasses.replace(scaling, factor=factor, clip=clip, policy=policy)
+        options = self.in_force
+        return dataclasses.replace(
+            scaling,
+            factor=options.loss_scale_factor,
+            clip=options.clip,
+            conditional=bool(options.gradient_accumulation_steps),
+        )
 
     def place_of(self, variable: Variable, owner: str) -> int:
         """The index of a trainable variable; raises a ValueError that names `owner` if unknown."""
@@ -286,9 +278,7 @@ class Store:
 
     def has_average(self) -> jax.Array:
         """Whether any step has updated the moving averages."""
-        count = None if self.window_count is None else self.window_count.value()
-        state = self.state._replace(microbatches=self.microbatches.value(), window_count=count)
-        return (self.window or AccumulationWindow(1)).has_started(state)
+        return self.microbatches.value() > 0
 
     @property
     def state(self) -> StepState:
@@ -300,7 +290,6 @@ class Store:
             averages=self.averages,
             accumulators=self.accumulators,
             masters=[self.masters.get(variable) for variable in self.index],
-            window_count=self.window_count,
             slots=self.slots.all,
         )
 
@@ -309,9 +298,8 @@ class Store:
         """All variables except the weights, in Keras's order: as they were created."""
         rate = [] if self.rate.variable is None else [self.rate.variable]
         copies = [*self.averages, *self.accumulators, *self.masters.values()]
-        count = [] if self.window_count is None else [self.window_count]
         first, slots = self.slots.all[: self.added_first], self.slots.all
-        return [self.microbatches, *rate, *first, *copies, *count, *slots[len(first) :]]
+        return [self.microbatches, *rate, *first, *copies, *slots[len(first) :]]
 
     def build(
         self,
@@ -343,7 +331,6 @@ class Store:
                     f"precision. To silence this warning: "
                     f'warnings.filterwarnings("ignore", message="Half-precision").'
                 )
-        self.window_count = self._counter(self.window, options.on_bad_microbatch)
         mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
         alone = [] if mesh is None else [v for v in variables if v._sharding is None]
         placed = [v for v in variables if v not in alone]
@@ -363,20 +350,6 @@ class Store:
         self.index = {variable: place for place, variable in enumerate(variables)}
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         self.changed()
-
-    def _counter(self, window: AccumulationWindow | None, policy: str) -> Variable | None:
-        """The window count that `on_bad_microbatch` needs, if any."""
-        skips = self.wrapper is not None or self.in_force.loss_scale_factor is not None
-        if policy != "extend" and not (window and skips):
-            missing = "loss scale" if window else "gradient_accumulation_steps"
-            raise ValueError(
-                f"Expected gradient_accumulation_steps and a loss scale for "
-                f"on_bad_microbatch={policy!r}; got no {missing}."
-            )
-        if window is None or window.counter is None:
-            return None
-        name, first = window.counter
-        return Variable(first, name=f"{self.owner}/{name}", trainable=False)
 
     def state_of(self, variable: Variable) -> list[Variable]:
         """The state that belongs to one variable alone."""
