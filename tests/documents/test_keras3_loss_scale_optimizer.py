@@ -20,7 +20,7 @@ from transfers import through_a_store, through_arrays
 
 import gainstage as gs
 from gainstage.compat import dtensor, experimental, tf2, v1
-from gainstage.optimizers import Adam, AdamW, MultiOptimizer, RMSprop
+from gainstage.optimizers import Adam, AdamW, RMSprop, from_optax
 
 from rows import row
 
@@ -1784,7 +1784,8 @@ ONE_OF_TWO = {
     "Adam": lambda a, b, **options: Adam(0.5, **options),
     "wrapped": lambda a, b, **options: wrapped(**options),
     "several": lambda a, b, **options: wrapped(
-        MultiOptimizer([(gs.optimizers.SGD(0.5), [a]), (Adam(0.5), [b])]), **options
+        from_optax(optax.multi_transform({"a": optax.sgd(0.5), "b": optax.adam(0.5)}, ["a", "b"])),
+        **options,
     ),
 }
 

@@ -113,3 +113,68 @@ def test_what_a_transformation_cannot_get_is_named():
             from_optax(tx).minimize(lambda: w**2, [w])
     from_optax(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))).minimize(lambda: w**2, [w])
     assert float(w) != 4.0
+
+
+RULE = gs.DynamicLossScale(2.0**10, 20, min_scale=1.0)
+
+
+def noise(step):
+    return np.random.default_rng(step).normal(size=(2, 8)).astype(np.float32)
+
+
+def loss_of(body, head, x):
+    """Of a small model whose gradients are float16, and overflow when the scale is too high."""
+    half = ((body * x[0] - head + x[1]) / 8).astype(jnp.float16)
+    return (half * half).sum()
+
+
+def by_multi_transform(steps):
+    """The weights, the scale and the number of skipped steps of the same run in optax."""
+    labels = {"body": "adam", "head": "sgd"}
+    groups = {"adam": optax.adam(0.01, eps=0.0), "sgd": optax.sgd(0.05, momentum=0.9)}
+    tx = gs.loss_scaled(optax.multi_transform(groups, labels), RULE)
+    params = {"body": jnp.ones(8), "head": jnp.ones(8)}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, x):
+        _, grads = gs.value_and_grad(lambda p: loss_of(p["body"], p["head"], x), state)(params)
+        updates, state = tx.update(grads, state, params)
+        return gs.apply_updates(params, updates, state), state
+
+    for i in range(steps):
+        params, state = step(params, state, noise(i))
+        yield params["body"], params["head"], gs.loss_scale(state), gs.step_was_applied(state)
+
+
+def by_from_optax(steps):
+    """The same of variables, whose labels are a list in their order."""
+    body, head = gs.Variable(jnp.ones(8)), gs.Variable(jnp.ones(8))
+    groups = {"adam": optax.adam(0.01, eps=0.0), "sgd": optax.sgd(0.05, momentum=0.9)}
+    inner = from_optax(optax.multi_transform(groups, ["adam", "sgd"]))
+    opt = gs.LossScaleOptimizer(inner, rule=RULE, telemetry=True)
+    opt.build([body, head])
+
+    def step(x):
+        opt.minimize(lambda: loss_of(body.value(), head.value(), x), [body, head])
+        return gs.step_was_applied(opt)
+
+    step = gs.jit(step, [body, head, opt.variables], donate=True)
+    for i in range(steps):
+        applied = step(noise(i))
+        yield body.numpy(), head.numpy(), opt.loss_scale, applied
+
+
+def test_two_optimizers_of_one_loss_are_one_multi_transform():
+    """Over 1,000 steps with overflows Adam and SGD on one loss, of which an overflow skips both,
+    are an `optax.multi_transform` under one scale, as in an optax loop."""
+    skipped = 0
+    runs = zip(by_multi_transform(1000), by_from_optax(1000), strict=True)
+    for (*theirs, scale, applied), (*ours, our_scale, our_applied) in runs:
+        assert (float(scale), bool(applied)) == (float(our_scale), bool(our_applied))
+        skipped += not applied
+        for one, other in zip(theirs, ours, strict=True):
+            # A weight off by its last bit can round a float16 gradient to its neighbour, which
+            # moves a weight by 2**-11 of a learning rate of 0.05.
+            np.testing.assert_allclose(one, other, rtol=0, atol=5e-5)
+    assert skipped >= 20

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, MultiOptimizer
+from gainstage.optimizers import SGD
 
 
 class Doubled(SGD):
@@ -98,11 +98,3 @@ def test_the_wrapper_reads_and_sets_the_learning_rate_of_a_subclass():
     half = gs.LossScaleOptimizer(HalfRate(0.25))
     half.learning_rate = 1.0
     assert float(half.learning_rate) == 0.5
-
-
-def test_a_part_of_several_optimizers_uses_its_own_learning_rate():
-    """In a `MultiOptimizer` the rate of a part is the property of its class."""
-    a, b = gs.Variable(1.0), gs.Variable(1.0)
-    opt = MultiOptimizer([(HalfRate(0.25), [a]), (SGD(0.25), [b])])
-    opt.minimize(lambda: a + b, [a, b])
-    assert (float(a), float(b)) == (0.875, 0.75)

@@ -10,7 +10,6 @@ from gainstage.optimizers.adam import Adam, AdamW
 from gainstage.optimizers.as_optax import to_optax
 from gainstage.optimizers.lion import Lion
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.optimizers.multi import MultiOptimizer
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.rmsprop import RMSprop
 from gainstage.optimizers.serialization import deserialize, get, serialize
@@ -25,7 +24,6 @@ __all__ = [
     "AdamW",
     "Lion",
     "LossScaleOptimizer",
-    "MultiOptimizer",
     "Optimizer",
     "RMSprop",
     "deserialize",

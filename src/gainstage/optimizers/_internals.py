@@ -68,11 +68,6 @@ def given_options(optimizer: "Optimizer") -> set[str]:
     return optimizer._given
 
 
-def decays(optimizer: "Optimizer", variable: Variable) -> bool:
-    """Whether its weight decay includes a variable."""
-    return optimizer._decays(variable)
-
-
 def assigned_by_losses(optimizer: "Optimizer") -> list[Variable]:
     """What the losses of its `minimize` have assigned, beside what it trains."""
     return list(optimizer._runner.assigned)

@@ -1,7 +1,6 @@
 """Checks of an optimizer that a wrapper, or an optimizer of several, is given."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax
 
@@ -10,7 +9,7 @@ from gainstage._base.checks import InvalidArgumentError
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._internals import given_options, store_of
-from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, DEFAULTS, OPTIONS
+from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, OPTIONS
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
@@ -110,36 +109,4 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
         raise ValueError(
             f"Expected {', '.join(sorted(given & BEFORE_BUILD))} before the inner optimizer is "
             f"built; {inner.name!r} is built."
-        )
-
-
-def check_part(optimizer: Any) -> None:
-    """Raises an error if it cannot be one of several optimizers of a loss."""
-    wraps = isinstance(optimizer, Retrying) or hasattr(optimizer, "optimizers_and_variables")
-    if wraps or not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"Expected an optimizer of gainstage without a loss scale in each pair; got "
-            f"{optimizer!r}."
-        )
-    check_verbs(optimizer, "MultiOptimizer")
-    store = store_of(optimizer)
-    if store.wrapper is not None:
-        raise ValueError(
-            f"{optimizer.name!r} is already wrapped by {store.wrapper.owner!r}. Put one "
-            f"LossScaleOptimizer around the MultiOptimizer, and none around its optimizers."
-        )
-    if optimizer.built:
-        raise ValueError(f"Expected {optimizer.name!r} not to be built before MultiOptimizer.")
-    given = {name for name, value in vars(store.options).items() if value != DEFAULTS[name]}
-    given |= {n for n in ("master_weights", "shard_state_over", "mesh") if getattr(optimizer, n)}
-    if others := sorted(given - {"weight_decay"}):
-        raise ValueError(
-            f"Expected {', '.join(others)} on the MultiOptimizer, for all variables; got it on "
-            f"{optimizer.name!r}."
-        )
-    if store.rate.is_called:
-        raise ValueError(
-            f"The learning rate of {optimizer.name!r} is a variable or a callable of no argument, "
-            f"which is not read inside a compiled step. Use a number, or a schedule or callable of "
-            f"the step."
         )

@@ -563,12 +563,6 @@ class Optimizer(Configurable, Arguments, Saved):
 
     def _checked(self, grads: list[Any], trainable_variables: Any) -> list[Any]:
         """The gradients in the order of the variables, with None for each that is missing."""
-        wrapper = self._store.wrapper
-        if wrapper is not None and wrapper.trains_several:
-            raise ValueError(
-                f"{self.name!r} is one of the optimizers of {wrapper.owner!r}, which takes their "
-                f"steps together; call its `apply`, or that of its LossScaleOptimizer."
-            )
         if trainable_variables is None:
             variables = self._built_variables("apply without trainable_variables")
         else:

@@ -61,16 +61,11 @@ class Wrapper:
         over: its options, which override the optimizer's.
     """
 
-    trains_several: ClassVar[bool] = False  # whether it is around several optimizers
-
     def __init__(self, owner: str, over: Mapping[str, Any] | None = None, mesh: Mesh | None = None):
         self.owner, self.over, self.mesh = owner, dict(over or {}), mesh
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Creates the state that depends on the weights; called before the store is built."""
-
-    def changed(self) -> None:
-        """Called when a constant of the optimizer's step has changed."""
 
 
 class ScalingWrapper(Wrapper):
@@ -175,8 +170,6 @@ class Store:
         step sets itself does not count."""
         if not self.microbatches._is_bound and not name.startswith("_"):
             self.version += 1
-            if self.wrapper is not None:
-                self.wrapper.changed()
 
     def note_copy(self) -> tuple[int, Any]:
         """Notes that the optimizer is copied; returns what it is now, for `changed_since`."""
@@ -319,18 +312,17 @@ class Store:
         if self.has_own_count and options.gradient_accumulation_steps:
             raise ValueError(COUNT_OF_MICROBATCHES)
         half = [v for v in variables if v.dtype != gradients.float32_or_wider(v.dtype)]
-        if self.wrapper is None or not self.wrapper.trains_several:
-            if options.weight_decay:
-                undecayed.check(self.owner, variables)
-            if half and not master_weights and not half[0]._is_planned:
-                warn(
-                    f"Half-precision parameters lose small updates: {half[0].name!r} is "
-                    f"{half[0].dtype}, and keeps no update below 2**-"
-                    f"{jnp.finfo(half[0].dtype).nmant + 1} of a weight. Create {self.owner!r} with "
-                    f"master_weights=True, or keep variables in float32 and compute in half "
-                    f"precision. To silence this warning: "
-                    f'warnings.filterwarnings("ignore", message="Half-precision").'
-                )
+        if options.weight_decay:
+            undecayed.check(self.owner, variables)
+        if half and not master_weights and not half[0]._is_planned:
+            warn(
+                f"Half-precision parameters lose small updates: {half[0].name!r} is "
+                f"{half[0].dtype}, and keeps no update below 2**-"
+                f"{jnp.finfo(half[0].dtype).nmant + 1} of a weight. Create {self.owner!r} with "
+                f"master_weights=True, or keep variables in float32 and compute in half "
+                f"precision. To silence this warning: "
+                f'warnings.filterwarnings("ignore", message="Half-precision").'
+            )
         mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
         alone = [] if mesh is None else [v for v in variables if v._sharding is None]
         placed = [v for v in variables if v not in alone]
