@@ -2,11 +2,9 @@
 
 `python tests/conformance/run_keras.py` prints every failure that `keras_known.json` does not list,
 and every entry of that list that did not fail; `--list` prints all failures with their errors.
-Each test runs as it is in the installed wheel, in one or two of three ways:
+Each test runs as it is in the installed wheel, in one or both of two ways:
 
 - native: `SGD`, `Adam`, the schedules, ... in the place of Keras's, on variables of ours;
-- keras: the same optimizers by way of `gainstage.interop.keras.KerasOptimizer`, and its
-  `LossScaleOptimizer`, on variables of Keras;
 - wrapper: `gainstage.interop.keras.LossScaleOptimizer` around Keras's own optimizers.
 
 What the tests read that is private to Keras, an adapter answers from our state; where they take
@@ -32,7 +30,7 @@ import jax.numpy as jnp
 import keras
 
 import gainstage as gs
-from gainstage.interop.keras import KerasOptimizer, LossScaleOptimizer
+from gainstage.interop.keras import LossScaleOptimizer
 from gainstage.optimizers import SGD
 
 KNOWN = Path(__file__).with_name("keras_known.json")
@@ -49,12 +47,6 @@ MODES = {
         "loss_scale_optimizer_test",
         "schedules/learning_rate_schedule_test",
     ],
-    "keras": [
-        *OPTIMIZERS,
-        "optimizer_test",
-        "loss_scale_optimizer_test",
-        "schedules/learning_rate_schedule_test:TestFitLRSchedulesFlow",
-    ],
     "wrapper": ["loss_scale_optimizer_test"],
 }
 
@@ -68,18 +60,14 @@ def clipped(optimizer, grads):
     return [-v.value() for v in variables]
 
 
-def private(cls, accumulators, averages):
-    """Lets a class answer to what the tests know of the inside of Keras's optimizers."""
-    cls._clip_gradients = clipped
-    cls._accumulated_gradients = property(accumulators)
-    if averages is not None:
-        cls._model_variables_moving_average = property(averages)
-
-
 def native():
-    """What the tests import, by name, for the classes of gainstage themselves."""
-    private(gs.optimizers.Optimizer, lambda o: o._store.accumulators, lambda o: o._store.averages)
-    gs.optimizers.Optimizer._iterations = property(lambda o: o._store.microbatches)
+    """What the tests import, by name, for the classes of gainstage themselves, which answer to what
+    the tests know of the inside of Keras's optimizers."""
+    cls = gs.optimizers.Optimizer
+    cls._clip_gradients = clipped
+    cls._accumulated_gradients = property(lambda o: o._store.accumulators)
+    cls._model_variables_moving_average = property(lambda o: o._store.averages)
+    cls._iterations = property(lambda o: o._store.microbatches)
     backend = types.SimpleNamespace(**vars(keras.src.backend))
     backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
     optimizers = types.SimpleNamespace(**OURS, schedules=gs.optimizers.schedules)
@@ -91,42 +79,6 @@ def native():
         "optimizers": optimizers,
         "schedules": gs.optimizers.schedules,
         "LossScaleOptimizer": gs.LossScaleOptimizer,
-    }
-
-
-class Factory(type):
-    """Stands for a class of Keras: makes a `KerasOptimizer` around one of ours."""
-
-    def __call__(cls, *args, **kwargs):
-        return KerasOptimizer(OURS[cls.__name__](*args, **kwargs))
-
-    def __instancecheck__(cls, instance):
-        ours = getattr(instance, "_ours", None)
-        return type(ours) is OURS[cls.__name__]
-
-
-def through_keras():
-    """The same for optimizers of gainstage inside of `KerasOptimizer`."""
-    private(KerasOptimizer, lambda o: [o._mirror(a) for a in o._ours._store.accumulators], None)
-    made = {name: Factory(name, (), {}) for name in OURS}
-
-    def deserialize(config):
-        if config["class_name"] == "KerasOptimizer":
-            return keras.saving.deserialize_keras_object(config)
-        return KerasOptimizer(gs.optimizers.deserialize(config))
-
-    def get(identifier):
-        ours = gs.optimizers.get(identifier)
-        return ours and KerasOptimizer(ours)
-
-    optimizers = types.SimpleNamespace(**made, schedules=keras.optimizers.schedules)
-    optimizers.get, optimizers.deserialize = get, deserialize
-    optimizers.serialize = keras.saving.serialize_keras_object
-    return {
-        **made,
-        "optimizers": optimizers,
-        "schedules": gs.optimizers.schedules,
-        "LossScaleOptimizer": LossScaleOptimizer,
     }
 
 
@@ -184,10 +136,9 @@ def is_skipped(test):
 
 def tests_of(mode):
     """Every test of a mode, with what it needs of an adapter."""
-    replaced = {"native": native, "keras": through_keras, "wrapper": wrapper}[mode]()
+    replaced = {"native": native, "wrapper": wrapper}[mode]()
     ours = {**OURS, "LossScaleOptimizer": gs.LossScaleOptimizer, **vars(gs.optimizers.schedules)}
     for name in MODES[mode]:
-        name, _, only = name.partition(":")
         module = load(mode, name, replaced)
         for test in itertools.chain(*unittest.defaultTestLoader.loadTestsFromModule(module)):
             case = type(test)
@@ -199,7 +150,7 @@ def tests_of(mode):
                 case.run_class_serialization_test = functools.partialmethod(
                     check, custom_objects=ours
                 )
-            if not is_skipped(test) and only in (case.__name__, ""):
+            if not is_skipped(test):
                 yield test
 
 

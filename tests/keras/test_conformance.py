@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "conformance"
 
 
 @pytest.mark.parametrize(
-    "modes", [["wrapper"], pytest.param(["native", "keras"], marks=pytest.mark.slow)], ids=str
+    "modes", [["wrapper"], pytest.param(["native"], marks=pytest.mark.slow)], ids=str
 )
 def test_the_tests_of_keras(modes):
     """Of the optimizer tests in Keras's wheel those fail that the list names with a reason, and no

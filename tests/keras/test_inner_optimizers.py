@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam
 
 keras = pytest.importorskip("keras")
 
-from gainstage.interop.keras import KerasOptimizer, LossScaleOptimizer
+from gainstage.interop.keras import LossScaleOptimizer
 
 RULES = ["SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "Adafactor", "Ftrl", "Lion",
          "Nadam", "RMSprop", "Lamb", "Muon"]  # fmt: skip
@@ -53,67 +52,10 @@ def test_each_optimizer_of_keras_keeps_its_rule(name):
         assert float(wrapped.inner_optimizer.lists["more"][0].value) == 5
 
 
-class Doubled(SGD):
-    def apply(self, grads, trainable_variables=None, **more):
-        super().apply([2 * g for g in grads], trainable_variables, **more)
-
-
-class HalfRate(SGD):
-    @property
-    def learning_rate(self):
-        return super().learning_rate * 0.5
-
-
-@pytest.mark.parametrize("wrap", [KerasOptimizer, LossScaleOptimizer], ids=["alone", "wrapped"])
-@pytest.mark.parametrize(("kind", "expected"), [(Doubled, 0.75), (HalfRate, 0.9375)])
-def test_what_a_class_of_ours_overrides_is_called_in_fit(kind, expected, wrap):
-    """`fit` calls the `apply` of a user's class, and reads its `learning_rate`."""
-    dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
-    model = keras.Sequential([dense])
-    optimizer = wrap(kind(0.125))
-    model.compile(optimizer, "mae")
-    model.fit(np.ones((4, 1), "float32"), np.zeros((4, 1), "float32"), verbose=0)
-    assert dense.kernel.value.tolist() == [[expected]]
-    if kind is HalfRate:
-        ours = getattr(optimizer, "inner_optimizer", optimizer)
-        assert float(ours.learning_rate) == 0.0625
-
-
-@pytest.mark.parametrize("wrap", [KerasOptimizer, LossScaleOptimizer], ids=["alone", "wrapped"])
-@pytest.mark.parametrize("verb", ["minimize", "compute_gradients", "apply_gradients"])
-def test_an_override_that_keras_does_not_call_is_refused(verb, wrap):
-    """Keras calls only `apply` of these; a class that overrides another says so."""
-    changed = type("Changed", (SGD,), {verb: lambda self, *args: None})
-    with pytest.raises(TypeError, match=f"Changed overrides {verb}, which Keras does not call"):
-        wrap(changed(0.1))
-
-
-def test_the_number_of_updates_is_a_variable_with_accumulation_too():
-    """`iterations` is a Keras variable that counts updates."""
-    counts = {}
-    for steps in (None, 2):
-        optimizer = KerasOptimizer(SGD(0.1, gradient_accumulation_steps=steps))
-        trained(optimizer, 5)
-        assert isinstance(optimizer.iterations, keras.Variable)
-        assert "value=" + str(int(optimizer.iterations.value)) in repr(optimizer.iterations)
-        counts[steps] = int(optimizer.iterations.value)
-    assert counts == {None: 5, 2: 2}
-    with pytest.raises(TypeError, match="computed from the number of microbatches"):
-        optimizer.iterations.assign(3)
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda: keras.optimizers.SGD(1e-30, gradient_accumulation_steps=2),
-        lambda: SGD(1e-30, gradient_accumulation_steps=2),
-        lambda: SGD(1e-30, gradient_accumulation_steps=2, clipnorm=1.0),
-    ],
-    ids=["keras", "ours", "clipped"],
-)
-def test_a_sum_of_microbatches_that_overflows_is_skipped(inner):
+def test_a_sum_of_microbatches_that_overflows_is_skipped():
     """Two finite gradients whose sum is infinite do not make an update or an infinite sum."""
-    optimizer = LossScaleOptimizer(inner(), rule=gs.FixedLossScale(1.0))
+    inner = keras.optimizers.SGD(1e-30, gradient_accumulation_steps=2)
+    optimizer = LossScaleOptimizer(inner, rule=gs.FixedLossScale(1.0))
     weight = keras.Variable(np.ones(3, "float32"))
     optimizer.build([weight])
     for _ in range(4):
@@ -122,9 +64,7 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(inner):
     assert weight.value.tolist() == [1, 1, 1]
     assert all(np.isfinite(v.value).all() for v in optimizer.variables)
     optimizer.apply([jnp.full(3, -1e30)], [weight])
-    assert int(optimizer.inner_optimizer.iterations) == (
-        0 if optimizer.inner_optimizer.clipnorm else 1
-    )
+    assert int(optimizer.inner_optimizer.iterations) == 1
 
 
 @pytest.mark.parametrize(
@@ -132,9 +72,8 @@ def test_a_sum_of_microbatches_that_overflows_is_skipped(inner):
     [
         lambda: LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0),
         lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), 8.0),
-        lambda: gs.LossScaleOptimizer(SGD(1.0), 8.0),
     ],
-    ids=["ours", "Keras's", "without Keras"],
+    ids=["ours", "Keras's"],
 )
 def test_a_scale_within_a_scale_is_refused(wrapped):
     """A wrapper around a wrapper would divide twice, so it is an error that says what to pass."""
@@ -142,20 +81,14 @@ def test_a_scale_within_a_scale_is_refused(wrapped):
         LossScaleOptimizer(wrapped(), 16.0)
 
 
-@pytest.mark.parametrize(
-    "inner", [lambda: keras.optimizers.SGD(0.5, momentum=0.5), lambda: SGD(0.5, momentum=0.5)]
-)
-def test_one_variable_is_updated_by_hand(inner):
+def test_one_variable_is_updated_by_hand():
     """`update_step` is the inner optimizer's, with an unscaled gradient and a rate."""
     weight = keras.Variable(np.ones((2,), "float32"))
-    opt = LossScaleOptimizer(inner())
+    opt = LossScaleOptimizer(keras.optimizers.SGD(0.5, momentum=0.5))
     opt.build([weight])
     for expected in (0.5, -0.25):  # the second step has half of the first one's momentum
         opt.update_step(np.full(2, 2.0, np.float32), weight, np.float32(0.25))
         np.testing.assert_allclose(weight.value, expected)
-    unbuilt = KerasOptimizer(SGD(0.5))
-    with pytest.raises(ValueError, match=r"to be built; call `build\(variables\)`"):
-        unbuilt.update_step(np.float32(1.0), weight, np.float32(0.25))
 
 
 class Multiplied(keras.optimizers.Optimizer):
@@ -173,24 +106,21 @@ class Multiplied(keras.optimizers.Optimizer):
         (lambda: keras.optimizers.SGD(0.1, momentum=0.9), "momentum", (0.9, 0.0, 0.5)),
         (lambda: keras.optimizers.Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
         (lambda: Multiplied(0.1), "factor", (1.0, 10.0, 100.0)),
-        (lambda: SGD(0.1, momentum=0.9), "momentum", (0.9, 0.5, 0.0)),
-        (lambda: Adam(0.1), "beta_1", (0.5, 0.1, 0.9)),
     ],
-    ids=["SGD", "Adam", "own", "SGD of gainstage", "Adam of gainstage"],
+    ids=["SGD", "Adam", "own"],
 )
 def test_a_number_that_is_set_between_steps_is_obeyed(make, name, values):
     """An eager step uses the inner optimizer's numbers of now, as in Keras."""
     found = []
     for optimizer in (make(), LossScaleOptimizer(make(), initial_scale=1.0)):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        ours = isinstance(optimizer, gs.optimizers.Optimizer)
-        weight = gs.Variable([1.0, 2.0]) if ours else keras.Variable([1.0, 2.0])
+        weight = keras.Variable([1.0, 2.0])
         optimizer.build([weight])
         for value in values:
             setattr(inner, name, value)
             assert getattr(inner, name) == value
             optimizer.apply([jnp.array([3.0, 2.0])], [weight])
-        found.append(weight.value() if ours else weight.value)
+        found.append(weight.value)
     np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
 
 
@@ -205,11 +135,10 @@ def test_a_callable_rate_is_called_in_each_step():
     assert weight.value.tolist() == [0.125]
 
 
-@pytest.mark.parametrize("make", [keras.optimizers.SGD, SGD])
-def test_only_a_gradient_of_none_is_told(make):
+def test_only_a_gradient_of_none_is_told():
     """As in Keras, a step on some of the variables is no mistake, and None in a list may be one."""
     a, b = keras.Variable(1.0, name="a"), keras.Variable(2.0, name="b")
-    optimizer = LossScaleOptimizer(make(0.5), initial_scale=8.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=8.0)
     optimizer.build([a, b])
     optimizer.scale_loss(1.0)
     with warnings.catch_warnings():
@@ -229,11 +158,10 @@ class Line(keras.optimizers.schedules.LearningRateSchedule):
         return keras.ops.multiply(self.rate, keras.ops.cast(step, "float32") + 1.0)
 
 
-@pytest.mark.parametrize("make", [keras.optimizers.SGD, SGD])
-def test_a_schedule_that_is_changed_between_steps_is_obeyed(make):
+def test_a_schedule_that_is_changed_between_steps_is_obeyed():
     """An eager step uses the attributes of a schedule that are set now, as in Keras."""
     schedule, weight = Line(), keras.Variable([0.0])
-    optimizer = LossScaleOptimizer(make(schedule), initial_scale=1.0)
+    optimizer = LossScaleOptimizer(keras.optimizers.SGD(schedule), initial_scale=1.0)
     optimizer.scale_loss(1.0)
     optimizer.apply([jnp.array([-1.0])], [weight])
     schedule.rate = 2.0

@@ -13,10 +13,8 @@ from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_measured import advise, tune
-from gainstage.interop.keras_optimizer import KerasOptimizer
 
 __all__ = [
-    "KerasOptimizer",
     "LogLossScale",
     "LossScaleOptimizer",
     "advise",

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from gainstage._variables.types import PyTree
-from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
-from gainstage.interop.keras_optimizer import PACKAGE
 from gainstage.precision.autocast import autocast as autocast_function
 from gainstage.precision.plan import Plan
 

@@ -17,3 +17,5 @@ if keras.backend.backend() != "jax":
         f"Expected Keras on the JAX backend; got {keras.backend.backend()!r}. Set "
         f"KERAS_BACKEND=jax before keras is imported."
     )
+
+PACKAGE = "gainstage"  # the package name that Keras registers the classes with

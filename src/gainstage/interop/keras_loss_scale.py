@@ -5,6 +5,7 @@
 
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,21 +14,18 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gainstage._base._jax import Tracer
+from gainstage._base.checks import brief
 from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.types import PyTree
 from gainstage._variables.variable import is_inside, is_tracing
-from gainstage.interop.keras_backend import keras
+from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_fit_warning import Fits
-from gainstage.interop.keras_optimizer import PACKAGE, KerasOptimizer, Stateless
-from gainstage.interop.keras_settings import constants
-from gainstage.optimizers._internals import store_of
 from gainstage.optimizers._step.options import DEFAULTS, OPTIONS
 from gainstage.optimizers._step.runner import not_an_array
-from gainstage.optimizers._step.store import Wrapper
-from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer as Scaled
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.scale_uses import IN_SCOPE, StaleReads
 from gainstage.rules.loss_scale import (
@@ -41,16 +39,18 @@ from gainstage.rules.loss_scale import (
 )
 from gainstage.transforms.gradient_faults import MULTIPLIED, SCALED_TWICE
 
+CONSTANTS = (bool, int, float, str, tuple, type(None))  # the types of an optimizer's settings
+
 
 @keras.saving.register_keras_serializable(PACKAGE, "LossScaleOptimizer")
-class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """Keras's `LossScaleOptimizer` with any rule, a bounded scale, and an `apply` that works.
 
     It replaces Keras's own: `compile` with the policy `mixed_float16` does not wrap it again. Its
     decisions are those of Keras, where Keras works. Gradients are unscaled in float32.
 
     Args:
-        inner_optimizer: an optimizer of Keras or of gainstage.
+        inner_optimizer: an optimizer of Keras.
         initial_scale: the first scale, > 0.
         dynamic_growth_steps: finite steps in a row before the scale is doubled, >= 1.
         name: the optimizer's name.
@@ -58,8 +58,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         **kwargs: further arguments of Keras's class, which its configurations contain.
 
     Raises:
-        TypeError: `inner_optimizer` is not an optimizer or scales losses itself, or `rule` is not a
-            rule.
+        TypeError: `inner_optimizer` is not an optimizer of Keras or scales losses itself, or `rule`
+            is not a rule.
         ValueError: an argument is out of range, or `rule` is combined with the two before it.
 
     Examples:
@@ -75,6 +75,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
     Source: `keras.optimizers.LossScaleOptimizer`.
     """
 
+    _compiled: Any = None  # the program of an eager `apply`
+    _constants: Hashable = None  # the settings that it has as constants
     _has_scaled = False  # whether a loss was multiplied by the scale
     _was_read = False  # whether it was read since the last `apply`, perhaps to multiply by it
     _compiled_growth_steps: int | None = None  # those of the step that `fit` has compiled
@@ -88,31 +90,27 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         rule: Rule | None = None,
         **kwargs: Any,
     ):
-        if not isinstance(inner_optimizer, (Optimizer, keras.optimizers.Optimizer)):
+        if isinstance(inner_optimizer, Optimizer):
             raise TypeError(
-                f"Expected an optimizer of Keras or gainstage for inner_optimizer; got "
-                f"{inner_optimizer!r}. Use keras.optimizers.get to create one by name."
+                f"Expected an optimizer of Keras for inner_optimizer, such as "
+                f"keras.optimizers.Adam(1e-3); got gainstage's {type(inner_optimizer).__name__}."
             )
-        if isinstance(inner_optimizer, (Scaled, keras.optimizers.LossScaleOptimizer)):
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise TypeError(
+                f"Expected an optimizer of Keras for inner_optimizer; got {inner_optimizer!r}. Use "
+                f"keras.optimizers.get to create one by name."
+            )
+        if isinstance(inner_optimizer, keras.optimizers.LossScaleOptimizer):
             raise TypeError(
                 f"Expected an inner_optimizer that does not scale losses; got "
                 f"{type(inner_optimizer).__name__} {inner_optimizer.name!r}. Pass its "
                 f"`inner_optimizer`."
             )
         rule = _chosen_rule(initial_scale, dynamic_growth_steps, rule)
-        if isinstance(inner_optimizer, Optimizer):
-            if store_of(inner_optimizer).in_force.loss_scale_factor is not None:
-                raise ValueError(
-                    "Expected an inner_optimizer without loss_scale_factor; set initial_scale."
-                )
-            inner_optimizer = KerasOptimizer(inner_optimizer)
         first = float(start(rule).scale)
         super().__init__(inner_optimizer, first, dynamic_growth_steps, name, **kwargs)
         self.rule, self._fits = rule, Fits(rule, first)
         self._stale = StaleReads(self.name, IN_SCOPE)
-        if isinstance(inner_optimizer, KerasOptimizer):
-            self._wrapper = Wrapper(self.name)
-            store_of(inner_optimizer._ours).set_wrapper(self._wrapper)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the state of the rule, then that of the inner optimizer."""
@@ -132,9 +130,6 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
                 constant = keras.initializers.Constant(value)
                 counts[field] = self.add_variable((), constant, str(value.dtype), name=field)
         self._counts = counts
-
-    def _frozen(self) -> Hashable:
-        return self.rule, constants(self.inner_optimizer)
 
     @property
     def loss_scale(self) -> jax.Array:
@@ -193,11 +188,40 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         return scaled
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Takes a step on gradients of `scale_loss(loss)`; gradients may be None, and variables
-        some of those it was built with."""
+        """Takes a step on gradients of `scale_loss(loss)`: one compiled program when it is called
+        eagerly. Gradients may be None, and variables some of those it was built with."""
         if self._compiled is not None:  # else `_step` is traced, and looks
             self._check_scaled()
-        super().apply(grads, trainable_variables)
+        grads = list(grads)
+        if not grads:
+            return
+        if not self.built:
+            if trainable_variables is None:
+                raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
+            self.build(list(trainable_variables))
+        known = self._trainable_variables
+        chosen = known if trainable_variables is None else list(trainable_variables)
+        self._check_variables_are_known(chosen)
+        if len(grads) != len(chosen):
+            raise ValueError(
+                f"Expected {len(chosen)} gradients, one for each of "
+                f"{brief([v.path for v in chosen])}; got {len(grads)}."
+            )
+        _warn_of_missing(chosen, grads)
+        ordered: list[Any] = [None] * len(known)
+        for variable, gradient in zip(chosen, grads, strict=True):
+            ordered[self._get_variable_index(variable)] = gradient
+        step = self._step
+        if not keras.src.backend.common.stateless_scope.in_stateless_scope():
+            constants = self.rule, _settings(self.inner_optimizer)
+            if self._compiled is None or self._constants != constants:
+                self._compiled, self._constants = jax.jit(partial(step)), constants
+            step = self._compiled
+        new = step([v.value for v in self.variables], ordered, [v.value for v in known])
+        with deferred_signals():
+            for variables, results in zip((known, self.variables), new, strict=True):
+                for variable, value in zip(variables, results, strict=True):
+                    variable.assign(value)
         self._was_read = False
 
     def _check_scaled(self) -> None:
@@ -225,11 +249,8 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         )
         named = zip(self._trainable_variables, grads, strict=True)
         arrays = [g if g is None else _array(variable.path, g) for variable, g in named]
-        inner_optimizer = self.inner_optimizer
-        ours = isinstance(inner_optimizer, KerasOptimizer)
-        clip = store_of(inner_optimizer._ours).in_force.clip if ours else None
+        optimizer = self.inner_optimizer
         kept = [self._overwrite_variable_with_gradient(v) for v in self._trainable_variables]
-        step = inner_optimizer._step if ours else inner_optimizer.stateless_apply
 
         def update(norms: Any, old: PyTree) -> tuple[None, PyTree]:
             # Quantized layers pass a measurement instead of a gradient; it is not unscaled.
@@ -239,14 +260,15 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             ]
             with warnings.catch_warnings():  # our `apply` has told what the user gave no gradient
                 warnings.filterwarnings("ignore", "Gradients do not exist")
-                new = tuple(map(list, step(old[1], true, old[0])))
+                new = tuple(map(list, optimizer.stateless_apply(old[1], true, old[0])))
             return None, jax.tree.map(lambda n, o: jnp.asarray(n, o.dtype), new, old)
 
         old = (list(map(jnp.asarray, trainable_variables)), list(map(jnp.asarray, inner)))
         measured = [None if keep else g for g, keep in zip(arrays, kept, strict=True)]
-        known = {id(v): value for v, value in zip(inner_optimizer.variables, inner, strict=True)}
-        sums = [known[id(total)] for total in _accumulators(inner_optimizer)]
-        scaling = ScaledStep(self.rule, clip=clip, conditional=True)
+        known = {id(v): value for v, value in zip(optimizer.variables, inner, strict=True)}
+        accumulates = optimizer.gradient_accumulation_steps
+        sums = [known[id(v)] for v in optimizer._accumulated_gradients] if accumulates else []
+        scaling = ScaledStep(self.rule, conditional=True)
         now = ScaledStepState(state)
         done = scaling.step(update, now, old, measured, state.scale, onto=sums, checked=arrays)
         weights, inner = done.inner
@@ -282,12 +304,27 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
         self, optimizer_variables: PyTree, grads: PyTree, trainable_variables: PyTree
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Takes the step as a pure function; returns `(trainable, optimizer variables)`."""
+        if not self.built:
+            raise ValueError(f"Expected {self.name!r} to be built; call `build(variables)`.")
+        known = self._trainable_variables
+        if not len(known) == len(grads) == len(trainable_variables):
+            raise ValueError(
+                f"{self.name!r} was built with {len(known)} trainable variables; got "
+                f"{len(grads)} gradients for {len(trainable_variables)}. After freezing or "
+                f"unfreezing layers compile the model again, with a new optimizer."
+            )
+        if len(optimizer_variables) != len(self.variables):
+            raise ValueError(
+                f"{self.name!r} has {len(self.variables)} variables; got "
+                f"{len(optimizer_variables)} values for them."
+            )
         self._compiled_growth_steps = self.dynamic_growth_steps
-        before = self.dynamic_scale._value if self.built else None
-        known = isinstance(before, jax.Array) and not isinstance(before, Tracer)
-        if known and not isinstance(self.rule, FixedLossScale):
+        before = self.dynamic_scale._value
+        has_value = isinstance(before, jax.Array) and not isinstance(before, Tracer)
+        if has_value and not isinstance(self.rule, FixedLossScale):
             self._stale.step_without(before)
-        return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+        _warn_of_missing(known, grads)
+        return self._step(optimizer_variables, grads, trainable_variables)
 
     def update_step(self, gradient: ArrayLike, variable: Any, learning_rate: ArrayLike) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
@@ -324,7 +361,7 @@ class LossScaleOptimizer(Stateless, keras.optimizers.LossScaleOptimizer):
             if not self._fits.applied:
                 return  # there is no average before the first step
         super().finalize_variable_values(var_list)
-        if self.inner_optimizer.use_ema and not isinstance(self.inner_optimizer, KerasOptimizer):
+        if self.inner_optimizer.use_ema:
             for variable in var_list:  # Keras shares one buffer, which `fit` would donate twice
                 variable.assign(jnp.copy(variable.value))
 
@@ -372,13 +409,28 @@ def _array(variable: str, gradient: Any) -> jax.Array:
         raise not_an_array(variable, gradient) from error
 
 
-def _accumulators(optimizer: Any) -> list[Any]:
-    """The variables to which an optimizer adds gradients before it uses their mean, if any."""
-    if not optimizer.gradient_accumulation_steps:
-        return []
-    if isinstance(optimizer, KerasOptimizer):
-        return [optimizer._mirror(total) for total in store_of(optimizer._ours).accumulators]
-    return optimizer._accumulated_gradients
+def _warn_of_missing(variables: Sequence[Any], grads: Sequence[Any]) -> None:
+    missing = [v.path for v, g in zip(variables, grads, strict=True) if g is None]
+    if 0 < len(missing) < len(grads):  # if all are missing, the step raises
+        warnings.warn(
+            f"Gradients do not exist for variables {brief(missing)} when minimizing the loss. They "
+            f"stay as they are. With model.compile(), is the `loss` argument given?",
+            stacklevel=3,
+        )
+
+
+def _settings(optimizer: Any) -> Hashable:
+    """The numbers and flags of an optimizer, and its learning rate unless that is a variable: if
+    one has changed, an eager step is compiled again."""
+    rate: Any = optimizer._learning_rate
+    kept = (keras.optimizers.schedules.LearningRateSchedule, keras.Variable)
+    if callable(rate) and not isinstance(rate, kept):
+        now: Any = rate()  # as Keras does in each step
+        rate = float(now)
+    rate = None if isinstance(rate, keras.Variable) else rate
+    schedule = getattr(rate, "__dict__", {})
+    each = vars(optimizer) | {f"learning_rate.{name}": value for name, value in schedule.items()}
+    return rate, *((name, value) for name, value in each.items() if isinstance(value, CONSTANTS))
 
 
 def _chosen_rule(initial_scale: float, growth_steps: int, rule: Rule | None) -> LossScale:

@@ -14,7 +14,6 @@ from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._internals import first_values, store_of
 from gainstage.optimizers._step.saving import unique_names
-from gainstage.optimizers._step.store import Wrapper
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
@@ -83,14 +82,14 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
             "Expected no master_weights for to_optax of a LossScaleOptimizer; keep float32 "
             "params, and cast them in the loss."
         )
-    tx, sums_in = _unscaled(inner, Wrapper("loss_scaled"))
+    tx, sums_in = _unscaled(inner)
     settings = opt.rule, opt.telemetry, opt.underflow_every
     scaled = ScaledTransformation(tx, *settings, clip=options.clip, sums_in=sums_in)
     return scaled.as_optax()
 
 
 def _unscaled(
-    optimizer: Optimizer, wrapper: Wrapper | None = None
+    optimizer: Optimizer,
 ) -> tuple[optax.GradientTransformationExtraArgs, Callable[[Any, Any, Any], list[Any]]]:
     """The transformation, and the accumulators in its state, as `ScaledTransformation` needs
     them."""
@@ -107,8 +106,6 @@ def _unscaled(
                 for path, p in named
             ]
             mine = copy.deepcopy(optimizer)
-            if wrapper is not None:
-                store_of(mine).set_wrapper(wrapper)
             mine.build(variables)
         return mine, variables
 

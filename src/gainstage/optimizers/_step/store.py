@@ -53,26 +53,11 @@ class Computed(Variable):
         raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
 
 
-class Wrapper:
-    """What the store of a wrapped optimizer knows about the object around it.
+class ScalingWrapper:
+    """The variables of a loss scale, and the options that override those of the optimizer in it.
 
     Args:
-        owner: the name of that object, which takes the steps.
-        over: its options, which override the optimizer's.
-    """
-
-    def __init__(self, owner: str, over: Mapping[str, Any] | None = None, mesh: Mesh | None = None):
-        self.owner, self.over, self.mesh = owner, dict(over or {}), mesh
-
-    def build(self, store: "Store", variables: Sequence[Variable]) -> None:
-        """Creates the state that depends on the weights; called before the store is built."""
-
-
-class ScalingWrapper(Wrapper):
-    """A wrapper with the variables of a loss scale.
-
-    Args:
-        owner: the wrapper's name.
+        owner: the wrapper's name, which takes the steps.
         over: the wrapper's options.
         scaling: the loss scale, without the options of a step.
         mesh: the mesh that replicates its variables, by default that of the weights.
@@ -85,9 +70,8 @@ class ScalingWrapper(Wrapper):
     }
 
     def __init__(self, owner: str, over: Mapping[str, Any], scaling: ScaledStep, mesh: Mesh | None):
-        super().__init__(owner, over, mesh)
         assert scaling.rule is not None
-        self.scaling = scaling
+        self.owner, self.over, self.scaling, self.mesh = owner, dict(over), scaling, mesh
         self.state = ScaledStepState(variables_like(start(scaling.rule), owner, self.documented))
 
     def set_rule(self, rule: LossScale) -> None:
@@ -99,6 +83,7 @@ class ScalingWrapper(Wrapper):
         self.state = self.state._replace(rule_state=rule_state)
 
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
+        """Creates the state that depends on the weights; called before the store is built."""
         rule_state = self.state.rule_state
         first = store.scaling(self.scaling).first(read(rule_state), len(variables))
         stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
@@ -115,7 +100,8 @@ COUNT_OF_MICROBATCHES = (
 class Store:
     """All that an optimizer's step reads and changes, and its options.
 
-    A wrapper uses the store of its inner optimizer, which has a weak reference to a `Wrapper`.
+    A wrapper uses the store of its inner optimizer, which has a weak reference to its
+    `ScalingWrapper`.
     """
 
     def __init__(
@@ -142,12 +128,11 @@ class Store:
         self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
         self.added_first: int | None = None  # how many of the slots were added before `build`
-        self._wrapper: weakref.ref[Wrapper] | None = None
-        self._copied: object = None  # what the last `note_copy` has returned
+        self._wrapper: weakref.ref[ScalingWrapper] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of its owner sets the wrapper again.
-        own = {**vars(self), "_wrapper": None, "_copied": None}
+        own = {**vars(self), "_wrapper": None}
         return {**own, "mesh": self.mesh and Devices(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -156,11 +141,11 @@ class Store:
             self.microbatches._constants_of = weakref.ref(self)
 
     @property
-    def wrapper(self) -> Wrapper | None:
+    def wrapper(self) -> ScalingWrapper | None:
         """The wrapper, if another object takes the steps of this optimizer."""
         return None if self._wrapper is None else self._wrapper()
 
-    def set_wrapper(self, wrapper: Wrapper) -> None:
+    def set_wrapper(self, wrapper: ScalingWrapper) -> None:
         """Sets the wrapper, whose options then override those of the optimizer."""
         self._wrapper = weakref.ref(wrapper)
         self.changed()
@@ -170,22 +155,6 @@ class Store:
         step sets itself does not count."""
         if not self.microbatches._is_bound and not name.startswith("_"):
             self.version += 1
-
-    def note_copy(self) -> tuple[int, Any]:
-        """Notes that the optimizer is copied; returns what it is now, for `changed_since`."""
-        rate = self.rate.variable
-        copied = self.version, rate and weakref.ref(rate._value)
-        self._copied = copied
-        return copied
-
-    def changed_since(self, copied: tuple[int, Any]) -> bool:
-        """Whether it was changed since it was copied, and neither copied again nor used itself."""
-        version, rate = copied
-        if self._copied is not copied or self.index or self._wrapper is not None:
-            return False
-        now = self.rate.variable
-        same = rate is None if now is None else rate is not None and rate() is now._value
-        return self.version != version or not same
 
     def set_count(self, count: Any) -> None:
         """Starts to count at a number, or counts in a variable of the user."""
