@@ -60,7 +60,7 @@ def main(
             _check_takes("--using", using, options["using"], loss_fn, has_aux=True)
         template = None if like is None else imported_from("--like", like, made)
         jax.devices()  # else a missing platform would look like damage to the file
-        bad = bad_step(*step_file.read(path), template, "--like")
+        bad = bad_step(path, template, "--like")
         _check_takes("--loss", loss, loss_fn, *bad.args)
     except OSError as error:
         print(

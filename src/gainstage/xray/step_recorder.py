@@ -242,14 +242,15 @@ def _checked(step: int, info: StepInfo) -> int:
 def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> BadStep:
     """Reads a step file of a run.
 
-    All checksums are verified. Nothing is unpickled, and no code of the run is imported.
+    It is an `.npz` of numpy: `numpy.load(path)["0/w"]` is `w` of the first argument. All checksums
+    are verified. Nothing is unpickled, and no code of the run is imported.
 
     Args:
         path: the file.
-        like: templates of the arguments, needed unless they are dictionaries, lists and tuples of
-            arrays. It is a tuple of the first arguments, the first argument alone, or a function
-            that returns either, such as the constructor of the model. Their arrays are replaced, so
-            `jax.ShapeDtypeStruct`s suffice; other leaves are kept.
+        like: templates of the arguments, needed unless they are lists, tuples and dictionaries with
+            strings as keys. It is a tuple of the first arguments, the first argument alone, or a
+            function that returns either, such as the constructor of the model. Their arrays are
+            replaced, so `jax.ShapeDtypeStruct`s suffice; other leaves are kept.
 
     Raises:
         OSError: the file cannot be read.
@@ -262,17 +263,14 @@ def read_step(path: str | Path, like: PyTree | Callable[[], PyTree] = None) -> B
             bad = gs.diagnostics.read_step("bad.npz")
             print(gs.diagnostics.xray(loss_fn, *bad.args, scale=bad.scale))
     """
-    about, args = step_file.read(Path(path))
-    return bad_step(about, args, made(like), "like")
+    return bad_step(Path(path), made(like), "like")
 
 
-def bad_step(
-    about: dict[str, Any], args: Sequence[step_file.Argument], like: PyTree, option: str
-) -> BadStep:
-    """The step in a step file that was read; `option` is the name of `like` for the user."""
+def bad_step(path: Path, like: PyTree, option: str) -> BadStep:
+    """The step in a step file; `option` is the name of `like` for the user."""
     like = () if like is None else like if type(like) is tuple else (like,)
-    known = {name: about[name] for name in BadStep._fields if name != "args"}
-    return BadStep(step_file.unpacked(args, like, option), **known)
+    about, args = step_file.read(path, like, option)
+    return BadStep(args, **{name: about[name] for name in BadStep._fields if name != "args"})
 
 
 def made(like: PyTree | Callable[[], PyTree]) -> PyTree:
