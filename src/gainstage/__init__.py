@@ -5,7 +5,7 @@ Who owns the step?
     you                              loss_scaled, train_step
     you, and gradients pass          loss_scaled, value_and_grad, apply_updates,
       through your hands               select_if_applied
-    a trainer that differentiates    loss_scaled, self_scaled, with_loss_scale
+    a trainer that differentiates    loss_scaled, self_scaled
     an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, scale_loss, functionalize
     Keras's `fit`                    interop.keras.LossScaleOptimizer
 
@@ -32,7 +32,6 @@ from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
-from gainstage.transforms.with_loss_scale import with_loss_scale
 
 if TYPE_CHECKING:
     from gainstage import compat as compat
@@ -77,5 +76,4 @@ __all__ = [
     "train_step",
     "typing",
     "value_and_grad",
-    "with_loss_scale",
 ]

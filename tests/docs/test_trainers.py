@@ -53,13 +53,7 @@ def objective(p, d): return -gpx.objectives.conjugate_mll(p, d)
 _, single = gpx.fit(
     model=posterior, objective=objective, train_data=data, optim=optax.adam(0.02), verbose=False
 )
-carrying, adapted = gpx.fit(
-    model=gs.with_loss_scale(posterior, 2.0**126), objective=gs.self_scaled(objective),
-    train_data=data, optim=gs.loss_scaled(optax.adam(0.02)), verbose=False,
-)
-print(history[-1], single[-1], adapted[-1], carrying.loss_scale)
-assert carrying.loss_scale < 2.0**126
-assert abs(adapted[-1] - single[-1]) < 0.001 * abs(single[-1])
+print(history[-1], single[-1])
 assert abs(history[-1] - single[-1]) < 0.001 * abs(single[-1])
 """
 # Sampler, reference and trainer in one run. The loss is so small that float16 loses all gradients.
@@ -88,10 +82,8 @@ def small(name):
         return loss * 2.0**-24, aux
     return loss_fn
 function_registry.get_policy_loss_fn = small
-def learned(lines, carries=False):
+def learned(lines):
     actor, tx = example.make_model(), optax.adam(3e-3, eps=1e-30)
-    if carries:
-        actor, tx = gs.with_loss_scale(actor, 2.0**60), gs.loss_scaled(tx)
     mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     role = rl_cluster.Role
     config = rl_cluster.ClusterConfig(
@@ -111,14 +103,11 @@ def learned(lines, carries=False):
     prompts = [{"prompts": np.array(["3 4 5", "9 8", "6", "5 5 5"])} for _ in range(12)]
     found.clear()
     names["learner"].train(prompts)
-    if carries:
-        scale = gs.loss_scale(cluster.actor_trainer.optimizer.opt_state)
-        assert cluster.actor_trainer.model.loss_scale[...] == scale < 2.0**60, scale
     return np.mean(found[-3:])
 code = '''{code}'''
-plain, scaled, carried = learned(code.splitlines()[0]), learned(code), learned(code, True)
-print(plain, scaled, carried)
-assert plain < 0.2 < 0.8 < min(scaled, carried)
+plain, scaled = learned(code.splitlines()[0]), learned(code)
+print(plain, scaled)
+assert plain < 0.2 < 0.8 < scaled
 """
 BRAX = """
 import jax, jax.numpy as jnp

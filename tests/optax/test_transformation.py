@@ -898,10 +898,6 @@ tx.update(gs.value_and_grad(loss_fn, state)(w)[1], state, w)
 other = gs.loss_scaled(optax.adam(0.1)); state = other.init(w)
 other.update(jax.grad(loss_fn)(w), state, w)
 """),
-    "a scale among the parameters": ("No loss was multiplied", """
-tx = gs.loss_scaled(optax.sgd(0.1)); params = gs.with_loss_scale(w); state = tx.init(params)
-tx.update(jax.grad(lambda p: loss_fn(p.params))(params), state, params)
-"""),
     "scaled, not divided": ("scale_loss has multiplied", """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
 for _ in range(3):
@@ -1106,10 +1102,6 @@ def update(grads, state, w):
     grads = grads + jax.grad(lambda w: 1e-4 * (w * w).sum())(w)
     return tx.update(grads, state, w)[1], gs.loss_scale(state)
 for _ in range(3): state, _ = update(compute(w, state), state, w)
-""",
-    "a scale among the parameters": """
-tx = gs.loss_scaled(optax.sgd(0.1)); params = gs.with_loss_scale(w); state = tx.init(params)
-tx.update(jax.grad(gs.self_scaled(loss_fn))(params), state, params)
 """,
 }
 

@@ -101,7 +101,6 @@ class ScaledStep:
         checked: Sequence[Any] | None = None,
         loss: jax.Array | None = None,
         apply_if: jax.Array | None = None,
-        repeated: jax.Array | None = None,
     ) -> StepResult:
         """Reads the gradients, applies the update or skips it, and updates the loss scale.
 
@@ -118,8 +117,6 @@ class ScaledStep:
             loss: the true loss, if it is known.
             apply_if: a bool scalar. If False, the update is skipped; the scale still reacts to the
                 gradients.
-            repeated: a bool scalar. If True, the gradients were not finite at this scale, and were
-                computed again at a lower one: the scale is lowered, the update not skipped.
         """
         with_norm = state.observed is not None
         arrays = grads if checked is None else checked
@@ -151,6 +148,5 @@ class ScaledStep:
                 every=self.every,
                 is_local=is_local,
             )
-        good = finite if repeated is None else finite & ~repeated
-        moved = advance(rule, state.rule_state, good, **measured)
+        moved = advance(rule, state.rule_state, finite, **measured)
         return StepResult(result, inner, ScaledStepState(moved, stats), finite, applies)

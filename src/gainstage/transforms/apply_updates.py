@@ -137,10 +137,6 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         -0.5 1.0
     """
     applied = _decision(opt_state, "apply_updates")
-    if isinstance(params, models.Carrier):  # a skipped step lowers the scale
-        moved = (params.loss_scale + updates.loss_scale).astype(params.loss_scale.dtype)
-        new: PyTree = apply_updates(params.params, updates.params, opt_state)
-        return models.with_scale(params, new, moved)
 
     def one(param: jax.Array | None, update: jax.Array | None) -> jax.Array | None:
         if param is None or update is None or getattr(update, "dtype", None) == float0:
@@ -156,11 +152,6 @@ def apply_updates(params: Tree, updates: PyTree, opt_state: OptState) -> Tree:
         return jnp.where(applied, new, param)
 
     if models.is_nnx(params, updates):
-        weights = models.chosen(params, updates)
-        new = jax.tree.map(one, weights, updates)
-        if models.carries_scale(getattr(weights, models.SCALE, None)):
-            new[models.SCALE] = jax.tree.map(
-                jnp.add, *(x[models.SCALE] for x in (weights, updates))
-            )
+        new = jax.tree.map(one, models.chosen(params, updates), updates)
         return models.updated(params, new)
     return jax.tree.map(one, params, updates, is_leaf=lambda x: x is None)

@@ -94,9 +94,8 @@ STALE = (
 )
 NO_USE = (
     "The rule of this gainstage.loss_scaled has no effect: the loss of gainstage.self_scaled keeps "
-    "a scale of its own. For a scale that follows the rule, train parameters that carry it: "
-    "params = gainstage.with_loss_scale(params). For a fixed one, write "
-    "gainstage.self_scaled(loss_fn, scale), and leave the rule out."
+    "a scale of its own. Leave the rule out, and for another scale write "
+    "gainstage.self_scaled(loss_fn, scale)."
 )
 FROZEN = (
     "The state that this update of gainstage.loss_scaled got is a constant of a compiled function, "
@@ -190,7 +189,7 @@ def fault(
     Args:
         scale: the loss scale of the state that the update gets.
         by: the loss scale that the update divides the gradients by, or None.
-        ruled: whether its user has chosen a rule for a scale that no parameters carry.
+        ruled: whether its user has chosen a rule.
         grads, params: what the update gets.
         chosen: whether its user decides what is applied, by `apply_if`.
     """

@@ -61,12 +61,6 @@ from gainstage.transforms.refusals import (
     wrong_rule,
     wrong_state,
 )
-from gainstage.transforms.with_loss_scale import (
-    WithLossScaleState,
-    carried,
-    scale_at_first,
-    usable,
-)
 
 KeyPath = tuple[Any, ...]  # the keys of a leaf in a pytree
 
@@ -110,10 +104,10 @@ def loss_scaled(
 
     Returns:
         A transformation to use instead of `tx`, also inside `optax.chain`. `init` and `update` take
-        an NNX or Equinox model as `params` too, and parameters of `with_loss_scale`, whose scale it
-        updates with them. `update` takes more arguments. `value=` is the true loss, for rules and
-        transformations that need it. `apply_if=` is a bool; False skips the update, even on finite
-        gradients. `loss_scale=` is the scale of gradients that `update` has to unscale itself.
+        an NNX or Equinox model as `params` too. `update` takes more arguments. `value=` is the true
+        loss, for rules and transformations that need it. `apply_if=` is a bool; False skips the
+        update, even on finite gradients. `loss_scale=` is the scale of gradients that `update` has
+        to unscale itself.
         `shardings=` is a `NamedSharding` per gradient, for gradients traced on a mesh of Auto axes.
 
     Raises:
@@ -180,8 +174,7 @@ class ScaledTransformation:
         self.rule: LossScale = DynamicLossScale() if rule is None else as_rule("rule", rule)
         self.is_fixed: bool = isinstance(self.rule, FixedLossScale)
         self.over: tuple[str, ...] = over
-        # Whether its scale starts at that of the rule, rather than at one that parameters carry.
-        self._starts_at_own = rule is not None
+        self._is_chosen = rule is not None  # whether the user has chosen the rule
         checks.transformation("tx", tx)
         self._tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
         telemetry, every = check_telemetry(telemetry, underflow_every)
@@ -197,7 +190,6 @@ class ScaledTransformation:
 
     def init(self, params: PyTree) -> LossScaledState:
         """The state before the first step."""
-        carries = scale_at_first(params)
         params = models.trainable(params)
         check_leaves(params)
         inner = created_over(self._first, params, self.over) if self.over else self._first(params)
@@ -206,12 +198,8 @@ class ScaledTransformation:
         if states_in(inner):
             raise ValueError("Expected a tx without loss_scaled in it; got a scale within a scale.")
         first = self._scaling.first(start(self.rule), len(leaves_and_none(params)))
-        kind, rule_state = LossScaledState, first.rule_state
-        if carries is not None:
-            kind = WithLossScaleState
-            if not self._starts_at_own:
-                rule_state = rule_state._replace(scale=usable(carries, rule_state.scale))
-        return _on_mesh_of(params, kind(rule_state, inner, jnp.array(True), first.observed))
+        state = LossScaledState(first.rule_state, inner, jnp.array(True), first.observed)
+        return _on_mesh_of(params, state)
 
     def _first(self, params: PyTree) -> OptState:
         """The state of `tx` before the first step."""
@@ -232,10 +220,6 @@ class ScaledTransformation:
         """The updates and the state after a step, as `loss_scaled` documents them."""
         apply_if = None if apply_if is None else checks.condition("apply_if", apply_if)
         self._check(updates, state, params, loss_scale, apply_if, extra)
-        carrier = None
-        if isinstance(state, WithLossScaleState) or isinstance(updates, models.Carrier):
-            updates, params, carrier = carried(updates, state, params)
-            shardings, param_shardings = map(carrier.dropped, (shardings, param_shardings))
         if models.library(params):
             params = models.chosen(params, updates)
         params = gradients.upcast(params)
@@ -270,15 +254,12 @@ class ScaledTransformation:
             checked=leaves,
             loss=extra.get("value"),
             apply_if=apply_if,
-            repeated=carrier and carrier.repeated,
         )
         updates = jax.tree.map(
             lambda u: u if u.dtype == float0 else jnp.where(applied, u, -0.0).astype(u.dtype),
             updates,
         )
-        if carrier is not None:
-            updates = carrier.joined(updates, after.rule_state.scale)
-        return updates, type(state)(after.rule_state, inner, applied, after.observed)
+        return updates, LossScaledState(after.rule_state, inner, applied, after.observed)
 
     def _updated(
         self,
@@ -287,7 +268,6 @@ class ScaledTransformation:
         extra: Mapping[str, Any],
         norms: object,
         inner: OptState,
-        mask: object = None,
     ) -> tuple[PyTree, OptState]:
         """The updates of `tx` and its state, for true gradients."""
         if is_inside() or not self._fits:
@@ -333,16 +313,15 @@ class ScaledTransformation:
         if self._watches:
             if getattr(scale, "dtype", None) in (jnp.float16, jnp.bfloat16):
                 raise cast_state(scale.dtype)
-            ruled = self._starts_at_own and not isinstance(state, WithLossScaleState)
-            wrong = fault(scale, loss_scale, ruled, updates, params, apply_if is not None)
+            how = self._is_chosen, updates, params, apply_if is not None
+            wrong = fault(scale, loss_scale, *how)
             if wrong and not (wrong in (STALE, FROZEN, UNMOVED) and self.is_fixed):
                 self._tell(wrong)
             if "grad_fn" in extra:
                 extra["grad_fn"] = told_if_plain(extra["grad_fn"], scale, self._told)
             if "value_fn" in extra:
                 extra["value_fn"] = told_if_half(extra["value_fn"], self._told)
-        carries = isinstance(state, WithLossScaleState)  # of a trainer, which has no value= to pass
-        if "loss" in self.rule.measures and extra.get("value") is None and not carries:
+        if "loss" in self.rule.measures and extra.get("value") is None:
             self._tell(NO_LOSS.format(rule=type(self.rule).__name__))
         if jax.sharding.get_abstract_mesh().manual_axes:
             self._tell(summed(updates))

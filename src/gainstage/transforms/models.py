@@ -1,13 +1,11 @@
 """Models of Flax NNX and Equinox: what differentiates them, and what of them is trained."""
 
-# Neither library is imported here: whoever has a model has imported it. Parameters of any kind may
-# carry the loss scale, as a leaf beside them or as a variable of an NNX model.
+# Neither library is imported here: whoever has a model has imported it.
 
-import abc
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -16,51 +14,6 @@ from gainstage.transforms.nnx_objects import nodes_in
 
 Model = TypeVar("Model")
 NNX, EQUINOX = "flax.nnx", "equinox"
-SCALE = "loss_scale"  # the attribute of an NNX model that is its loss scale
-NOT_PARAMETERS = (
-    "These parameters carry a loss scale beside them: pass them to gainstage.self_scaled(loss_fn), "
-    "or take `.params`."
-)
-IS_SCALE = "is_loss_scale"  # the metadata of the variable that is a loss scale
-
-
-class Carrier(abc.ABC):
-    """Parameters beside their loss scale, in a class of this package or of Equinox."""
-
-    params: Any  # any pytree, to evaluate with
-    loss_scale: Any  # a float32 scalar
-
-
-@Carrier.register
-class WithLossScale(NamedTuple):
-    """Parameters with their loss scale, as `with_loss_scale` returns them."""
-
-    params: Any  # any pytree, to evaluate with
-    loss_scale: Any  # a float32 scalar
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            raise TypeError(f"Expected parameters with {key!r}. {NOT_PARAMETERS}")
-        return tuple.__getitem__(self, key)
-
-
-@functools.cache
-def carrier_for(kind: str | None) -> Callable[[Any, Any], Any]:
-    """The class for parameters of a library. Trainers of Equinox models may take only modules."""
-    if kind != EQUINOX:
-        return WithLossScale
-
-    class ModelWithLossScale(sys.modules[EQUINOX].Module):  # type: ignore[misc]
-        """`WithLossScale` as a module of Equinox."""
-
-        params: Any
-        loss_scale: Any
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            raise TypeError(f"Expected a model to call. {NOT_PARAMETERS}")
-
-    made: Any = Carrier.register(ModelWithLossScale)
-    return made
 
 
 def library(*models: Any, beside: PyTree = ()) -> str | None:
@@ -122,59 +75,16 @@ VALUE_AND_GRAD: dict[str | None, Using] = {
 
 
 def trainable(params: PyTree) -> PyTree:
-    """What is trained: the parameters of a model, as a pytree; other pytrees as they are. The loss
-    scale is not among them."""
-    if isinstance(params, Carrier):
-        return trainable(params.params)
+    """What is trained: the parameters of a model, as a pytree; other pytrees as they are."""
     refuse_models_in_a_pytree(params)
     found = library(params)
     if found == NNX:
         nnx = sys.modules[NNX]
-        params = nnx.state(params, nnx.Param)
-    if carries_scale(getattr(params, SCALE, None)):  # the state of an NNX model
-        return without_scale(params)[0]
+        return nnx.state(params, nnx.Param)
     if found == EQUINOX:
         eqx = sys.modules[EQUINOX]
         return eqx.filter(params, eqx.is_inexact_array)
     return params
-
-
-def carries_scale(node: Any) -> bool:
-    """Whether a node of a pytree is `WithLossScale`, or the variable of an NNX model that is its
-    loss scale."""
-    variable = getattr(sys.modules.get(NNX), "Variable", ())
-    is_marked = isinstance(node, variable) and bool(node.get_metadata(IS_SCALE, False))
-    return is_marked or isinstance(node, Carrier)
-
-
-def scales_in(tree: PyTree) -> list[Any]:
-    """The nodes of a pytree that carry a loss scale."""
-    nodes = jax.tree.leaves(tree, is_leaf=carries_scale)
-    return [node for node in nodes if carries_scale(node)]
-
-
-def without_scale(tree: PyTree) -> tuple[PyTree, Any]:
-    """Parameters, or their gradients, without the loss scale that they carry; and the scale, which
-    is a variable or an array in the state of an NNX model."""
-    if isinstance(tree, Carrier):
-        return tree.params, tree.loss_scale
-    rest = jax.tree.map(lambda x: x, tree)
-    return rest, rest.pop(SCALE)
-
-
-def with_scale(like: PyTree, rest: PyTree, scale: jax.Array) -> PyTree:
-    """A pytree of the structure of `like`, which carries a scale, from its two parts."""
-    if isinstance(like, Carrier):
-        return carrier_for(library(like))(rest, scale)
-    whole = jax.tree.map(lambda x: x, rest)
-    whole[SCALE] = jax.tree.map(lambda _: scale, like[SCALE])
-    return whole
-
-
-def set_scale(model: Model, scale: jax.Array) -> Model:
-    """Gives an NNX model a loss scale, and returns it."""
-    setattr(model, SCALE, sys.modules[NNX].Param(scale, **{IS_SCALE: True}))
-    return model
 
 
 def is_nnx(params: PyTree, grads: PyTree) -> bool:

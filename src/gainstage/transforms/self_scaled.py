@@ -22,20 +22,6 @@ from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.gradient_faults import note_self_scaled
 from gainstage.transforms.retrace import traced
-from gainstage.transforms.with_loss_scale import (
-    arguments_without_scales,
-    places_beside,
-    places_of_scales,
-    reported,
-    usable,
-)
-
-NOT_UPDATED = (
-    "The loss scale that these parameters carry is not differentiated with them, so it never "
-    "changes. Differentiate it too, and let the optimizer have it. Of an NNX model, for example: "
-    "wrt = nnx.Any(nnx.LoRAParam, nnx.PathContains('loss_scale')), for nnx.Optimizer(..., wrt=wrt) "
-    "and argnums=nnx.DiffState(0, wrt)."
-)
 
 
 def self_scaled(
@@ -50,8 +36,7 @@ def self_scaled(
 
     - Wrap the whole loss, with its mean over a batch. Inside of `jax.vmap` or `jax.lax.scan` it
       keeps the gradient of each example.
-    - If every step is retried, the scale is too high for it: start lower, or let it adapt with
-      `with_loss_scale`.
+    - If every step is retried, the scale is too high for it: pass a lower one.
     - It is differentiated once, in reverse mode: JAX refuses `jax.jvp` of it, and in compiled code
       second derivatives.
     - Only the loss has gradients; of (loss, aux), aux has none.
@@ -66,14 +51,13 @@ def self_scaled(
         loss_fn: a function that returns a scalar loss, or a tuple (loss, aux). It takes pytrees and
             models, by position or by name.
         scale: the factor of the loss at the first try, > 0 and at most `2**126`. A power of two
-            causes no rounding. Parameters of `with_loss_scale` carry their own instead.
+            causes no rounding.
         retries: the largest number of retries in a step, >= 0.
 
     Raises:
         TypeError: `loss_fn` is not callable, or `scale` or `retries` is not a number; from the
             call, the loss is not a scalar.
-        ValueError: `scale` is out of range, or `retries` is not an integer >= 0; from the call,
-            two arguments that are differentiated carry a scale.
+        ValueError: `scale` is out of range, or `retries` is not an integer >= 0.
 
     Examples:
         >>> import gainstage as gs
@@ -91,13 +75,6 @@ def self_scaled(
         raise TypeError(f"Expected a function for loss_fn; got {loss_fn!r}.")
     scale = checks.loss_scale("scale", scale)
     retries = checks.integer("retries", retries, low=0)
-    untyped: Callable[..., R] = loss_fn
-
-    @functools.wraps(loss_fn)
-    def of_parameters(*args: P.args, **kwargs: P.kwargs) -> R:
-        args, kwargs = arguments_without_scales((args, kwargs))
-        return untyped(*args, **kwargs)
-
     warned = False
 
     def run(program: ClosedJaxpr, arrays: Sequence[Any], arguments: PyTree) -> list[Any]:
@@ -118,7 +95,7 @@ def self_scaled(
             )
         return _with_own_scale(program, arrays, scale, retries, arguments)
 
-    scaled: Any = traced(of_parameters, run, _varying)
+    scaled: Any = traced(loss_fn, run, _varying)
     scaled.is_self_scaled = True  # `autocast` cannot look into it
     return scaled
 
@@ -135,9 +112,6 @@ def _with_own_scale(
         arguments: the arguments of the loss, of which these are the arrays.
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
-    carried = [closed_over + i for i in places_of_scales(arguments)]
-    beside = places_beside(arguments, carried[0] - closed_over) if carried else range(0)
-    beside = range(beside.start + closed_over, beside.stop + closed_over)
     counts = {closed_over + i for i in places_of_counts(arguments)}
     avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
 
@@ -156,15 +130,6 @@ def _with_own_scale(
             for i, primal in enumerate(primals)
             if primal.perturbed and jnp.issubdtype(jnp.result_type(primal.value), jnp.inexact)
         ]
-        updated = [i for i in chosen if i in carried]  # the scales that the trainer updates
-        chosen = [i for i in chosen if i not in carried]
-        if carried and not updated and not set(chosen).isdisjoint(beside):
-            warn(NOT_UPDATED)
-        if len(updated) > 1:
-            raise ValueError(
-                f"Expected one loss scale among the arguments that are differentiated; got "
-                f"{len(updated)}. One loss has one scale: with_loss_scale((first, second))."
-            )
 
         @functools.partial(jax.jit, inline=True)  # traced once for the retries too
         def at(scale: jax.Array, values: list[Any]) -> tuple[jax.Array, list[Any], list[Any]]:
@@ -190,13 +155,9 @@ def _with_own_scale(
         def again(found: tuple[Any, ...]) -> Tried:
             return tried(jnp.maximum(found[0] / BACKOFF, SMALLEST))
 
-        first = jnp.asarray(scale, jnp.float32)
-        if carried:
-            first = usable(values[(updated or carried)[0]], first)
-
-        count, (_, results, grads) = try_again(tried(first), again, retries)
+        first = tried(jnp.asarray(scale, jnp.float32))
+        _, (_, results, grads) = try_again(first, again, retries)
         each = dict(zip(chosen, grads, strict=True))
-        each |= {i: reported(jnp.asarray(count), values[i]) for i in updated}
         return results, [each.get(i) for i in range(len(values))]
 
     def backward(grads: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
@@ -205,9 +166,7 @@ def _with_own_scale(
             return (None,) * len(grads)
         of_loss = gradients.upcast(of_loss)
         return tuple(
-            g
-            if g is None or i in counts
-            else (g * (jnp.abs(of_loss) if i in carried else of_loss)).astype(aval.dtype)
+            g if g is None or i in counts else (g * of_loss).astype(aval.dtype)
             for i, (g, aval) in enumerate(zip(grads, avals, strict=True))
         )
 

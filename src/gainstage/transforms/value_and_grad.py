@@ -133,7 +133,6 @@ def scaled_value_and_grad(
 
     @functools.wraps(fun, updated=())  # NNX finds the names of keyword arguments in the signature
     def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-        args = tuple(x.params if isinstance(x, models.Carrier) else x for x in args)
         done = set[str]()
         LOSSES.running.append((trace_ctx.trace, done))
         try:
