@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def train(options):
     if options.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-    distributed.initialize(options.coordinator, options.processes, options.process)
+    jax.distributed.initialize(options.coordinator, options.processes, options.process)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     replicated = NamedSharding(mesh, PartitionSpec())
     split = NamedSharding(mesh, PartitionSpec("data"))
@@ -47,7 +48,8 @@ def train(options):
     optimizer = gs.LossScaleOptimizer(gs.optimizers.Adam(1e-3, shard_state_over="data"))
     optimizer.build(weights)
     if options.process == 0:
-        print(distributed.describe_layout(optimizer), flush=True)
+        held = sum(v.value().addressable_shards[0].data.nbytes for v in optimizer.variables)
+        print(f"each device holds {held} bytes of state", flush=True)
     distributed.assert_consistent(optimizer)
     checkpoints = Checkpoints(options.checkpoints or "checkpoints")
     start = checkpoints.restore(weights, optimizer) or 0
@@ -103,7 +105,12 @@ def main():
         ]
         words = [sys.executable, *sys.argv, *shared]
         started = [subprocess.Popen([*words, f"--process={i}"]) for i in range(options.processes)]
-        sys.exit(any([process.wait() for process in started]))
+        while any(process.poll() is None for process in started):
+            if any(process.poll() for process in started):  # one has failed, so all end
+                for process in started:
+                    process.kill()
+            time.sleep(0.1)
+        sys.exit(any(process.returncode for process in started))
 
 
 if __name__ == "__main__":

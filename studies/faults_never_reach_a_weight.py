@@ -412,7 +412,7 @@ def work(job: dict[str, Any]) -> None:
     """In one of two processes: what goes wrong happens on the devices of one of them only."""
     faulthandler.dump_traceback_later(240, exit=True)
     jax.config.update("jax_num_cpu_devices", 4)
-    distributed.initialize(job["coordinator"], 2, job["process"])
+    jax.distributed.initialize(job["coordinator"], 2, job["process"])
     training = Training(Configuration(*job["configuration"]))
     distributed.assert_consistent(training.optimizer)
     faults = [f for first in (0, 4) for f in faults_of("one process", training, first, 4)]

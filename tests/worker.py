@@ -156,9 +156,7 @@ def work(job):
     mine = job["process"] == job.get("culprit")
     options = job["different"] if mine and "different" in job else {}
     jax.config.update("jax_num_cpu_devices", job["devices"])
-    watchdog = distributed.initialize(
-        job["coordinator"], job["processes"], job["process"], **job.get("initialize", {})
-    )
+    jax.distributed.initialize(job["coordinator"], job["processes"], job["process"])
     training = Training(mesh_of(job.get("mesh", (4, 2))), **options)
     distributed.assert_consistent(training.optimizer)
     start, scales, skipped = 0, [], []
@@ -170,17 +168,10 @@ def work(job):
     for i in range(start, job["steps"]):
         if mine and i == job.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if mine and i == job.get("end_at"):
-            os.kill(os.getpid(), signal.SIGTERM)
-        if mine and i == job.get("fail_at"):
-            raise RuntimeError("This process has failed.")
-        if mine and i == job.get("stop_at"):
-            os.kill(os.getpid(), signal.SIGSTOP)
         before = int(training.optimizer.iterations)
         training.step(i, i in job.get("poisoned", ()))
         scales.append(float(training.optimizer.loss_scale))
         skipped.append(int(training.optimizer.iterations) == before)
-        watchdog.feed()  # after the first step, whose compilation is not to be timed
         if "checkpoints" in job and (i + 1) % 5 == 0:
             leave(Path(job["checkpoints"], f"digest-{i + 1}"), training.digest(), job["process"])
             if mine and i + 1 == job.get("kill_in_save"):

@@ -42,11 +42,3 @@ def test_code_blocks_run(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for printed, output in run(page, capsys.readouterr):
         assert not output or printed == output
-
-
-def test_fault_table_names_every_status():
-    """The statuses and messages that the page on scaling promises are those of the code."""
-    from gainstage.distributed.watchdog import TEMPORARY
-
-    page = (DOCS / "scaling.md").read_text()
-    assert {int(n) for n in re.findall(r"status (\d+)", page)} == {TEMPORARY, 1}

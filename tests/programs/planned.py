@@ -1,4 +1,4 @@
-"""Builds, describes and compiles optimizers for a topology: `python planned.py tpu4`."""
+"""Builds and compiles optimizers for a topology: `python planned.py tpu4`."""
 
 import sys
 
@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 import gainstage as gs
 from benchmarks.lowered import DEVICES, GPUS, target
-from gainstage import distributed
 from gainstage.optimizers import SGD, Adam, from_optax
 
 
@@ -27,14 +26,11 @@ def devices_of(name):
 
 
 def check(inner, sharding, **options):
-    """Its step is compiled, and each of its parts has a line of the table."""
+    """Its step is compiled."""
     half = jax.ShapeDtypeStruct((1024, 512), jnp.float16, sharding=sharding)
     weight = gs.Variable(half, name="w")
     optimizer = gs.LossScaleOptimizer(inner, **options)
     optimizer.build([weight])
-    text = distributed.describe_layout(optimizer)
-    assert "w " in text, text
-    assert f"on {len(sharding.device_set)} device" in text, text
 
     def step(x):
         return optimizer.minimize(lambda: jnp.sum(weight.value() * x), [weight])

@@ -235,7 +235,7 @@ def test_float8_products_are_multiplied_in_float8_and_save_memory(tmp_path):
 
 @pytest.mark.parametrize("device", ["tpu4", "h100"])
 def test_planned_variables_on_a_topology(device):
-    """An optimizer is built for the mesh of a topology, described, and its step compiled."""
+    """An optimizer is built for the mesh of a topology, and its step compiled."""
     output_of(device, str(Path(__file__).with_name("planned.py")), device)
 
 

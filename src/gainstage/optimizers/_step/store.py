@@ -312,14 +312,6 @@ class Store:
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         self.changed()
 
-    def state_of(self, variable: Variable) -> list[Variable]:
-        """The state that belongs to one variable alone."""
-        place = self.index[variable]
-        copies = [kind[place] for kind in (self.averages, self.accumulators) if kind]
-        masters = [self.masters[variable]] if variable in self.masters else []
-        slots = [slot for (owner, *_), slot in self.slots.of.items() if owner is variable]
-        return [*copies, *masters, *slots]
-
     def first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
         """The first values of all state, given those of the weights."""
         own = {v: v._first_value() if v._first_value else v._value for v in self.variables}
