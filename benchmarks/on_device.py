@@ -32,7 +32,6 @@ import optax
 import gainstage as gs
 from gainstage import _doctor
 from gainstage.optimizers import Adam
-from gainstage.precision import float8
 
 from . import beside_torch, harness, models, peers
 from . import train_steps_do_not_notice_scaling as train_steps
@@ -276,23 +275,18 @@ def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
     x = jnp.asarray(rng.standard_normal((rows, width), np.float32))
     weights = [models.dense(rng, width, width) for _ in range(8)]
     found: dict[str, Any] = {"width": width, "rows": rows}
-    programs, wanted = {}, {}
+
+    def product(w: Any, x: Any) -> Any:
+        for one in w:
+            x = jax.nn.relu(x @ one)
+        return jnp.square(x).mean()
+
+    programs, wanted = {}, (weights, x)
     for dtype in DTYPES:
-        wide = jnp.dtype("float16" if dtype == "float8" else dtype)
-
-        def loss(
-            w: Any, state: Any, x: Any, wide: Any = wide, small: bool = dtype == "float8"
-        ) -> Any:
-            x = x.astype(wide)
-            for one, scaling in zip(w, state, strict=True):
-                one = one.astype(wide)
-                x = jax.nn.relu(float8.dot(x, one, scaling) if small else x @ one)
-            return jnp.square(x.astype(jnp.float32)).mean()
-
-        wanted[dtype] = weights, [float8.dot_scaling() for _ in weights], x
+        loss = product if dtype == "float32" else gs.autocast(product, dtype)
         start = time.perf_counter()
         try:
-            program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*wanted[dtype]).compile()
+            program = jax.jit(jax.value_and_grad(loss)).lower(*wanted).compile()
         except Exception as error:  # each backend says no in its own way
             found[dtype] = {"missing": reason(error)}
             continue
@@ -309,7 +303,7 @@ def fp8_memory(quick: bool, until: float, options: Any) -> dict[str, Any]:
         for dtype in list(programs)[:: 1 if turn % 2 else -1]:
             start = time.perf_counter()
             for _ in range(3):
-                out = programs[dtype](*wanted[dtype])
+                out = programs[dtype](*wanted)
             jax.block_until_ready(out)
             samples[dtype] += [(time.perf_counter() - start) / 3] if turn else []  # the first warms
     for dtype, seconds in samples.items():

@@ -14,7 +14,6 @@ from flax import nnx
 import gainstage as gs
 from gainstage.diagnostics import JsonLines, Run, read_run
 from gainstage.optimizers import SGD, Adam, schedules, to_optax
-from gainstage.precision import float8
 
 Weights = dict[str, jax.Array]
 
@@ -110,11 +109,6 @@ assert_type(compiled(params, x, power=3.0), jax.Array)
 assert_type(gs.functionalize(loss_fn, {"w": w})({"w": x}, params, x), tuple[jax.Array, Any])
 assert_type(gs.locally_scaled(loss_fn, 2.0)(params, x), jax.Array)
 
-scalings = float8.dot_scaling()
-assert_type(float8.dot(w.value(), w.value(), scalings), jax.Array)
-assert_type(float8.cast(w.value(), scalings.x.factor, "float8_e4m3fn")[1], float8.Seen)
-assert_type(float8.update(scalings, scalings), float8.DotScaling)
-
 with JsonLines("run.jsonl", every=10, rule=opt.rule) as run:
     assert_type(run, JsonLines)
     run.write(0, gs.telemetry(opt), loss=0.5)
@@ -155,4 +149,3 @@ gs.jit(loss_fn)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 gs.functionalize(loss_fn, [w])([x], x, x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 gs.locally_scaled(loss_fn, 2.0)(x)  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
 gs.locally_scaled(loss_fn, "2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-float8.cast(x, 1.0, 8)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -105,7 +105,7 @@ def test_no_module_has_the_name_of_a_function():
 # The public classes and functions of the package and its modules, by name.
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (gs, gs.optimizers, gs.optimizers.schedules, gs.precision, gs.precision.float8)
+    for module in (gs, gs.optimizers, gs.optimizers.schedules, gs.precision)
     for name in module.__all__
     if not inspect.ismodule(getattr(module, name))
 }
@@ -129,7 +129,7 @@ def test_every_public_name_is_described():
     assert silent == []
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if "float8" not in name])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_docstrings_say_what_goes_in_and_out(name):
     """A public class or function names its arguments, what it raises, an example or its source."""
     value = PUBLIC[name]

@@ -260,12 +260,6 @@ tx.update(jax.jit(jax.grad(loss))(w), state, w)
 tx = gs.loss_scaled(sgd); state, loss = tx.init(w), gs.self_scaled(plain)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
-    "float8 states under self_scaled": ("works", "", """
-state, many = gs.precision.float8.dot_scaling(), 500 * W
-loss = lambda w, s: plain(gs.precision.float8.dot(X, w, s))
-one, two = (jax.jit(jax.grad(f, (0, 1)))(many, state)[1] for f in (loss, gs.self_scaled(loss)))
-assert one.w.seen.clamped == two.w.seen.clamped == 4
-"""),
     "a tuple of NNX models": ("refused", "nnx.List", """
 gs.loss_scaled(sgd).init((nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0))))
 """),
@@ -677,17 +671,6 @@ tx = gs.loss_scaled(sgd); gs.train_step(lambda w: None, tx)(w, tx.init(w))
 """),
     "a string in the batch": ("refused", "functools.partial", """
 tx = gs.loss_scaled(sgd); gs.train_step(lambda w, x: plain(w), tx)(w, tx.init(w), 'name')
-"""),
-    "float8 states among the parameters": ("refused", "without float8 states", """
-gs.loss_scaled(sgd).init({'w': w, 'fp8': gs.precision.float8.dot_scaling()})
-"""),
-    "float8 states in the batch": ("warns", "pass its gradient to gainstage.precision.float8.update", """
-tx = gs.loss_scaled(sgd); state = tx.init(W)
-gs.train_step(lambda w, s: plain(gs.precision.float8.dot(X, w, s)), tx)(W, state, gs.precision.float8.dot_scaling())
-"""),
-    "float8 states that a loss closes over": ("warns", "pass its gradient to gainstage.precision.float8.update", """
-tx, scaling = gs.loss_scaled(sgd), gs.precision.float8.dot_scaling()
-gs.train_step(lambda w: plain(gs.precision.float8.dot(X, w, scaling)), tx)(W, tx.init(W))
 """),
     "scale_loss in value_and_grad": ("refused", "Leave scale_loss out", """
 tx = gs.loss_scaled(sgd); state = tx.init(w)

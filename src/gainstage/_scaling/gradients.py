@@ -13,7 +13,6 @@ from jax.dtypes import float0
 from jax.sharding import Sharding
 
 from gainstage._base._jax import Layout, Tracer, with_layout_constraint
-from gainstage._scaling.float8_states import Seen
 from gainstage._variables.types import PyTree, Scalar
 from gainstage._variables.variable import placed
 
@@ -108,21 +107,19 @@ Gradients = list[Gradient | None]
 def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
     """Returns the true gradients of a loss that was multiplied by `scale`, in float32 or wider.
 
-    The counts of float8 casts among the gradients are not unscaled. Nor are gradients of integers,
-    which are float0, or integers that a trainer made.
+    Gradients of integers, which are float0, and integers that a trainer made stay as they are.
     """
     inverse = functools.cache(lambda dtype: 1 / scale.astype(dtype))
-    leaves, structure = jax.tree.flatten(grads, is_leaf=lambda leaf: isinstance(leaf, Seen))
-    true: list[Any] = []
-    for leaf in leaves:
-        value: Any = leaf if isinstance(leaf, Seen) else jnp.asarray(leaf)
-        if isinstance(leaf, Seen) or not jnp.issubdtype(value.dtype, jnp.inexact):
-            true.append(leaf)
-            continue
+
+    def one(leaf: Any) -> Any:
+        value: Any = jnp.asarray(leaf)
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            return leaf
         dtype = float32_or_wider(value.dtype)
         value = value if jnp.iscomplexobj(value) else value.astype(dtype)
-        true.append(value * inverse(dtype).astype(value.dtype))
-    return jax.tree.unflatten(structure, true)
+        return value * inverse(dtype).astype(value.dtype)
+
+    return jax.tree.map(one, grads)
 
 
 def as_gradients(grads: Sequence[Any], scale: jax.Array | None = None) -> Gradients:

@@ -3,14 +3,13 @@
 `autocast` and `keep_float32` are in `gainstage`. It knows nothing of the optimizers.
 """
 
-from gainstage.precision import float8
 from gainstage.precision.advice import Advice, Cost, advise
 from gainstage.precision.noise_and_bias import Price
 from gainstage.precision.plan import Operation, Plan
 from gainstage.precision.policy import Policy
 from gainstage.precision.tuning import tune
 
-__all__ = ["Advice", "Cost", "Operation", "Plan", "Policy", "Price", "advise", "float8", "tune"]
+__all__ = ["Advice", "Cost", "Operation", "Plan", "Policy", "Price", "advise", "tune"]
 
 
 def __dir__() -> list[str]:

@@ -90,7 +90,7 @@ def _no_second_derivative(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "A float8 product has no second derivative, because its operands and its cotangent are "
         "rounded to float8. Compute the function whose gradient is differentiated again in half "
-        'precision: gainstage.autocast(fun, "float16"), or `x @ w` in place of `float8.dot`.'
+        'precision: gainstage.autocast(fun, "float16").'
     )
 
 

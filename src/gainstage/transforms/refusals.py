@@ -10,7 +10,6 @@ import optax
 from gainstage._base._jax import Tracer
 from gainstage._base.checks import brief
 from gainstage._base.warn import warn
-from gainstage._scaling.float8_states import place_of_state
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.rules.loss_scale import DynamicLossScale, FixedLossScale, LossScale
@@ -25,12 +24,6 @@ from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_stat
 
 def check_leaves(params: PyTree) -> None:
     """Raises a TypeError for parameters that cannot be trained."""
-    if (place := place_of_state(params)) is not None:
-        raise TypeError(
-            f"Expected params without float8 states, which would be trained and decayed; got one "
-            f"in `params{place}`. Keep them apart, and write states = gainstage.precision.float8."
-            f"update(states, seen, gainstage.step_was_applied(opt_state))."
-        )
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
             raise TypeError(

@@ -16,7 +16,6 @@ from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
-from gainstage._scaling.float8_states import places_of_counts
 from gainstage._scaling.retry_loop import BACKOFF, Tried, try_again
 from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
@@ -93,7 +92,7 @@ def self_scaled(
             raise TypeError(
                 f"Expected a scalar loss from loss_fn, or (loss, aux); got {brief(loss)}."
             )
-        return _with_own_scale(program, arrays, scale, retries, arguments)
+        return _with_own_scale(program, arrays, scale, retries)
 
     scaled: Any = traced(loss_fn, run, _varying)
     scaled.is_self_scaled = True  # `autocast` cannot look into it
@@ -101,7 +100,7 @@ def self_scaled(
 
 
 def _with_own_scale(
-    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int, arguments: PyTree
+    program: ClosedJaxpr, arrays: Sequence[Any], scale: float, retries: int
 ) -> list[Any]:
     """The results of a program, the first of which is a loss, differentiated as in `self_scaled`.
 
@@ -109,10 +108,8 @@ def _with_own_scale(
         program: a jaxpr.
         arrays: its arguments.
         scale, retries: as for `self_scaled`.
-        arguments: the arguments of the loss, of which these are the arrays.
     """
     closed_over = len(program.consts)  # what it closes over may be differentiated too
-    counts = {closed_over + i for i in places_of_counts(arguments)}
     avals: list[Any] = [v.aval for v in (*program.jaxpr.constvars, *program.jaxpr.invars)]
 
     def results_of(*values: Any) -> list[Any]:
@@ -143,7 +140,6 @@ def _with_own_scale(
             differentiate = jax.value_and_grad(scaled, has_aux=True)
             (_, results), grads = differentiate([values[i] for i in chosen])
             true = gradients.unscale(grads, scale)  # here, where they are computed
-            true = [g if i in counts else t for i, g, t in zip(chosen, grads, true, strict=True)]
             # A lower scale mends no non-finite loss.
             overflowed = ~all_finite(true) & jnp.isfinite(results[0])
             return on_all_devices(~overflowed), results, true
@@ -166,8 +162,8 @@ def _with_own_scale(
             return (None,) * len(grads)
         of_loss = gradients.upcast(of_loss)
         return tuple(
-            g if g is None or i in counts else (g * of_loss).astype(aval.dtype)
-            for i, (g, aval) in enumerate(zip(grads, avals, strict=True))
+            None if g is None else (g * of_loss).astype(aval.dtype)
+            for g, aval in zip(grads, avals, strict=True)
         )
 
     own.defvjp(forward, backward, symbolic_zeros=True)
