@@ -1,6 +1,6 @@
 """A language model in float16: Flax NNX, on one device or on a mesh.
 
-    pip install ".[flax,orbax,report]"
+    pip install ".[flax,report]" orbax-checkpoint
     python examples/language_model.py --quick  # less than a minute
     python examples/language_model.py          # about 7 minutes on a CPU core
 

@@ -1,6 +1,6 @@
 """Trains a network in float16 on the devices of several processes, all on this machine.
 
-    pip install ".[orbax]"
+    pip install . orbax-checkpoint
     python examples/multi_process.py --processes 2 --devices 4 --checkpoints run
 
 Every process holds a part of each batch, and of the optimizer's state; all take the same steps.
@@ -17,15 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gainstage as gs
 from gainstage import distributed
-from gainstage.interop.orbax import Checkpoints
 
 WIDTHS, BATCH = [64, 256, 256, 1], 256
 
@@ -51,8 +52,18 @@ def train(options):
         held = sum(v.value().addressable_shards[0].data.nbytes for v in optimizer.variables)
         print(f"each device holds {held} bytes of state", flush=True)
     distributed.assert_consistent(optimizer)
-    checkpoints = Checkpoints(options.checkpoints or "checkpoints")
-    start = checkpoints.restore(weights, optimizer) or 0
+
+    def state():
+        """What a checkpoint has."""
+        return {"weights": [w.value() for w in weights], "optimizer": optimizer.state()}
+
+    checkpoints = ocp.CheckpointManager(Path(options.checkpoints or "checkpoints").absolute())
+    start = checkpoints.latest_step() or 0
+    if start:
+        saved = checkpoints.restore(start, args=ocp.args.StandardRestore(state()))
+        for weight, value in zip(weights, saved["weights"], strict=True):
+            weight.assign(value)
+        optimizer.load_state(saved["optimizer"])
 
     def loss(x, y):
         for weight in weights[:-1]:
@@ -70,10 +81,11 @@ def train(options):
         batch = [jax.make_array_from_callback(a.shape, split, a.__getitem__) for a in (x, y)]
         value = step(*batch)
         if (i + 1) % 20 == 0:
-            checkpoints.save(i + 1, weights, optimizer)
+            checkpoints.save(i + 1, args=ocp.args.StandardSave(state()))
             if options.process == 0:
                 scale = float(optimizer.loss_scale)
                 print(f"step {i + 1}: loss {float(value):.4f}, scale {scale:g}", flush=True)
+    checkpoints.close()
     assert distributed.check_replicas(weights)
     mine = b"".join(np.asarray(w.value().addressable_data(0)).tobytes() for w in weights)
     digest = hashlib.sha256(mine).hexdigest()

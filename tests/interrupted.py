@@ -26,7 +26,7 @@ from gainstage.optimizers import SGD
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1]
 TENSORS = 10
 GROWTH = 3
-KINDS = ["apply", "minimize", "step", "uncompiled", "fresh", "load", "checkpoint", "record"]
+KINDS = ["apply", "minimize", "step", "uncompiled", "fresh", "load", "record"]
 
 
 class Interruptedly(KeyboardInterrupt):
@@ -142,8 +142,6 @@ def main(trials, seed, elements, folder):
                 run = Run(elements)
             if kind == "record":
                 before, hit, wrong = recorded(path, trial)
-            elif kind == "checkpoint":
-                before, hit, wrong = checkpointed(run, Path(folder) / "checkpoints")
             elif kind == "load":
                 before, hit, wrong = loaded(run)
             else:
@@ -170,32 +168,6 @@ def loaded(run):
     except Exception as error:
         return count, hit, repr(error)
     return count, hit, None
-
-
-def checkpointed(run, folder):
-    """A checkpoint that is interrupted in its saving or its restoring: the last whole one is read
-    afterwards, and all of it is of one moment."""
-    from gainstage.interop.orbax import Checkpoints
-
-    checkpoints = Checkpoints(folder, keep=2)
-
-    def save():
-        run.apply()
-        checkpoints.save((checkpoints.latest or 0) + 1, run.weights, run.opt)
-
-    def restore():
-        checkpoints.restore(run.weights, run.opt)
-
-    save()
-    call = random.choice([save, restore])
-    _, hit = interrupted(call, random.uniform(0, 2 * timed(call)))
-    try:
-        run.steps()
-        checkpoints = Checkpoints(folder, keep=2)
-        checkpoints.restore(run.weights, run.opt)
-        return 0, hit, check(run, run.steps())
-    except Exception as error:
-        return 0, hit, repr(error)
 
 
 def recorded(path, trial):

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import warnings
 from pathlib import Path
 
@@ -24,6 +23,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage import distributed
 from gainstage.optimizers import Adam
+
+try:
+    import orbax.checkpoint as ocp
+except ModuleNotFoundError:  # then no job has checkpoints
+    ocp = None
 
 SPECS = {"in": (None, "model"), "bias": (), "out": ("model", None)}
 SHAPES = {"in": (16, 64), "bias": (64,), "out": (64, 32)}
@@ -58,6 +62,18 @@ class Training:
         x[-1, -1] = np.inf if poisoned else x[-1, -1]
         layout = NamedSharding(self.mesh, PartitionSpec("data"))
         return self.compiled(jax.make_array_from_callback(x.shape, layout, x.__getitem__))
+
+    def state(self):
+        """What a checkpoint has."""
+        weights = {w.name: w.value() for w in self.weights}
+        return {"weights": weights, "optimizer": self.optimizer.state()}
+
+    def restore(self, checkpoints, step):
+        """Restores what a step has left in a folder of Orbax."""
+        saved = checkpoints.restore(step, args=ocp.args.StandardRestore(self.state()))
+        for weight in self.weights:
+            weight.assign(saved["weights"][weight.name])
+        self.optimizer.load_state(saved["optimizer"])
 
     def values(self):
         """All state by name, whole, in numpy."""
@@ -137,13 +153,6 @@ def mesh_of(shape=(4, 2), count=None):
     return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def killed_after(seconds):
-    """Ends this process as if the power had failed, so many seconds from now."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
-
-
 def leave(path, text, process):
     """Writes a file that is there as a whole, or is not there if this process is killed."""
     written = path.with_suffix(f".{process}")
@@ -161,10 +170,9 @@ def work(job):
     distributed.assert_consistent(training.optimizer)
     start, scales, skipped = 0, [], []
     if "checkpoints" in job:
-        from gainstage.interop.orbax import Checkpoints
-
-        checkpoints = Checkpoints(job["checkpoints"])
-        start = checkpoints.restore(training.weights, training.optimizer) or 0
+        checkpoints = ocp.CheckpointManager(job["checkpoints"])
+        if start := checkpoints.latest_step() or 0:
+            training.restore(checkpoints, start)
     for i in range(start, job["steps"]):
         if mine and i == job.get("kill_at"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -174,9 +182,8 @@ def work(job):
         skipped.append(int(training.optimizer.iterations) == before)
         if "checkpoints" in job and (i + 1) % 5 == 0:
             leave(Path(job["checkpoints"], f"digest-{i + 1}"), training.digest(), job["process"])
-            if mine and i + 1 == job.get("kill_in_save"):
-                killed_after(job["delay"])
-            checkpoints.save(i + 1, training.weights, training.optimizer)
+            checkpoints.save(i + 1, args=ocp.args.StandardSave(training.state()))
+            checkpoints.wait_until_finished()
     same = bool(distributed.check_replicas([training.weights, training.optimizer.variables]))
     return {
         "start": start,

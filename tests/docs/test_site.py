@@ -20,7 +20,7 @@ MODULES = ["gainstage", "gainstage.optimizers", "gainstage.precision", "gainstag
            "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
            "gainstage.diagnostics.other_rules",
-           "gainstage.distributed", "gainstage.interop.keras", "gainstage.interop.orbax",
+           "gainstage.distributed", "gainstage.interop.keras",
            "gainstage.interop.importers", "gainstage.interop.tensorboard",
            "gainstage.optimizers.schedules"]  # fmt: skip
 

@@ -1,6 +1,5 @@
 """Files that an earlier version wrote are read by this one, and the run goes on."""
 
-import shutil
 from pathlib import Path
 
 import jax
@@ -29,15 +28,6 @@ def assert_goes_on(w, opt):
     np.testing.assert_array_equal(w.numpy(), np.float32(make.TWO_STEPS) - 0.4375 * make.SLOPE)
     make.step(w, opt)
     assert float(opt.dynamic_scale) == 2**12
-
-
-def test_a_checkpoint_goes_on(folder, tmp_path):
-    """Weights, momentum, scale and counts come back from Orbax."""
-    orbax = pytest.importorskip("gainstage.interop.orbax", exc_type=ImportError)
-    shutil.copytree(folder / "checkpoints", tmp_path / "checkpoints")
-    w, opt = make.optimizer()
-    assert orbax.Checkpoints(tmp_path / "checkpoints").restore([w], opt) == 2
-    assert_goes_on(w, opt)
 
 
 def test_the_state_of_an_optimizer_goes_on(folder):

@@ -7,7 +7,6 @@ read bytes, and value by value where another library has made dictionaries of th
 import ast
 import copy
 import functools
-import gc
 import inspect
 import json
 import math
@@ -495,86 +494,6 @@ def test_runs(run, tmp_path_factory, data):
 def test_many_runs(run, tmp_path_factory, data):
     """The same, many times, with other damage in each run."""
     check_run(data.draw(damaged_bytes(run)), tmp_path_factory.getbasetemp() / "damaged.jsonl")
-
-
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────
-
-
-# After an error Orbax leaves tasks of its own behind.
-ORBAX = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(scope="module")
-def saved_checkpoint(tmp_path_factory):
-    """A checkpoint of Orbax, its files, and the variables and optimizer that it is of."""
-    orbax = pytest.importorskip("gainstage.interop.orbax", reason="orbax is not installed")
-    folder = tmp_path_factory.mktemp("checkpoint")
-    variables, opt = built(use_ema=True)
-    checkpoints = orbax.Checkpoints(folder)
-    checkpoints.save(1, variables, opt)
-    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return checkpoints, files, [v.numpy() for v in (*variables, *opt.variables)], variables, opt
-
-
-@pytest.fixture
-def checkpoint(saved_checkpoint):
-    """The same; what Orbax leaves behind is gone before the next test begins."""
-    yield saved_checkpoint
-    gc.collect()
-
-
-def check_checkpoint(data, checkpoint):
-    checkpoints, files, saved, variables, opt = checkpoint
-    path = data.draw(st.sampled_from(sorted(files)))
-    is_json = files[path][:1] == b"{"
-    what = data.draw(st.sampled_from(["bytes", "bytes", "remove", *(["json"] * 3 * is_json)]))
-    broken = files[path]
-    if what == "json":
-        known = [None, 0, 1, 2, -1, 0.5, "", "a", [], [1], {}, {"a": 1}, True, nested(40)]
-        broken = json.dumps(data.draw(damaged(json.loads(broken), known))).encode()
-    elif what == "bytes":
-        broken = data.draw(damaged_bytes(broken))
-    for variable in (*variables, *opt.variables):
-        variable.assign(np.ones(variable.shape, variable.dtype))
-    before = [v.numpy().tobytes() for v in (*variables, *opt.variables)]
-    try:
-        path.unlink() if what == "remove" else path.write_bytes(broken)
-        step = outcome(lambda: checkpoints.restore(variables, opt, 1))
-        values = [v.numpy() for v in (*variables, *opt.variables)]
-    finally:
-        path.write_bytes(files[path])
-    if step is None:
-        assert [value.tobytes() for value in values] == before
-    else:
-        for value, wanted in zip(values, saved, strict=True):
-            np.testing.assert_array_equal(value, wanted)
-    assert checkpoints.restore(variables, opt, 1) == 1
-
-
-@ORBAX
-@settings(QUICK, max_examples=12)
-@given(st.data())
-def test_checkpoints(checkpoint, data):
-    """`Checkpoints.restore` with one file of Orbax damaged or missing."""
-    check_checkpoint(data, checkpoint)
-
-
-@pytest.mark.thorough
-@ORBAX
-@settings(QUICK, max_examples=60)
-@given(st.data())
-def test_more_checkpoints(checkpoint, data):
-    """The same, five times as often."""
-    check_checkpoint(data, checkpoint)
-
-
-@pytest.mark.slow
-@ORBAX
-@settings(LONG, max_examples=1000)
-@given(st.data())
-def test_many_checkpoints(checkpoint, data):
-    """The same, many times, with other damage in each run."""
-    check_checkpoint(data, checkpoint)
 
 
 # ── what is never done ───────────────────────────────────────────────────────────────────────

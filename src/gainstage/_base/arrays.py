@@ -33,7 +33,7 @@ class Devices:
         raise TypeError(
             "An optimizer or variable on a mesh cannot be pickled, because devices cannot. Save "
             "`optimizer.state()`, and pass it to `load_state` of an optimizer that is built for "
-            "variables on a mesh; or use gainstage.interop.orbax."
+            "variables on a mesh."
         )
 
 

@@ -10,7 +10,6 @@ from gainstage._base.lazy import lazy
 if TYPE_CHECKING:
     from gainstage.interop import importers as importers
     from gainstage.interop import keras as keras
-    from gainstage.interop import orbax as orbax
     from gainstage.interop import tensorboard as tensorboard
 else:
-    __getattr__, __dir__ = lazy(globals(), "importers", "keras", "orbax", "tensorboard")
+    __getattr__, __dir__ = lazy(globals(), "importers", "keras", "tensorboard")

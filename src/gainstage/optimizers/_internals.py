@@ -53,11 +53,6 @@ def check_built(optimizer: "Optimizer", caller: str) -> None:
     optimizer._built_variables(caller)
 
 
-def tell_if_left(optimizer: "Optimizer") -> None:
-    """Warns of a `stateless_apply` whose results are not in its variables."""
-    optimizer._tell_if_left()
-
-
 def share_scale(optimizer: "LossScaleOptimizer", state: Any) -> None:
     """Makes the variables of another object the state of its rule."""
     optimizer._wrapper.share(state)
@@ -66,8 +61,3 @@ def share_scale(optimizer: "LossScaleOptimizer", state: Any) -> None:
 def given_options(optimizer: "Optimizer") -> set[str]:
     """The names of the options that its user has set."""
     return optimizer._given
-
-
-def assigned_by_losses(optimizer: "Optimizer") -> list[Variable]:
-    """What the losses of its `minimize` have assigned, beside what it trains."""
-    return list(optimizer._runner.assigned)

@@ -34,8 +34,6 @@ class Runner:
         self._kind: Signature | None = None
         # Inside of `minimize`: its true loss, and what tells whether each of its steps was applied.
         self._minimized: tuple[jax.Array, list[Any]] | None = None
-        # The variables that losses of `minimize` have assigned; the values say nothing.
-        self.assigned: weakref.WeakKeyDictionary[Variable, None] = weakref.WeakKeyDictionary()
         # The gradients that the last `compute_gradients` has returned, and their true loss.
         self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
         self._again = False  # whether the next gradients are checked, of whatever kind they are
@@ -64,7 +62,6 @@ class Runner:
         """
         decisions: list[Any] = []
         self._minimized = found.loss, decisions
-        self.assigned.update(dict.fromkeys(found.assigned))
         try:
             yield decisions
         finally:
