@@ -181,7 +181,7 @@ class Optimizer:
         if not pairs:
             raise ValueError("Expected at least one (gradient, variable) pair; got none.")
         for gradient, variable in pairs:
-            if _varies(gradient):
+            if isinstance(gradient, jax.Array) and varying_axes(gradient):
                 raise RuntimeError(
                     f"Expected gradients that are the same on every device; that of "
                     f"{variable.name!r} varies over a mesh axis. Reduce it with jax.lax.psum, or "
@@ -190,10 +190,11 @@ class Optimizer:
         if global_step is not None and not isinstance(global_step, Variable):
             raise TypeError(f"Expected a gainstage.Variable for global_step; got {global_step!r}.")
         self._read_numbers()
-        before = self._steps()
+        count = store_of(self._optimizer).microbatches
+        before = count.value()
         self._take(pairs)
         if global_step is not None:
-            global_step.assign(global_step + (self._steps() - before))
+            global_step.assign(global_step + (count.value() - before))
 
     def _read_numbers(self) -> None:
         """Sets the numbers of the rule that were given as functions or variables."""
@@ -210,9 +211,6 @@ class Optimizer:
 
     def _take(self, pairs: Pairs) -> None:
         self._optimizer.apply_gradients(pairs)
-
-    def _steps(self) -> jax.Array:
-        return store_of(self._optimizer).microbatches.value()
 
     def minimize(
         self,
@@ -307,7 +305,7 @@ class _Momentum(_SlotNames, optimizers.SGD):
 
 
 class _Adam(_SlotNames, optimizers.Adam):
-    pass
+    """Ours: it has TensorFlow's epsilon already."""
 
 
 class _AdamOfChangingBetas(_Adam):
@@ -384,8 +382,3 @@ def named(name: object) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"Expected a non-empty string for name; got {name!r}.")
     return name
-
-
-def _varies(gradient: object) -> bool:
-    """Whether a value differs between the devices of a mesh, inside `jax.shard_map`."""
-    return isinstance(gradient, jax.Array) and bool(varying_axes(gradient))
