@@ -1,6 +1,6 @@
 """Steps that a rule loses: skipped, or with more than 1 % of the gradient's elements flushed to 0.
 
-Two tasks in float16: the digits of the demo, and a small transformer on English text, that of
+Two tasks in float16: digits drawn again, and a small transformer on English text, that of
 Python's own help pages. Each is trained by both rules from a start that is 2**10 too high, through
 a storm of 45 batches of NaN (which count for neither), in 400 steps from the defaults, and in a
 long healthy run. Losses in the end are held against float32 without bad batches.
@@ -26,11 +26,9 @@ from rich.table import Table
 import gainstage as gs
 from benchmarks import models
 from benchmarks.harness import between_marks, file_to_write
-from gainstage.demo import digits
 from gainstage.optimizers import Adam
 
-from . import DOCS, RESULTS
-from .tasks import demo_loss
+from . import DOCS, RESULTS, digits
 
 STORM = range(100, 145)
 COLUMNS = ("run", "rule", "lost", "skipped", "flushed", "share", "loss", "float32")
@@ -51,17 +49,16 @@ class Task(NamedTuple):
 
 
 def digits_task() -> Task:
-    """The demo's: digits are told apart and drawn again."""
+    """Digits are told apart and drawn again."""
     train, _ = digits.load_digits()
-    images, labels = np.asarray(train.images), np.asarray(train.labels)
 
     def batches(seed: int, steps: int) -> Iterator[Any]:
         rng = np.random.default_rng(seed)
         for _ in range(steps):
-            chosen = rng.choice(len(labels), digits.BATCH, replace=False)
-            yield digits.Digits(images[chosen], labels[chosen])
+            chosen = rng.choice(len(train.labels), digits.BATCH, replace=False)
+            yield digits.Digits(train.images[chosen], train.labels[chosen])
 
-    return Task(digits.initial_weights, demo_loss, batches, 2e-3)
+    return Task(digits.initial_weights, digits.loss, batches, 2e-3)
 
 
 def text_task() -> Task:

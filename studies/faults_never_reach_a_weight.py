@@ -31,10 +31,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from benchmarks.harness import between_marks, environment, file_to_write
 from gainstage import distributed
-from gainstage.demo.digits import load_digits
 from gainstage.optimizers import schedules
 
 from . import DOCS, RESULTS
+from .digits import load_digits
 
 if TYPE_CHECKING:
     from rich.console import Console  # which `on_device` does without

@@ -19,10 +19,11 @@ import numpy as np
 import optax
 from sklearn import datasets
 
-import gainstage as gs
 from benchmarks import models
 from benchmarks.models import Params, cast
-from gainstage.demo import digits as demo
+
+from .digits import Digits, forward, initial_weights, load_digits, pixel_error
+from .digits import loss as digits_loss
 
 RNG = np.random.Generator
 
@@ -206,29 +207,23 @@ def denoising(
 
 
 @functools.cache
-def digits() -> tuple[demo.Digits, demo.Digits]:
-    """Those to train with, and those to test with, as numpy arrays."""
-    train, test = demo.load_digits()
-    return jax.tree.map(np.asarray, train), jax.tree.map(np.asarray, test)
+def digits() -> tuple[Digits, Digits]:
+    """Those to train with, and those to test with."""
+    return load_digits()
 
 
-def drawn(rng: RNG, count: int = 256) -> demo.Digits:
+def drawn(rng: RNG, count: int = 256) -> Digits:
     """A batch of digits."""
     chosen = rng.choice(len(digits()[0].labels), count, replace=False)
     return jax.tree.map(lambda x: x[chosen], digits()[0])
 
 
-def demo_loss(params: Any, batch: demo.Digits, dtype: str) -> jax.Array:
-    """The demo's loss, computed in `dtype`."""
-    return (demo.loss if dtype == "float32" else gs.autocast(demo.loss, dtype))(params, batch)[0]
-
-
-def demo_digits(steps: int = 800) -> Task:
-    """The demo's: digits are told apart, and drawn again with a weight of 5e-4."""
-    error = jax.jit(lambda params, held: demo.loss(params, held)[1])
+def digits_drawn_again(steps: int = 800) -> Task:
+    """Digits are told apart, and drawn again with a weight of 5e-4."""
+    error = jax.jit(lambda params, held: pixel_error(forward(params, held.images)[1], held))
     return Task(
-        init=lambda seed: jax.tree.map(jnp.asarray, demo.initial_weights(seed)),
-        loss=demo_loss,
+        init=lambda seed: jax.tree.map(jnp.asarray, initial_weights(seed)),
+        loss=digits_loss,
         batch=drawn,
         score=lambda params: error(params, digits()[1]),
         optimizer=adam(2e-3, 0.0),
@@ -537,7 +532,7 @@ TASKS: Mapping[str, Callable[[], Task]] = {
     "accumulation": lambda: language_model(
         blocks=2, length=64, rows=64, steps=80, rate=4e-3, microbatches=16
     ),
-    "digits of the demo": demo_digits,
+    "digits drawn again": digits_drawn_again,
     "distillation": distillation,
     "VAE": autoencoder,
     "diffusion": diffusion,

@@ -61,8 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.command == "doctor":
         return importlib.import_module("gainstage._doctor").main()
     demo = importlib.import_module("gainstage.demo")
-    about = (arguments.steps, arguments.seed, arguments.json, arguments.task)
-    demo.main(arguments.output, *about)
+    demo.main(arguments.output, arguments.steps, arguments.seed, arguments.json)
     return 0
 
 
@@ -118,15 +117,9 @@ def _parser() -> _Parser:
         "and downloads nothing. The exit status is 0, or 1 if a package or a device is missing.",
         examples=[
             "gainstage demo --seed 3",
-            "gainstage demo --task digits --output digits.png",
+            "gainstage demo --output denoised.png",
             "gainstage demo --json > numbers.json",
         ],
-    )
-    demo.add_argument(
-        "--task",
-        choices=("photographs", "digits"),
-        default="photographs",
-        help="remove noise from photographs (default), or classify digits and draw them again",
     )
     demo.add_argument(
         "--output",
@@ -139,7 +132,7 @@ def _parser() -> _Parser:
         "--steps",
         type=_positive,
         metavar="N",
-        help="steps of training (default: 160, or 800 for digits)",
+        help="steps of training (default: 160)",
     )
     demo.add_argument(
         "--seed", type=_natural, default=0, metavar="N", help="random seed (default: 0)"

@@ -113,7 +113,6 @@ MISTAKES = [
     ("demo", "--steps 0", "Expected an integer >= 1; got 0. See gainstage demo --help."),
     ("demo", "--steps abc", "Expected an integer >= 1; got abc."),
     ("demo", "--seed -1", "Expected an integer >= 0; got -1."),
-    ("demo", "--task cats", "'cats' (choose from"),
     ("demo", "--output", "expected one argument. See gainstage demo --help."),
     ("demo", "--output picture.txt", "Expected a .png, .pdf or .svg file; got picture.txt."),
     ("demo", "--output nowhere/a.png", "nowhere/a.png (No such file or directory). Create its fo"),

@@ -4,7 +4,6 @@ The command imports it; no other room needs it.
 """
 
 import functools
-import importlib
 import itertools
 import json
 from pathlib import Path
@@ -13,45 +12,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gainstage._variables.types import PyTree
-from gainstage.demo.task import Task
+from gainstage.demo.photographs import Batch, Task, draw_batches, initial_weights, loss
 from gainstage.demo.training import MODES, UNSCALED, Comparison, Trainer, Training
 from gainstage.precision.advice import Advice, advise
 
 
-def main(output: Path, steps: int | None, seed: int, as_json: bool, name: str) -> None:
+def main(output: Path, steps: int | None, seed: int, as_json: bool) -> None:
     """Trains in the four modes, then prints the numbers and draws the picture.
 
     Args:
         output: the picture's file.
-        steps: steps of training, >= 1; None for as many as the task needs.
+        steps: steps of training, >= 1; None for as many as the network needs.
         seed: of the weights and the batches.
         as_json: whether to print one JSON object in the place of the table.
-        name: the task, "photographs" or "digits".
     """
     from gainstage.demo import console, picture  # which need more than the task does
 
-    task: Task = importlib.import_module(f"gainstage.demo.{name}").task()
-    found = compare(task, steps or task.steps, seed)
+    task = Task() if steps is None else Task(steps)
+    found = compare(task, seed)
     picture.save(found, output)
     if as_json:
-        about = {"task": name, "steps": steps or task.steps, "seed": seed, "picture": str(output)}
+        about = {"steps": task.steps, "seed": seed, "picture": str(output)}
         print(json.dumps({**about, **summary(found)}))
     else:
         console.show(found, str(output), advised(task, seed))
 
 
-def compare(task: Task, steps: int, seed: int) -> Comparison:
+def compare(task: Task, seed: int) -> Comparison:
     """Trains in each mode, and in float16 without scaling with each number of ranks."""
     from gainstage.demo import console
 
     plan = [(mode, task.ranks) for mode in MODES]
     plan += [(UNSCALED, ranks) for ranks in task.other_ranks]
-    trainers = {mode: Trainer(task, mode, steps) for mode in MODES}
+    trainers = {mode: Trainer(task, mode) for mode in MODES}
     runs: list[Training] = []
     with console.progress() as progress:
         bars = [
-            progress.add_task(f"{mode.name}, {n} rank{'s' * (n > 1)}", total=steps)
+            progress.add_task(f"{mode.name}, {n} rank{'s' * (n > 1)}", total=task.steps)
             for mode, n in plan
         ]
         for (mode, ranks), bar in zip(plan, bars, strict=True):
@@ -65,13 +62,13 @@ def compare(task: Task, steps: int, seed: int) -> Comparison:
 def advised(task: Task, seed: int) -> Advice:
     """What `advise` says of a task before its training, on two batches."""
 
-    def loss_fn(weights: dict[str, jax.Array], batch: PyTree) -> tuple[jax.Array, jax.Array]:
-        value, error = task.loss(list(weights.values()), batch)
-        return value / task.ranks, error
+    def loss_fn(weights: dict[str, jax.Array], batch: Batch) -> jax.Array:
+        return loss(list(weights.values()), batch) / task.ranks
 
     names = (f"weights[{number:02}]" for number in itertools.count())  # JAX sorts them
-    weights = {name: jnp.asarray(w) for name, w in zip(names, task.weights(seed), strict=False)}
-    return advise(loss_fn, weights, list(itertools.islice(task.batches(seed), 2)), has_aux=True)
+    start = map(jnp.asarray, initial_weights(task, seed))
+    weights = dict(zip(names, start, strict=False))
+    return advise(loss_fn, weights, list(itertools.islice(draw_batches(task, seed), 2)))
 
 
 def summary(found: Comparison) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import EngFormatter
 
+from gainstage.demo.photographs import Evaluation, crops, evaluation, held_out_images
 from gainstage.demo.training import BFLOAT16, FLOAT32, SCALED, UNSCALED, Comparison, Probe, Training
 from gainstage.runs.render import LIGHT
 
@@ -50,16 +51,18 @@ def save(found: Comparison, path: Path) -> None:
 
 def draw_images(figure: SubFigure, found: Comparison) -> None:
     """Each mode's images, between those that no network has made, with their scores."""
-    key = found.task.score
-    shown = [(name, "black", evaluation) for name, evaluation in found.task.references.items()]
-    runs = found.by_mode.items()
-    shown[1:1] = [(mode.name, COLORS[mode], run.evaluation) for mode, run in runs]
-    for axes, (name, color, evaluation) in zip(figure.subplots(1, len(shown)), shown, strict=True):
-        axes.imshow(evaluation.image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    noisy, clean = held_out_images()
+    shown = [
+        ("noisy", "black", evaluation(noisy)),
+        *((mode.name, COLORS[mode], run.evaluation) for mode, run in found.by_mode.items()),
+        ("original", "black", Evaluation({}, crops(clean))),
+    ]
+    for axes, (name, color, images) in zip(figure.subplots(1, len(shown)), shown, strict=True):
+        axes.imshow(images.image, interpolation="nearest")
         axes.set(xticks=[], yticks=[])
         axes.set_title(name, color=color, **TITLE_FONT)
-        if key in evaluation.measures:
-            score = found.task.rows[key][1].format(evaluation.measures[key])
+        if images.measures:
+            score = f"{images.measures['test_psnr']:.2f} dB"
             axes.set_xlabel(score, color=color, **TITLE_FONT)
         axes.spines[:].set(color=color, linewidth=4, visible=True)
 
@@ -78,14 +81,14 @@ def draw_errors(axes: Axes, found: Comparison) -> None:
 
 def draw_batches(axes: Axes, found: Comparison) -> None:
     """The error that float16 ends with, by the number of values that its loss is a mean over."""
-    color, sizes = COLORS[UNSCALED], [run.ranks * found.task.elements for run in found.by_ranks]
+    color, sizes = COLORS[UNSCALED], [run.ranks * found.task.values for run in found.by_ranks]
     ratios = [found.times(run) for run in found.by_ranks]
     axes.plot(sizes, ratios, "o-", color=color, linewidth=3, markersize=10, label="float16")
     for at in zip(sizes, ratios, strict=True):
         text = f"{at[1]:.2f} ×"
         axes.annotate(text, at, (0, 12), textcoords="offset points", ha="center", color=color)
     for mode, (marker, size) in MARKERS.items():
-        at = found.task.ranks * found.task.elements, found.times(found.by_mode[mode])
+        at = found.task.ranks * found.task.values, found.times(found.by_mode[mode])
         axes.plot(*at, marker, color=COLORS[mode], markersize=size, label=mode.name)
     axes.set(
         title="Test error by batch, as a multiple of float32's", xscale="log",
