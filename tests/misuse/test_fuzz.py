@@ -141,8 +141,7 @@ BASES = {
     gs.optimizers.Optimizer: OPTIMIZERS,
 }
 DESCRIBED = [(base, configurable.serialize(x)) for base, all_ in BASES.items() for x in all_]
-OTHERS = [gs.precision.Policy("mixed_float16"), experimental.FixedLossScale(4.0),
-          experimental.DynamicLossScale(4, 3, 4)]  # fmt: skip
+OTHERS = [experimental.FixedLossScale(4.0), experimental.DynamicLossScale(4, 3, 4)]
 
 
 def same(got, written):

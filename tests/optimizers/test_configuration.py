@@ -102,7 +102,6 @@ def test_every_option_survives_a_round_trip(cls, name):
         lambda: experimental.DynamicLossScale(4, 3, 4),
         lambda: gs.FixedLossScale(4.0),
         lambda: gs.DynamicLossScale(4.0, 3, 4.0, backoff_factor=0.5, hysteresis=2),
-        lambda: gs.precision.Policy("mixed_float16"),
     ],
 )
 def test_every_class_survives_a_round_trip(make):

@@ -1,4 +1,4 @@
-"""What a precision costs, and what is computed in it: advice, measured plans, policies, float8.
+"""What a precision costs, and what is computed in it: advice, measured plans, float8.
 
 `autocast` and `keep_float32` are in `gainstage`. It knows nothing of the optimizers.
 """
@@ -6,10 +6,9 @@
 from gainstage.precision.advice import Advice, Cost, advise
 from gainstage.precision.noise_and_bias import Price
 from gainstage.precision.plan import Operation, Plan
-from gainstage.precision.policy import Policy
 from gainstage.precision.tuning import tune
 
-__all__ = ["Advice", "Cost", "Operation", "Plan", "Policy", "Price", "advise", "tune"]
+__all__ = ["Advice", "Cost", "Operation", "Plan", "Price", "advise", "tune"]
 
 
 def __dir__() -> list[str]:

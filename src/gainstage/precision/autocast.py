@@ -22,7 +22,6 @@ from gainstage.precision.float8_product import How, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
-from gainstage.precision.policy import Policy
 from gainstage.precision.product_width import Width, holds, width
 from gainstage.precision.wide_results import (
     BOUNDED,
@@ -62,7 +61,7 @@ KINDS: dict[tuple[str | Kind, ...], Kind] = {
 }
 
 
-def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Callable[P, R]:
+def autocast(fun: Callable[P, R], plan: str | Plan = "float16") -> Callable[P, R]:
     """Returns a function that computes its products and convolutions in half precision.
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
@@ -89,8 +88,7 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
         fun: a function of pytrees or models, such as a loss.
         plan: "float16" or "bfloat16", the dtype of products; or "float8", for linear layers that
             are large enough for an H100 to gain by it, all else as by "float16". Also what
-            `gainstage.precision.tune` has measured for `fun`, or a `gainstage.precision.Policy`
-            with float32 variables. `Policy("float32")` leaves `fun` as it is.
+            `gainstage.precision.tune` has measured for `fun`.
 
     Raises:
         TypeError: `fun` is not callable.
@@ -111,7 +109,7 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
     """
     if not callable(fun):
         how = " Write the function first: gainstage.autocast(loss_fn, plan)."
-        is_plan = isinstance(fun, (str, Plan, Policy))
+        is_plan = isinstance(fun, (str, Plan))
         raise TypeError(f"Expected a function for fun; got {fun!r}.{how if is_plan else ''}")
     if getattr(fun, "is_self_scaled", False):
         raise ValueError(
@@ -123,10 +121,6 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
             f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
             f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
-    if isinstance(plan, Policy) and plan.variable_dtype == "float32":
-        plan = plan.compute_dtype
-        if plan == "float32":
-            return fun
     cast: Any
     if isinstance(plan, Plan):
         caster = _Caster(DTYPES[plan.dtype], plan)
@@ -137,8 +131,7 @@ def autocast(fun: Callable[P, R], plan: str | Plan | Policy = "float16") -> Call
     else:
         hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(plan) else ""
         raise ValueError(
-            f"Expected one of {sorted([*DTYPES, FLOAT8])}, a Plan, or a Policy with float32 "
-            f"variables for plan; got {plan!r}.{hint}"
+            f"Expected one of {sorted([*DTYPES, FLOAT8])} or a Plan for plan; got {plan!r}.{hint}"
         )
     cast.autocast_plan = plan
     return cast
