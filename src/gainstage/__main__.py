@@ -190,7 +190,7 @@ def _parser() -> _Parser:
         help="summarize a recorded run",
         description="Reads a run that gainstage.diagnostics.JsonLines recorded, and the step files "
         "(.npz) in its folder. Prints tables and writes a page: the loss scale, the skipped steps "
-        "with their causes, the loss, the tensors, advice, and what other rules would have done. "
+        "with their causes, the loss, the tensors, and advice. "
         "The exit status is 0, or 1 if the run cannot be read or the page cannot be written.",
         examples=[
             "gainstage report run.jsonl",

@@ -4,9 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gainstage._programs.boundary import largest_scale
-from gainstage.runs import other_rules
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
-from gainstage.runs.log_probabilities import Mismatch, logprob_mismatch
 from gainstage.runs.recording import Run, read_run
 from gainstage.runs.telemetry import Report, Underflow, report
 from gainstage.runs.writers import JsonLines, Writer, described
@@ -22,7 +20,6 @@ __all__ = [
     "BadStep",
     "Cause",
     "JsonLines",
-    "Mismatch",
     "ProgressBar",
     "Remedy",
     "Report",
@@ -35,8 +32,6 @@ __all__ = [
     "alarms_in",
     "described",
     "largest_scale",
-    "logprob_mismatch",
-    "other_rules",
     "read_run",
     "read_step",
     "report",

@@ -15,14 +15,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # The quick form, and then the same weights in three dtypes.
 CODE = """
 import jax, numpy as np
-import gainstage as gs, grpo
+import grpo
 
 supervised, _ = grpo.main(["--quick"])
 prompts, _ = grpo.problems(np.random.default_rng(1), 64)
 for dtype in ("float32", "float16", "bfloat16"):
     tokens, sampled = grpo.sample(supervised, prompts, jax.random.key(0), dtype)
     scored = jax.jit(grpo.score, static_argnames="dtype")(supervised, tokens, dtype)
-    print(dtype, gs.diagnostics.logprob_mismatch(sampled, scored).mean_abs_diff)
+    print(dtype, grpo.mismatch(sampled, scored)["mean_abs_diff"])
 """
 
 

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.repo
 MODULES = ["gainstage", "gainstage.optimizers", "gainstage.precision", "gainstage.typing",
            "gainstage.compat.experimental", "gainstage.compat.tf2",
            "gainstage.compat.v1", "gainstage.compat.dtensor", "gainstage.diagnostics",
-           "gainstage.diagnostics.other_rules",
            "gainstage.distributed", "gainstage.interop.keras",
            "gainstage.interop.importers", "gainstage.interop.tensorboard",
            "gainstage.optimizers.schedules"]  # fmt: skip

@@ -381,8 +381,8 @@ def hostile_run(path, name):
 
 
 def test_report_prints_tables_and_writes_a_page(tmp_path, capsys):
-    """`gainstage report` fits 80 columns without colours: numbers, causes, tensors, what other
-    rules would have done, advice; and writes a page beside the run."""
+    """`gainstage report` fits 80 columns without colours: numbers, causes, tensors, advice; and
+    writes a page beside the run."""
     pytest.importorskip("rich")
     path = tmp_path / "run.jsonl"
     hostile_run(path, "layer/kernel")
@@ -392,10 +392,6 @@ def test_report_prints_tables_and_writes_a_page(tmp_path, capsys):
     assert re.search(r"Causes\s+│\s+5 overflow, 10 NaN, 2 bad loss", said)
     assert re.search(r"layer/kernel29\s+29 +0 +5 +9 +4\.5", said)
     assert re.search(r"layer/kernel0\s+2\.00% +30\.00% +10\.00%", said)
-    assert re.search(r"as recorded\s+17 +2\^4 +2\^20 +2\^4 ", said)
-    assert re.search(r"DynamicLossScale\(\) +12 +2\^4 +2\^15 +2\^4 ", said)
-    assert "Skipped: 12 of them at any scale that was tried." in said
-    assert "AdaptiveLossScale(): needs max_abs, not recorded." in said
     assert "well" not in said
     assert "\x1b" not in said
     assert max(map(len, said.splitlines()[:-1])) <= 80
@@ -403,7 +399,7 @@ def test_report_prints_tables_and_writes_a_page(tmp_path, capsys):
     assert "NaN, at scales from 2^13 to 2^4, and that did not end: a formula" in advice
     drawn = (tmp_path / "run.html").read_text()
     for word in (*said.splitlines()[0].split(), "Loss scale", "5 by an overflow", "layer/kernel29",
-                 "10 by gradients", "2 by a loss", "DynamicLossScale(2.0**20)"):  # fmt: skip
+                 "10 by gradients", "2 by a loss"):  # fmt: skip
         assert word in drawn
 
 
@@ -576,8 +572,7 @@ def test_skipped_steps_are_a_table():
 
 
 def test_a_report_says_a_thing_once():
-    """The longest of many rows is described and all are counted; equal tensors are one row, and
-    rules that skip the same steps are one sentence."""
+    """The longest of many rows is described and all are counted; equal tensors are one row."""
     bad = [*range(100, 108), *range(500, 530), *range(600, 980, 10)]
     tensors = {f"block{n}/kernel": {**KNOWN, "inf": 0, "nan": 76} for n in range(41)}
     found = findings(skipping(bad)._replace(tensors=tensors))
@@ -585,9 +580,6 @@ def test_a_report_says_a_thing_once():
     assert advice.startswith("30 steps in a row were skipped because their loss was not finite")
     assert advice.endswith("This happened 40 times: 76 steps in all.")
     assert [row[:3] for row in found.overflows.rows] == [("all 41 tensors", "0", "76")]
-    assert found.replay.rows == ()
-    (same,) = found.replay.lead
-    assert same.startswith("They would have skipped the same 76 steps, which are not finite at any")
     some = {"head/bias": KNOWN | {"inf": 0, "first": -1}, "model/norm/scale": KNOWN}
     found = findings(skipping(bad)._replace(tensors=tensors | some))
     assert [row[0] for row in found.overflows.rows] == [
@@ -617,20 +609,13 @@ def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
     """Where each third loss is not finite and the scale falls, the advice names all three causes
     and the X-ray before the rule that holds the scale."""
     run = skipping(range(2, 100, 3), 100, max_abs=np.full(100, 2.0**-5))
-    recorder, advice = findings(run).advice
+    advice, recorder = findings(run).advice
     causes = "bad data, too high a learning rate, or an overflow in the forward pass."
     assert advice.startswith("Steps that no scale makes finite lowered it to 2^0.")
     assert advice.index(causes) < advice.index("xray(") < advice.index("AdaptiveLossScale()")
     assert "If it is the data, rule=gs.AdaptiveLossScale()" in advice
     assert advice.endswith("it skips the same steps.")
     assert "StepRecorder" in recorder
-
-
-def test_a_report_advises_the_rule_for_bad_data_once():
-    """The alarm of a long run of skipped steps names the rule; the replay does not repeat it."""
-    run = skipping(range(50, 80), 100, max_abs=np.full(100, 2.0**-5))
-    advice = findings(run).advice
-    assert [sentence.count("rule=gs.AdaptiveLossScale()") for sentence in advice] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -794,7 +779,7 @@ def test_a_page_says_that_nothing_underflows():
     ]
     text = page(run, found, "healthy")
     assert "<h2>Underflow</h2><p>In gradients of parameters nothing" in text
-    assert text.count("you need it.") == 1  # the run cannot be replayed
+    assert text.count("you need it.") == 1
     old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
     assert old.underflow.lead == []  # recorded before rounding errors were
 

@@ -9,14 +9,15 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._scaling.step_telemetry import StepInfo
+from gainstage.rules.adaptive import AdaptiveLossScale
 from gainstage.runs.alarms import alarms_in
 from gainstage.runs.messages import IF_DATA, XRAY
-from gainstage.runs.other_rules import Outcome, advice, replay
 from gainstage.runs.recording import NOTHING, Run, measures, stretches
 from gainstage.runs.rows import LONGEST, Rows, printable
 from gainstage.runs.skip_causes import why_skipped
-from gainstage.runs.telemetry import WITHOUT_SCALING, left_out, underflow_summary
+from gainstage.runs.telemetry import left_out, underflow_summary
 
+LOST_BITS = 3  # powers of two that bad data took from the scale, from which on it is said
 SLACK = 600  # seconds between the first step and its record, which may wait for others
 SHOWN_ROWS = 10  # rows of a table
 ENDS = 6  # rows at each end of the table of skipped steps
@@ -51,12 +52,11 @@ class Findings(NamedTuple):
     numbers: Rows
     overflows: Rows
     underflow: Rows
-    replay: Rows
 
     @property
     def tables(self) -> list[Rows]:
         """The tables, in the order in which they are shown."""
-        return [self.skips, self.overflows, self.underflow, self.numbers, self.replay]
+        return [self.skips, self.overflows, self.underflow, self.numbers]
 
 
 class StepFile(NamedTuple):
@@ -68,7 +68,7 @@ class StepFile(NamedTuple):
 
 
 def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings:
-    """Returns the findings on a run: its numbers, its alarms, and what other rules would do.
+    """Returns the findings on a run: its numbers, and its alarms.
 
     Args:
         run: the recorded run.
@@ -79,12 +79,10 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
     alarms = alarms_in(run)
     if not any(alarm.kind == "growth" for alarm in alarms):
         sentences = [*_without_gradient(run), *sentences]
-    replayed, better = _replay(run)
-    if any(IF_DATA in alarm.message for alarm in alarms):
-        better = [sentence for sentence in better if IF_DATA not in sentence]
-    if not any(_is_bad(run, file) for file in kept.values()) and any(
-        XRAY in said for said in (*(a.message for a in alarms), *better)
-    ):
+    if not any(IF_DATA in alarm.message for alarm in alarms):
+        sentences += _lowered_in_vain(run)
+    said = [*(alarm.message for alarm in alarms), *sentences]
+    if not any(_is_bad(run, file) for file in kept.values()) and any(XRAY in s for s in said):
         sentences.append(RECORD)
     causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
     others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
@@ -92,15 +90,31 @@ def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings
     drawn |= {name: printable(name) for name in others[:DRAWN]}
     return Findings(
         headline(run),
-        [printable(alarm.message, 10 * LONGEST) for alarm in alarms] + sentences + better,
+        [printable(alarm.message, 10 * LONGEST) for alarm in alarms] + sentences,
         drawn,
         causes,
         _skips(run, causes),
         _numbers(run, others),
         overflows(run),
         underflow(run),
-        replayed,
     )
+
+
+def _lowered_in_vain(run: Run) -> list[str]:
+    """One sentence if steps that no scale makes finite have lowered the scale for good."""
+    skips, scale = why_skipped(run), run.get("loss_scale")
+    bad = (skips["NaN"] | skips["bad loss"])[:-1]
+    before, after = scale[:-1], scale[1:]
+    lowered = bad & (after < before) & (after > 0)
+    bits = np.log2(before[lowered] / after[lowered]).sum()
+    back = scale[-1] * 2**LOST_BITS > np.max(scale, initial=0, where=np.isfinite(scale))
+    if isinstance(run.rule, AdaptiveLossScale) or bits < LOST_BITS or back:
+        return []
+    return [
+        f"Steps that no scale makes finite lowered it to {as_power(float(scale[-1]))}. They have "
+        f"bad data, too high a learning rate, or an overflow in the forward pass. {XRAY}. "
+        f"{IF_DATA}, given the loss, holds the scale; it skips the same steps."
+    ]
 
 
 def _without_gradient(run: Run) -> list[str]:
@@ -340,41 +354,3 @@ def _left_out(tensors: Mapping[str, dict[str, float]]) -> list[str]:
     """The tensors that the sentences on underflow leave out."""
     error, unscaled = _known(tensors, "error"), _known(tensors, "unscaled_error")
     return left_out(error, unscaled, _known(tensors, "norm_share"))
-
-
-def _replay(run: Run) -> tuple[Rows, list[str]]:
-    """The table of what other rules would have done, and advice from it."""
-    title = "What other rules would have done"
-    columns = ("Rule", "Skipped", "Lowest", "Highest", "Last", "Bits", "Presumed")
-    try:
-        replayed = replay(run)
-    except ValueError as error:
-        return Rows(title, columns, [], [str(error)]), []
-    bad, outcomes = int(replayed.recorded.bad.sum()), replayed.outcomes
-    if bad and all(of.skips.sum() == bad for of in (replayed.recorded, *outcomes.values())):
-        same = f"{bad} steps, which are" if bad > 1 else "step, which is"
-        note = f"They would have skipped the same {same} not finite at any scale that was tried."
-        return Rows(title, lead=[note]), advice(replayed, run.made.get("rule", ""))
-
-    def row(name: str, of: Outcome) -> tuple[str, ...]:
-        scales = [as_power(float(scale)) for scale in (of.scales.min(), of.scales.max())]
-        bits = f"{of.bits:+.1f}" if math.isfinite(of.bits) else "-"
-        presumed = f"{of.presumed.mean():.0%}"
-        return (name, f"{of.skips.sum()}", *scales, as_power(float(of.scales[-1])), bits, presumed)
-
-    rows = [row("as recorded", replayed.recorded)]
-    rows += [row(name, outcome) for name, outcome in outcomes.items()]
-    notes = [
-        f"Skipped: {bad} of them at any scale that was tried."
-        if bad
-        else "Skipped: how many steps would have been.",
-        "Lowest, highest, last: the loss scale.",
-        "Bits: by how many powers of two the scale was above (+) or below (-) the highest one that "
-        "is known to be finite, on average.",
-        "Presumed: the share of steps of which the recording does not show what would happen.",
-    ]
-    lost = [said for said in _underflow_summary(run) if said.startswith(WITHOUT_SCALING)]
-    if "FixedLossScale(1.0)" in outcomes:
-        notes += [f"FixedLossScale(1.0) does not scale. {said}" for said in lost]
-    notes += [f"{name}: {reason}." for name, reason in replayed.left_out.items()]
-    return Rows(title, columns, rows, notes), advice(replayed, run.made.get("rule", ""))
