@@ -16,10 +16,10 @@ part of a network, `FixedLossScale`, `DynamicLossScale` and `AdaptiveLossScale` 
 Modules: `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`, `typing`.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gainstage import optimizers, precision, typing
-from gainstage._base.lazy import lazy
 from gainstage._variables.bridge import functionalize, jit
 from gainstage._variables.variable import Variable
 from gainstage.optimizers import LossScaleOptimizer
@@ -33,21 +33,29 @@ from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
 
+_LAZY = ("compat", "diagnostics", "distributed", "interop")  # imported when they are first used
+
 if TYPE_CHECKING:
     from gainstage import compat as compat
     from gainstage import diagnostics as diagnostics
     from gainstage import distributed as distributed
     from gainstage import interop as interop
 else:
-    _importers = "It is in gainstage.interop.importers."
-    __getattr__, __dir__ = lazy(
-        globals(),
-        *("compat", "diagnostics", "distributed", "interop"),
-        GradScaler="Wrap the optimizer: tx = gainstage.loss_scaled(tx). See docs/from/torch.md.",
-        from_torch=_importers,
-        from_flax=_importers,
-        from_jmp=_importers,
-    )
+
+    def __getattr__(name: str) -> object:
+        if name in _LAZY:
+            return import_module(f"gainstage.{name}")
+        advice = ""
+        if name == "GradScaler":
+            advice = ". Wrap the optimizer: tx = gainstage.loss_scaled(tx). See docs/from/torch.md."
+        elif name in ("from_torch", "from_flax", "from_jmp"):
+            advice = ". It is in gainstage.interop.importers."
+        raise AttributeError(f"module 'gainstage' has no attribute {name!r}{advice}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *_LAZY, "__version__"]
+
 
 __version__ = "0.1.0"
 

@@ -1,4 +1,4 @@
-"""Arrays: which values are arrays, conversions to them, their names, and pytrees without theirs."""
+"""Arrays: which values are arrays, conversions to them, their names and memory, and pytrees."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -94,3 +94,24 @@ def joined(path: Sequence[Any], head: str = "") -> str:
     keys = [head] if head else []
     keys += [jax.tree_util.keystr((key,), simple=True) for key in path]
     return "/".join(keys[:-1] if len(keys) > 1 and keys[-1] == "value" else keys)
+
+
+def buffers(array: object) -> list[int]:
+    """The memory addresses of an array's shards in this process."""
+    if not isinstance(array, jax.Array) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return []
+    return [shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards if array.size]
+
+
+def unshared(donated: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """Returns the arrays to donate, with a copy of each whose buffer another argument has too.
+
+    Some optax states begin with the parameters themselves, and weights may be tied.
+    """
+    taken = {address for array in others for address in buffers(array)}
+    free = []
+    for array in donated:
+        own = buffers(array)
+        free.append(array if taken.isdisjoint(own) else jnp.copy(array))
+        taken.update(own)
+    return free

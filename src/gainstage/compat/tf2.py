@@ -16,7 +16,7 @@ from gainstage._base.configurable import deserialize, serialize
 from gainstage._variables.arguments import is_planned, pairs_in, variables_in
 from gainstage._variables.types import Given, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
-from gainstage.compat import stateful_scale as live
+from gainstage.compat import stateful_scale
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.slots import Initializer
@@ -28,7 +28,7 @@ from gainstage.rules import loss_scale as rules
 __all__ = ["LossScaleOptimizer"]
 
 
-class _Wrapper(ScalingWrapper):
+class _ScalingWrapper(ScalingWrapper):
     def build(self, store: Store, variables: Sequence[Variable]) -> None:
         super().build(store, variables)
         # A first step counts even if it is skipped: averages start as the first weights, as in TF.
@@ -38,7 +38,7 @@ class _Wrapper(ScalingWrapper):
                 average.assign(jnp.where(started, average.value(), variable.value()))
 
 
-class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
+class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     """Loss scaling with gradients that the caller unscales: scale, differentiate, unscale, apply.
 
     A step with a non-finite gradient is skipped, also with a fixed scale, and counts in
@@ -70,8 +70,8 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
     Source: `tf.keras.mixed_precision.LossScaleOptimizer` (TensorFlow 2.15).
     """
 
-    _wrapper_type = _Wrapper
-    _min_scale = live.FLOOR
+    _wrapper_type = _ScalingWrapper
+    _min_scale = stateful_scale.FLOOR
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class LossScaleOptimizer(live.UnscaledLossScaleOptimizer):
         """
         _refuse(tape)
         if grad_loss is not None:
-            loss = live.summed(self._uses.true_loss(loss), grad_loss)
+            loss = stateful_scale.summed(self._uses.true_loss(loss), grad_loss)
         return super().minimize(loss, var_list)
 
     def compute_gradients(
@@ -363,7 +363,7 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
         ValueError: it is anything else, or a dynamic scale with settings that would be lost.
     """
     if isinstance(loss_scale, Mapping):
-        loss_scale = deserialize(loss_scale, live.LossScale)
+        loss_scale = deserialize(loss_scale, stateful_scale.LossScale)
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return {"dynamic": True}
     rule = getattr(loss_scale, "rule", loss_scale)
@@ -371,7 +371,7 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
         rule = rule.loss_scale_value
     if isinstance(rule, rules.DynamicLossScale):
         usual = rules.DynamicLossScale(rule.initial_loss_scale, rule.increment_period)
-        floored = dataclasses.replace(usual, min_scale=live.FLOOR)
+        floored = dataclasses.replace(usual, min_scale=stateful_scale.FLOOR)
         keras = rules.keras_rule(rule.initial_loss_scale, rule.increment_period)
         if rule not in (usual, floored, keras):
             raise ValueError(
@@ -383,7 +383,7 @@ def scale_arguments(loss_scale: object) -> dict[str, Any]:
             "initial_scale": rule.initial_loss_scale,
             "dynamic_growth_steps": rule.increment_period,
         }
-    if isinstance(rule, live.LossScale):
+    if isinstance(rule, stateful_scale.LossScale):
         raise checks.InvalidArgumentError(
             f"Expected a FixedLossScale or DynamicLossScale for loss_scale; got a "
             f"{type(rule).__name__}. compat.v1.MixedPrecisionLossScaleOptimizer takes your own "

@@ -1,15 +1,22 @@
-"""Bridges to other libraries; the names of their files begin with that of the library.
+"""Bridges to other libraries: Keras, TensorBoard, and the loss-scale states of torch, Flax and jmp.
 
-Users import its modules; no other room needs it.
+Users import its modules, of which some need an extra, so each is imported when it is first used.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gainstage._base.lazy import lazy
+__all__ = ["importers", "keras", "tensorboard"]
 
 if TYPE_CHECKING:
-    from gainstage.interop import importers as importers
-    from gainstage.interop import keras as keras
-    from gainstage.interop import tensorboard as tensorboard
+    from gainstage.interop import importers, keras, tensorboard
 else:
-    __getattr__, __dir__ = lazy(globals(), "importers", "keras", "tensorboard")
+
+    def __getattr__(name: str) -> object:
+        if name in __all__:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

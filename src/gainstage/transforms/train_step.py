@@ -10,8 +10,7 @@ import optax
 from jax.stages import Wrapped
 
 from gainstage._base import checks
-from gainstage._base.arrays import ARRAYS, Static, leaves_and_none
-from gainstage._base.buffers import unshared
+from gainstage._base.arrays import ARRAYS, Static, leaves_and_none, unshared
 from gainstage._base.dead_run import Watch
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients

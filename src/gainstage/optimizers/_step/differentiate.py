@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gainstage._base.buffers import buffers
+from gainstage._base.arrays import buffers
 from gainstage._base.checks import brief
 from gainstage._programs import jaxprs
 from gainstage._scaling.gradients import upcast
