@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gainstage._scaling.scaled_step import Select, Taken
+from gainstage._scaling import scaled_step
+from gainstage._variables.bridge import select
 
 for needed in ("rich", "sklearn"):
     pytest.importorskip(needed)
@@ -54,23 +55,20 @@ def test_the_measured_scale_is_got_back_after_a_storm():
     assert outcome.survived
 
 
-def lets_everything_in(self, applies, counts, update, state):
-    return Taken(*update(state), applies)
+def lets_everything_in(applies, update, state):
+    return update(state)
 
 
-def changes_what_it_skips(self, applies, counts, update, state):
-    taken = original(self, applies, counts, update, state)
-    first, *others = taken.state.weights
-    return taken._replace(state=taken.state._replace(weights=[first + 2.0**-6, *others]))
-
-
-original = Select.take
+def changes_what_it_skips(applies, update, state):
+    result, state = select(applies, update, state)
+    first, *others = state.weights
+    return result, state._replace(weights=[first + 2.0**-6, *others])
 
 
 @pytest.mark.parametrize("broken", [lets_everything_in, changes_what_it_skips])
 def test_a_step_that_is_broken_does_not_survive(broken, monkeypatch):
     """The checks see a step that takes bad gradients, and one that changes what it skips."""
-    monkeypatch.setattr(Select, "take", broken)
+    monkeypatch.setattr(scaled_step, "select", broken)
     training = faults.Training(faults.Configuration(*SLICE[0]))
     _, outcomes = training.outcomes(list(faults.single_faults(training))[::6])
     assert outcomes
