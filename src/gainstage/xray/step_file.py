@@ -68,6 +68,7 @@ def packed(args: Sequence[Any]) -> Packed:
     result = Packed({}, {}, [])
     for number, arg in enumerate(args):
         found, structure = jax.tree_util.tree_flatten_with_path(arg)
+        described: Any = structure  # type checkers do not know how to store one
         for path, leaf in found:
             leaf = leaf.value() if isinstance(leaf, Variable) else leaf
             name = "/".join(filter(None, [str(number), name_of(path)]))
@@ -80,7 +81,7 @@ def packed(args: Sequence[Any]) -> Packed:
                 result.arrays[name] = array
         tree: str | None = None
         with contextlib.suppress(ValueError):  # a class, or keys that are not strings
-            tree = base64.b64encode(structure.serialize_using_proto()).decode()
+            tree = base64.b64encode(described.serialize_using_proto()).decode()
         kind = f"{type(arg).__module__}.{type(arg).__qualname__}"
         result.args.append({"type": kind, "tree": tree})
     return result
