@@ -8,9 +8,9 @@ import pytest
 
 import gainstage as gs
 from gainstage.optimizers import SGD, Adam
-from gainstage.runs.findings import headline
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import why_skipped
+from gainstage.runs.summary import headline
 
 
 def two_networks():

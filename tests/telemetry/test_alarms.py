@@ -12,8 +12,8 @@ import pytest
 import gainstage as gs
 from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, largest_scale, read_run
 from gainstage.optimizers import SGD
-from gainstage.runs.findings import findings
 from gainstage.runs.skip_causes import why_skipped
+from gainstage.runs.summary import summary
 
 from oracles import AdaptiveAutomaton, scale_automaton
 
@@ -309,14 +309,14 @@ def recorded(n, **numbers):
 def test_a_run_without_one_applied_step_is_told(scale):
     """A report on a run of which nothing was applied says so, though it does not know the rule."""
     run = recorded(300, finite=0, loss=1, max_abs=0, grad_norm=INF, loss_scale=scale)
-    assert any("the scale stayed at" in line for line in findings(run).advice)
+    assert any("the scale stayed at" in line for line in summary(run).advice)
 
 
 def test_a_run_that_does_not_scale_is_left_alone():
     """A scale of 1 in every step is meant so; another that never moves may be a fixed one."""
     calm = {"finite": 1, "loss": 1, "max_abs": 2.0**-10, "grad_norm": 1}
-    assert not findings(recorded(300, loss_scale=1, **calm)).advice
-    (advice, *_) = findings(recorded(300, loss_scale=2, **calm)).advice
+    assert not summary(recorded(300, loss_scale=1, **calm)).advice
+    (advice, *_) = summary(recorded(300, loss_scale=2, **calm)).advice
     assert "it has never been another. Take 2^24" in advice
 
 

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import gainstage as gs
 from gainstage.__main__ import main
 from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
-from gainstage.runs.findings import StepFile, findings
 from gainstage.runs.recording import measures
+from gainstage.runs.summary import StepFile, summary
 from gainstage.xray.from_file import commands
 
 
@@ -42,7 +42,7 @@ def page(*words):
     """The page of a run."""
     for needed in ("jinja2", "matplotlib"):
         pytest.importorskip(needed)
-    from gainstage.runs.report_page import page
+    from gainstage.runs.report import page
 
     return page(*words)
 
@@ -510,7 +510,7 @@ def check_page(rows, steps, tensors):
     names = ("loss_scale", "finite", "loss", "grad_norm")
     columns = dict(zip(names, np.array(rows).T, strict=True))
     run = Run(np.sort(np.array(steps[: len(rows)], np.int64)), columns, tensors)
-    text = page(run, findings(run), "a run")
+    text = page(run, summary(run), "a run")
     tags = Tags(text)
     assert not tags.open
     drawn = [attributes["d"] for tag, attributes in tags.found if tag == "path"]
@@ -556,7 +556,7 @@ def test_skipped_steps_are_a_table():
     the last are shown, and the others counted. Vetoed steps are there too."""
     bad = [*range(100, 108), *range(500, 530), *range(600, 980, 10)]
     run = skipping(bad, applied=np.arange(1000) != 3)
-    table = findings(run).skips
+    table = summary(run).skips
     assert table.rows[:3] == [
         ("3", "1", "2^15", "vetoed"),
         ("100 to 107", "8", "2^15 to 2^8", "bad loss"),
@@ -565,8 +565,8 @@ def test_skipped_steps_are_a_table():
     assert (len(table.rows), table.rows[6][:2]) == (13, ("and 29 more", "29"))
     assert table.rows[-1][0] == "970"
     triples = [first + n for first in range(0, 1000, 50) for n in range(3)]
-    assert findings(skipping(triples)).skips.rows[6][:2] == ("and 8 more", "24")
-    text = page(run, findings(run), "a run")
+    assert summary(skipping(triples)).skips.rows[6][:2] == ("and 8 more", "24")
+    text = page(run, summary(run), "a run")
     for word in ("bad loss 76", "vetoed 1", "500 to 529", "2^7 to 2^0"):
         assert word in text
 
@@ -575,13 +575,13 @@ def test_a_report_says_a_thing_once():
     """The longest of many rows is described and all are counted; equal tensors are one row."""
     bad = [*range(100, 108), *range(500, 530), *range(600, 980, 10)]
     tensors = {f"block{n}/kernel": {**KNOWN, "inf": 0, "nan": 76} for n in range(41)}
-    found = findings(skipping(bad)._replace(tensors=tensors))
+    found = summary(skipping(bad)._replace(tensors=tensors))
     (advice, _) = found.advice  # and how to keep a step
     assert advice.startswith("30 steps in a row were skipped because their loss was not finite")
     assert advice.endswith("This happened 40 times: 76 steps in all.")
     assert [row[:3] for row in found.overflows.rows] == [("all 41 tensors", "0", "76")]
     some = {"head/bias": KNOWN | {"inf": 0, "first": -1}, "model/norm/scale": KNOWN}
-    found = findings(skipping(bad)._replace(tensors=tensors | some))
+    found = summary(skipping(bad)._replace(tensors=tensors | some))
     assert [row[0] for row in found.overflows.rows] == [
         "41 tensors: block0, block1, block2 and 38 more",
         "model/norm/scale",
@@ -609,7 +609,7 @@ def test_a_loss_that_is_not_finite_is_no_proof_of_bad_data():
     """Where each third loss is not finite and the scale falls, the advice names all three causes
     and the X-ray before the rule that holds the scale."""
     run = skipping(range(2, 100, 3), 100, max_abs=np.full(100, 2.0**-5))
-    advice, recorder = findings(run).advice
+    advice, recorder = summary(run).advice
     causes = "bad data, too high a learning rate, or an overflow in the forward pass."
     assert advice.startswith("Steps that no scale makes finite lowered it to 2^0.")
     assert advice.index(causes) < advice.index("xray(") < advice.index("AdaptiveLossScale()")
@@ -627,21 +627,21 @@ def test_gradients_that_are_all_zero_have_advice(scale, remedy):
     """The report of a run without any gradient says what to change, and which step to keep."""
     numbers = {"finite": 1.0, "loss": 2.0, "grad_norm": 0.0, "loss_scale": scale}
     run = Run(np.arange(40), {name: np.full(40, x) for name, x in numbers.items()})
-    advice = findings(run).advice[0]
+    advice = summary(run).advice[0]
     assert advice.startswith("All gradients are 0: the loss does not depend on the parameters, or")
     assert remedy in advice
     assert "recorder.save(n, info, params, batch)" in advice
     norms = {**run.numbers, "grad_norm": np.arange(40.0)}
-    assert findings(run._replace(numbers=norms)).advice == []
+    assert summary(run._replace(numbers=norms)).advice == []
     counted = {"w": {**KNOWN, "inf": 0, "first": -1, "last": -1, "zero": 1.0, "error": 0.0}}
-    assert remedy in findings(run._replace(numbers=norms, tensors=counted)).advice[0]
+    assert remedy in summary(run._replace(numbers=norms, tensors=counted)).advice[0]
 
 
 def test_no_advice_contradicts_the_scale():
     """A run whose scale has fallen to 1 is not told that it needs scaling."""
     shares = {"zero": 0.0, "flushed": 0.1, "subnormal": 0.1, "error": 0.2, "unscaled_error": 0.2}
     run = skipping(range(100, 200))._replace(tensors={"w": KNOWN | shares})
-    assert findings(run).underflow.lead == [
+    assert summary(run).underflow.lead == [
         "Underflow: float16 is 20% off in w, and by more than 1% in 1 of 1 tensors. "
         "gs.precision.advise(loss_fn, params, batches) says what each precision costs."
     ]
@@ -650,7 +650,7 @@ def test_no_advice_contradicts_the_scale():
 def test_other_numbers_are_drawn_and_summarised():
     """A number of any name has a curve and a row; a constant or missing one is no problem."""
     rate, gaps = np.linspace(1e-3, 0, 1000), np.full(1000, np.nan)
-    found = findings(skipping([7], lr=rate, nothing=gaps, constant=np.full(1000, 2.0)))
+    found = summary(skipping([7], lr=rate, nothing=gaps, constant=np.full(1000, 2.0)))
     assert found.numbers.rows == [
         ("lr", "0.001", "0", "0", "0.001"),
         ("constant", "2", "2", "2", "2"),
@@ -666,7 +666,7 @@ def test_a_recording_has_its_duration_and_device(tmp_path, monkeypatch):
         with JsonLines(tmp_path / "run.jsonl", every=2) as run:
             for step in range(4):
                 run.write(step, info())
-    headline = findings(read_run(tmp_path / "run.jsonl")).headline
+    headline = summary(read_run(tmp_path / "run.jsonl")).headline
     assert headline["Duration"] == "1 h 1 min 1 s"
     assert headline["Device"] == f"{len(jax.devices())} cpu"
 
@@ -693,7 +693,7 @@ def test_a_step_file_of_an_applied_step_has_no_cause():
     bad one."""
     run = skipping(range(50, 80), 100)
     file = StepFile(99, float(run.get("loss_scale")[99]), time.time())
-    advice = findings(run, {"gainstage xray last.npz": file}).advice
+    advice = summary(run, {"gainstage xray last.npz": file}).advice
     assert "Step 99 is kept in a step file. Look into it: gainstage xray last.npz" in advice
     assert any("StepRecorder" in sentence for sentence in advice)
 
@@ -722,16 +722,16 @@ def test_a_report_without_a_step_file_says_how_to_keep_one(tmp_path, capsys):
     run = read_run(path)
     (step, *_), (scale, *_) = run.steps[run.skipped], run.get("loss_scale")[run.skipped]
     now = time.time()
-    kept = findings(run, {"gainstage xray bad.npz": StepFile(int(step), scale, now)}).advice
+    kept = summary(run, {"gainstage xray bad.npz": StepFile(int(step), scale, now)}).advice
     assert not any("StepRecorder" in sentence for sentence in kept)
     of_other_runs = (StepFile(int(step), 2 * scale, now), StepFile(int(step), scale, now - 3600))
     for other in of_other_runs:  # of another scale, or older than the run
-        said = findings(run, {"gainstage xray old.npz": other}).advice
+        said = summary(run, {"gainstage xray old.npz": other}).advice
         assert not any("old.npz" in sentence for sentence in said)
     with JsonLines(tmp_path / "calm.jsonl") as calm:
         for step in range(50):
             calm.write(step, info(finite=step != 20), loss=1.0)
-    assert findings(read_run(tmp_path / "calm.jsonl")).advice == []
+    assert summary(read_run(tmp_path / "calm.jsonl")).advice == []
 
 
 def curve(text, title):
@@ -754,10 +754,10 @@ def test_skipped_steps_are_gaps_in_the_curve_of_the_norm():
     few = gapped(20, [0, 5, 7, 8, 19])
     from gainstage.runs.curves import draw
 
-    title, found = "Norm of all gradients", findings(few)
+    title, found = "Norm of all gradients", summary(few)
     assert curve(page(few, found, "few"), title).count("M") == 3
     many = gapped(10_000, [*range(0, 10_000, 7), *range(5000, 5100)])
-    assert curve(page(many, findings(many), "many"), title).count("M") == 2
+    assert curve(page(many, summary(many), "many"), title).count("M") == 2
     picture = draw(few, found.curves, found.causes, "few")
     (axes,) = [axes for axes in picture.axes if "Norm" in axes.get_title("left")]
     drawn, dot = (line.get_ydata() for line in axes.lines)
@@ -770,7 +770,7 @@ def test_a_page_says_that_nothing_underflows():
     healthy = {"zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "headroom": 4.5,
                "error": 2e-4, "unscaled_error": 0.3}  # fmt: skip
     run = gapped(20, [])._replace(tensors={"w": KNOWN | healthy})
-    found = findings(run)
+    found = summary(run)
     assert found.underflow.lead == [
         "In gradients of parameters nothing underflows: float16 is at most 0.02% off.",
         "Without scaling float16 would be 30% off in w, and by more than 1% in 1 of 1 tensors: "
@@ -780,7 +780,7 @@ def test_a_page_says_that_nothing_underflows():
     text = page(run, found, "healthy")
     assert "<h2>Underflow</h2><p>In gradients of parameters nothing" in text
     assert text.count("you need it.") == 1
-    old = findings(run._replace(tensors={"w": KNOWN | SHARES}))
+    old = summary(run._replace(tensors={"w": KNOWN | SHARES}))
     assert old.underflow.lead == []  # recorded before rounding errors were
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.diagnostics import JsonLines, read_run
-from gainstage.runs.findings import headline
 from gainstage.runs.header import code_of, rule_of
+from gainstage.runs.summary import headline
 
 RULES = [
     gs.AdaptiveLossScale(),

@@ -6,8 +6,8 @@ import pytest
 from telemetry.planted_runs import GOLDENS, PLANTED
 
 from gainstage.diagnostics import Alarms, JsonLines, read_run
-from gainstage.runs.findings import findings
 from gainstage.runs.skip_causes import why_skipped
+from gainstage.runs.summary import summary
 
 XRAY = "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names"
 
@@ -44,7 +44,7 @@ def test_an_overflow_in_the_backward_pass_is_called_one():
     )
     assert XRAY in message
     assert causes(run) == {"overflow": 10}
-    (advice, _) = findings(run).advice  # and how to keep a step
+    (advice, _) = summary(run).advice  # and how to keep a step
     assert advice.startswith(
         "10 steps in a row were skipped because gradients were NaN, at scales from 2^15 to 2^6, "
         "and finite again at 2^5: an overflow in the backward pass, for the loss was finite."
@@ -61,7 +61,7 @@ def test_a_rule_that_is_not_given_the_loss_says_so():
     assert "is not given the loss, so it cannot tell bad data from an overflow" in message
     assert "Pass it: update(..., value=loss)" in message
     assert causes(run) == {"NaN": 68}
-    (advice, _) = findings(run).advice  # and how to keep a step
+    (advice, _) = summary(run).advice  # and how to keep a step
     assert advice.startswith("34 steps in a row were skipped because gradients were NaN, at")
     assert "update(..., value=loss)" in advice
     assert "finite again at 2^15, so it was not the scale: probably bad data" in advice
@@ -75,7 +75,7 @@ def test_a_loss_that_is_recorded_but_not_passed_is_noticed_at_once():
     kinds = [(kind, step) for kind, step, _ in live(run)]
     assert kinds == [("loss", 17), ("data", 23)]
     assert causes(run) == {"bad loss": 68}
-    advice = findings(run).advice
+    advice = summary(run).advice
     assert "after a loss that was not finite" in advice[0]
     assert "not finite before any scaling" in advice[1]
     assert not any("rule=" in sentence for sentence in advice)
@@ -87,7 +87,7 @@ def test_what_overflows_inside_of_the_network_bounds_what_is_advised():
     run = golden("overflow_inside")
     assert live(run) == []
     assert causes(run) == {"overflow": 7}
-    found = findings(run)
+    found = summary(run)
     assert found.advice == []
     assert [row[0] for row in found.overflows.rows] == ["params"]
     assert run.get("loss_scale")[~run.skipped].max() == 2.0**8
@@ -110,13 +110,13 @@ def test_golden_runs_say_what_they_were_made_with(name):
     assert set(run.made) == {"rule", "dtypes", "versions"}
     for needed in ("jinja2", "matplotlib"):
         pytest.importorskip(needed)
-    from gainstage.runs.report_page import page
+    from gainstage.runs.report import page
 
-    shown = page(run, findings(run), name)
+    shown = page(run, summary(run), name)
     assert run.made["rule"] in shown
     assert "float32" in shown
     assert f"jax {run.made['versions']['jax']}" in shown
-    assert findings(run).headline["Rule"] == run.made["rule"]
+    assert summary(run).headline["Rule"] == run.made["rule"]
 
 
 def test_without_the_rule_nothing_is_recommended(tmp_path):
@@ -128,7 +128,7 @@ def test_without_the_rule_nothing_is_recommended(tmp_path):
         path.write_text("\n".join(lines) + "\n")
         run = read_run(path)
         assert (run.rule, run.made) == (None, {})
-        assert not any("AdaptiveLossScale" in sentence for sentence in findings(run).advice)
+        assert not any("AdaptiveLossScale" in sentence for sentence in summary(run).advice)
         with JsonLines(path) as more:
             more.write(len(run.steps), finite=True, loss_scale=4.0)
         assert set(read_run(path).made) == {"versions"}

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import gainstage as gs
 from gainstage.diagnostics import Run
 from gainstage.optimizers import SGD
-from gainstage.runs.findings import findings
+from gainstage.runs.summary import summary
 
 from programs import update_in_shard_map
 
@@ -255,11 +255,11 @@ def test_a_gradient_far_below_the_others_is_left_out_of_a_recorded_report():
     """The report of a recording leaves it out too; a recording without norms leaves out nothing."""
     tensors = counted([2.0**-22, 2.0**-23], [2.0**-5]).tensors()
     run = Run(np.arange(2), {"finite": np.ones(2), "loss_scale": np.full(2, SCALE)}, tensors)
-    lead = findings(run).underflow.lead
+    lead = summary(run).underflow.lead
     assert not any("you need it" in sentence for sentence in lead)
     assert lead[-1].startswith("Left out: w. Gradients below")
     old = {n: {k: v for k, v in row.items() if k != "norm_share"} for n, row in tensors.items()}
-    assert findings(run._replace(tensors=old)).underflow.lead[1].endswith("you need it.")
+    assert summary(run._replace(tensors=old)).underflow.lead[1].endswith("you need it.")
 
 
 def test_five_tensors_are_printed():

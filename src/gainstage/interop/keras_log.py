@@ -7,7 +7,8 @@ from typing import Any
 from gainstage._base.checks import as_power
 from gainstage.interop.keras_backend import keras
 from gainstage.rules.loss_scale import DynamicLossScale
-from gainstage.runs.alarms import SHARE, Alarm
+from gainstage.runs.alarms import Alarm
+from gainstage.runs.findings import SHARE
 from gainstage.runs.skip_causes import SkipCause, cause_of
 
 

@@ -1,356 +1,372 @@
-"""The findings of a report, as text for the terminal and the page."""
+"""What may be wrong with a run: one table, of which alarms and the report print the same words."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gainstage._base.checks import as_power
-from gainstage._scaling.step_telemetry import StepInfo
-from gainstage.rules.adaptive import AdaptiveLossScale
-from gainstage.runs.alarms import alarms_in
-from gainstage.runs.messages import IF_DATA, XRAY
-from gainstage.runs.recording import NOTHING, Run, measures, stretches
-from gainstage.runs.rows import LONGEST, Rows, printable
-from gainstage.runs.skip_causes import why_skipped
-from gainstage.runs.telemetry import left_out, underflow_summary
+from gainstage.runs.history import LONG_STREAK, MEMORY, WINDOW, History
+from gainstage.runs.skip_causes import SkipCause, Streak, cause_of
+from gainstage.runs.telemetry import ADVISE
 
-LOST_BITS = 3  # powers of two that bad data took from the scale, from which on it is said
-SLACK = 600  # seconds between the first step and its record, which may wait for others
-SHOWN_ROWS = 10  # rows of a table
-ENDS = 6  # rows at each end of the table of skipped steps
-DRAWN = 6  # curves of other numbers
-CURVES = {"loss_scale": "Loss scale", "loss": "Loss", "grad_norm": "Norm of all gradients"}
-KNOWN = {*CURVES, *StepInfo._fields, "written_at"}
-WHY = {
-    "overflow": "an overflow",
-    "NaN": "gradients that were NaN at lower scales too",
-    "bad loss": "a loss that was not finite before any scaling",
-    "vetoed": "apply_if, though gradients were finite",
-}
-RECORD = (
-    "No skipped step is kept in a step file beside the recording. To keep the next one, create "
-    'recorder = gs.diagnostics.StepRecorder("bad.npz"), and after each step call '
-    "recorder.write(n, gs.telemetry(opt_state), params, batch)."
+SHARE = 0.1  # the largest share of skipped steps that is no finding
+IN_A_ROW = 16  # steps in a row that were retried
+ZEROS = 50  # applied steps in a row without any gradient
+LOW = 16  # bits between the largest gradient and the limit
+XRAY = (
+    "gs.diagnostics.xray(loss_fn, params, batch, opt_state=opt_state) of such a step names the "
+    "operation"
 )
-SHARES = {
-    "error": "Off", "unscaled_error": "Unscaled", "flushed": "Flushed", "subnormal": "Subnormal",
-    "zero": "Zero",
-}  # fmt: skip
+PASS_LOSS = (
+    "update(..., value=loss) in an optax loop, apply(..., loss=loss); minimize does it itself"
+)
+IF_DATA = "If it is the data, rule=gs.AdaptiveLossScale()"
+HOLDS = f" {IF_DATA} that is given the loss ({PASS_LOSS}) would hold the scale."
+LOSS_MISSING = (
+    "The rule, AdaptiveLossScale, is not given the loss, so it cannot tell bad data from an "
+    f"overflow. Pass it: {PASS_LOSS}"
+)
+IN_TEXTS = {"XRAY": XRAY, "ADVISE": ADVISE, "LOSS_MISSING": LOSS_MISSING}
+
+Facts = dict[str, Any] | None  # the fields of a text; None if it is not so
 
 
-class Findings(NamedTuple):
-    """All findings about a run."""
-
-    headline: dict[str, str]
-    advice: list[str]
-    curves: dict[str, str]  # the titles of the curves, by the names of their numbers
-    causes: dict[str, np.ndarray]  # which steps were skipped, by cause
-    skips: Rows
-    numbers: Rows
-    overflows: Rows
-    underflow: Rows
-
-    @property
-    def tables(self) -> list[Rows]:
-        """The tables, in the order in which they are shown."""
-        return [self.skips, self.overflows, self.underflow, self.numbers]
-
-
-class StepFile(NamedTuple):
-    """A step file, as far as its description says."""
-
-    step: int
-    scale: float
-    written_at: float  # seconds since the epoch
-
-
-def findings(run: Run, step_files: Mapping[str, StepFile] = NOTHING) -> Findings:
-    """Returns the findings on a run: its numbers, and its alarms.
+class Finding(NamedTuple):
+    """Something that may be wrong with a run.
 
     Args:
-        run: the recorded run.
-        step_files: the step files beside it, by the commands that look into them.
+        name: the kind of the alarm.
+        test: a function of the history of a run that returns the fields of the text; None if
+            nothing is wrong.
+        text: what happened, and what to do.
+        of_streak: whether it explains skipped steps in a row.
     """
-    kept = {command: file for command, file in step_files.items() if _is_of(run, file)}
-    sentences = [_look(run, file, command) for command, file in kept.items()]
-    alarms = alarms_in(run)
-    if not any(alarm.kind == "growth" for alarm in alarms):
-        sentences = [*_without_gradient(run), *sentences]
-    if not any(IF_DATA in alarm.message for alarm in alarms):
-        sentences += _lowered_in_vain(run)
-    said = [*(alarm.message for alarm in alarms), *sentences]
-    if not any(_is_bad(run, file) for file in kept.values()) and any(XRAY in s for s in said):
-        sentences.append(RECORD)
-    causes = {c: m for c, m in (why_skipped(run) | {"vetoed": run.vetoed}).items() if m.any()}
-    others = [name for name in run.numbers if name not in KNOWN and _finite(run, name).size]
-    drawn = {name: CURVES[name] for name in CURVES if _finite(run, name).size}
-    drawn |= {name: printable(name) for name in others[:DRAWN]}
-    return Findings(
-        headline(run),
-        [printable(alarm.message, 10 * LONGEST) for alarm in alarms] + sentences,
-        drawn,
-        causes,
-        _skips(run, causes),
-        _numbers(run, others),
-        overflows(run),
-        underflow(run),
-    )
+
+    name: str
+    test: Callable[[History], Facts]
+    text: str
+    of_streak: bool = False
 
 
-def _lowered_in_vain(run: Run) -> list[str]:
-    """One sentence if steps that no scale makes finite have lowered the scale for good."""
-    skips, scale = why_skipped(run), run.get("loss_scale")
-    bad = (skips["NaN"] | skips["bad loss"])[:-1]
-    before, after = scale[:-1], scale[1:]
-    lowered = bad & (after < before) & (after > 0)
-    bits = np.log2(before[lowered] / after[lowered]).sum()
-    back = scale[-1] * 2**LOST_BITS > np.max(scale, initial=0, where=np.isfinite(scale))
-    if isinstance(run.rule, AdaptiveLossScale) or bits < LOST_BITS or back:
-        return []
-    return [
-        f"Steps that no scale makes finite lowered it to {as_power(float(scale[-1]))}. They have "
-        f"bad data, too high a learning rate, or an overflow in the forward pass. {XRAY}. "
-        f"{IF_DATA}, given the loss, holds the scale; it skips the same steps."
-    ]
+def findings_on(history: History) -> tuple[dict[str, str], dict[str, str]]:
+    """The texts of what is wrong with a run at its last step, by the names of the findings: the one
+    on skipped steps in a row, and the others."""
+    is_long = history.streak.length >= LONG_STREAK
+    of_streak = _texts(history, of_streak=True) if is_long else {}
+    history.explain(bool(of_streak))
+    return of_streak, _texts(history, of_streak=False)
 
 
-def _without_gradient(run: Run) -> list[str]:
-    """One sentence if all gradients are 0."""
-    zeros = [known.get("zero") == 1 for known in run.tensors.values()]
-    norms, scale = _finite(run, "grad_norm"), _finite(run, "loss_scale")
-    if not (zeros and all(zeros)) and (not norms.size or norms.any()):
-        return []
-    higher = f" Take a higher scale than {as_power(scale[-1])}." if scale.size else ""
-    if scale.size and (scale == 1).all():
-        higher = (
-            " A fixed scale of 1 does not scale: leave out the rule, and loss_scaled takes "
-            "gs.DynamicLossScale(), which starts at 2^15."
+def _texts(history: History, of_streak: bool) -> dict[str, str]:
+    """The text of the first finding of each name; of a streak, there is one finding."""
+    found: dict[str, str] = {}
+    for finding in FINDINGS:
+        is_due = finding.of_streak == of_streak and finding.name not in found
+        facts = finding.test(history) if is_due else None
+        if facts is not None:
+            found[finding.name] = finding.text.format(**IN_TEXTS, **facts)
+            if of_streak:
+                return {finding.name: found[finding.name] + _again(history)}
+    return found
+
+
+# ── skipped steps in a row ───────────────────────────────────────────────────────────────────
+
+
+def _by_cause(*causes: SkipCause, unless_fixed: bool = False, fitted: bool = False) -> Any:
+    """A test of the cause of a streak; perhaps only of one whose scale may fall, and fitted
+    before."""
+
+    def test(history: History) -> Facts:
+        streak = history.judged
+        wanted = cause_of(streak) in causes and not (unless_fixed and history.is_fixed)
+        return _of(streak) if wanted and (streak.fitted > 0 or not fitted) else None
+
+    return test
+
+
+def _of(streak: Streak) -> dict[str, str]:
+    """What texts say of a streak."""
+    scales = f"scales from {as_power(streak.first)} to {as_power(streak.low)}"
+    if streak.low == streak.first:
+        scales = f"a scale of {as_power(streak.first)}"
+    steps = f"{streak.length} steps in a row were skipped because"
+    known = "an overflow" if streak.inf else "probably an overflow"
+    if not streak.recorded:
+        known = "an overflow, or bad data, which a recorded loss would tell apart"
+    look = "Look at the data and the learning rate, and record the loss."
+    if streak.good_loss:
+        look = "The loss was finite: look for 0/0 or sqrt(0) in the backward pass."
+    fell = streak.low < streak.first and streak.ended is None
+    return {
+        "steps": steps,
+        "skipped": f"{steps} gradients were {'NaN' if streak.nan else 'not finite'}, at {scales}",
+        "place": " in the backward pass, for the loss was finite" if streak.good_loss else "",
+        "end": as_power(streak.ended or 0.0),
+        "outcome": _outcome(streak),
+        "data": "" if streak.good_loss else "bad data, ",
+        "known": known,
+        "look": look,
+        "falls": " The scale still falls, which ends an overflow." if fell else "",
+    }
+
+
+def _outcome(streak: Streak) -> str:
+    """Says at which scale gradients were finite again, if they were."""
+    if streak.ended is None or math.isnan(streak.ended):
+        return ""
+    again = f"Gradients were finite again at {as_power(streak.ended)}"
+    if streak.ended < streak.first:
+        return f"{again}: an overflow. "
+    return f"{again}, so it was not the scale: probably bad data. "
+
+
+def _again(history: History) -> str:
+    """How often it happened in a recorded run."""
+    same = history.same_cause
+    if same is None or same.streaks == 1:
+        return ""
+    return f" This happened {same.streaks} times: {same.steps} steps in all."
+
+
+def _bad_loss(history: History) -> Facts:
+    streak = history.judged
+    if cause_of(streak) is not SkipCause.BAD_LOSS:
+        return None
+    held = history.is_adaptive or streak.low == streak.first
+    return _of(streak) | {"holds": "" if held else HOLDS}
+
+
+def _gave_up_without_loss(history: History) -> Facts:
+    """`AdaptiveLossScale` gave up as early as it does without a loss."""
+    streak = history.judged
+    lacks = streak.fitted > 0 and streak.gave_up and streak.nan and not streak.recorded
+    return _of(streak) if history.is_adaptive and lacks else None
+
+
+# ── the scale ────────────────────────────────────────────────────────────────────────────────
+
+
+def _fell_for_a_loss(history: History) -> Facts:
+    if not (history.is_adaptive and history.fell_for_a_loss):
+        return None
+    return {"before": as_power(history.scale_before), "scale": as_power(history.scale)}
+
+
+def _at_floor(history: History) -> Facts:
+    """What a skipped step is told whose scale does not fall, with a loss that may be finite."""
+    streak = history.streak
+    if history.finite or streak.bad_loss:
+        return None
+    mend = "their loss is finite, so" if streak.good_loss else "if their loss is finite,"
+    return {"steps": streak.length, "scale": as_power(history.scale), "mend": mend}
+
+
+def _fixed_too_high(history: History) -> Facts:
+    is_long = history.streak.length >= LONG_STREAK
+    return _at_floor(history) if history.is_fixed and is_long else None
+
+
+def _stays(history: History) -> Facts:
+    stays = history.streak.held >= 2 * LONG_STREAK and not history.is_explained
+    return _at_floor(history) if history.rule is None and stays else None
+
+
+def _at_its_lowest(history: History) -> Facts:
+    low = history.streak.length >= 2 and history.scale <= history.floor
+    return _at_floor(history) if low else None
+
+
+def _no_headroom(history: History) -> Facts:
+    cannot_fall = history.is_fixed or history.scale <= history.floor
+    if not (cannot_fall and history.finite and history.largest[-1] > history.limit / 2):
+        return None
+    lower = "a lower loss_scale_value" if history.scale > history.floor else "a lower min_scale"
+    return {"size": history.largest[-1], "scale": as_power(history.scale), "lower": lower}
+
+
+def _other_rule(history: History) -> str:
+    """The advice to try another rule, unless the run uses it or its rule is unknown."""
+    is_other = history.rule is not None and not history.is_adaptive
+    return ", or rule=gs.AdaptiveLossScale()" if is_other else ""
+
+
+def _no_gradient(history: History) -> Facts:
+    recent = list(history.largest)[-ZEROS:]
+    if len(recent) < ZEROS or any(recent):
+        return None
+    return {"n": ZEROS, "scale": as_power(history.scale), "other": _other_rule(history)}
+
+
+def _too_low(history: History) -> Facts:
+    """Gradients are far below the limit, and the scale does not rise."""
+    scale, (lowest, when) = history.scale, history.overflowed
+    learned = lowest <= 4 * scale and history.step - when <= MEMORY
+    if learned or history.since_raised < WINDOW or any(history.skips):
+        return None
+    if len(history.largest) < WINDOW or any(map(math.isnan, history.largest)):
+        return None
+    largest = max(history.largest)
+    stays = history.is_fixed or (history.rule is None and not history.ever_changed)
+    if (stays and scale == 1) or not largest:
+        return None  # the run does not scale, on purpose
+    bits = int(math.log2(history.limit / largest))
+    if bits < LOW:
+        return None
+    fits = min(scale * 2.0 ** (bits - 1), history.lowest_overflow / 2)
+    setting = f"initial_loss_scale={as_power(fits)}"
+    if scale >= history.ceiling and not history.is_fixed:
+        why = f"it is at its highest, max_scale={as_power(scale)}"
+        setting = f"max_scale={as_power(fits)}"
+    elif history.is_fixed:
+        why, setting = "it is fixed", f"loss_scale_value={as_power(fits)}"
+    elif stays:
+        why, setting = "it has never been another", as_power(fits)
+    elif history.is_adaptive:
+        why, setting = "an earlier overflow limits it", "a shorter increment_period"
+    else:
+        why = f"it has not risen for {history.since_raised} steps"
+    setting = setting if fits > scale else "a shorter increment_period"
+    facts = {"n": WINDOW, "bits": bits, "scale": as_power(scale), "why": why, "setting": setting}
+    return facts | {"other": _other_rule(history)}
+
+
+# ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _skipped_without_record(history: History) -> Facts:
+    steps, skipped = history.unrecorded or (0.0, 0.0)
+    if skipped <= SHARE * steps:
+        return None
+    return {"skipped": skipped, "steps": steps, "scale": as_power(history.scale)}
+
+
+def _many_skips(history: History) -> Facts:
+    skips = [why for why in history.skips if why]
+    if len(history.skips) < WINDOW or len(skips) <= SHARE * WINDOW:
+        return None
+    mend = "raised too often: take a longer increment_period"
+    if history.is_fixed:
+        mend = "too high: take a lower loss_scale_value"
+    bad, good = skips.count("bad loss"), skips.count("loss")
+    if bad == len(skips):
+        why = "The loss of those steps was not finite before any scaling"
+    elif good == len(skips):
+        why = f"Their loss was finite, so the scale is {mend}"
+    else:
+        why = (
+            f"{bad} of them had a loss that was not finite, so no scale helps. Of those whose loss "
+            f"is finite, the scale is {mend}"
         )
-    return [
-        f"All gradients are 0: the loss does not depend on the parameters, or float16 has lost all "
-        f"of it.{higher} To see which it is, keep any step with recorder.save(n, info, params, "
-        f"batch) of a gs.diagnostics.StepRecorder, and take its X-ray."
-    ]
+    return {"skips": len(skips), "n": WINDOW, "scale": as_power(history.scale), "why": why}
 
 
-def _look(run: Run, kept: StepFile, command: str) -> str:
-    """A sentence with the command for a step file."""
-    look = "Find its cause" if _is_bad(run, kept) else "Look into it"
-    return printable(f"Step {kept.step} is kept in a step file. {look}: {command}", 10 * LONGEST)
+def _many_retries(history: History) -> Facts:
+    row = history.retried_in_a_row
+    return None if row < IN_A_ROW else {"n": row, "scale": as_power(history.scale)}
 
 
-def _is_bad(run: Run, kept: StepFile) -> bool:
-    """Whether the step of a file was skipped."""
-    return bool((run.skipped & (run.steps == kept.step)).any())
+# ── all of them: of those with one name the first counts ─────────────────────────────────────
 
-
-def _is_of(run: Run, kept: StepFile) -> bool:
-    """Whether a step file is of this run: of a step and scale of it, and not older than it."""
-    scales = run.get("loss_scale")[run.steps == kept.step]
-    times = _finite(run, "written_at")
-    is_older = bool(times.size) and kept.written_at < times.min() - SLACK
-    return not is_older and any(scales == np.float32(kept.scale))
-
-
-def headline(run: Run) -> dict[str, str]:
-    """Formats the numbers of a run, by their labels; what was not recorded is left out."""
-    found = measures(run)
-    forms = {
-        "Steps recorded": "{steps} ({first} to {last})",
-        "Duration": "{duration}",
-        "Skipped, of those recorded": "{skipped} ({skipped_share:.1%})",
-        "Causes": "{causes}",
-        "Finite, but skipped by apply_if": "{vetoed}",
-        "Longest run of skipped steps": "{longest}",
-        "Tries that were repeated at a lower scale": "{retried}",
-        "Loss scale, first and last": "{scale_first}, {scale_last}",
-        "Loss scale, lowest and highest": "{scale_lowest}, {scale_highest}",
-        "Steps at the lowest": "{at_lowest} ({lowest_share:.1%})",
-        "Times raised, lowered": "{raised}, {lowered}",
-        "Loss, first and last tenth (median)": "{loss_first:.4g}, {loss_last:.4g}",
-        "Norm of all gradients (median)": "{grad_norm:.4g}",
-    }
-    shown: dict[str, Any] = {
-        k: as_power(v) if k.startswith("scale") else v for k, v in found.items()
-    }
-    shown["skipped_share"] = found.get("skipped", 0) / found["steps"]
-    shown["lowest_share"] = found.get("at_lowest", 0) / found["steps"]
-    counts = {cause: int(mask.sum()) for cause, mask in why_skipped(run).items()}
-    if any(counts.values()):
-        shown["causes"] = ", ".join(f"{n} {cause}" for cause, n in counts.items() if n)
-    if (times := _finite(run, "written_at")).size > 1:
-        minutes, seconds = divmod(round(np.ptp(times)), 60)
-        shown["duration"] = f"{minutes // 60} h {minutes % 60} min {seconds} s"
-    rows = made(run)
-    for name, form in forms.items():
-        try:
-            rows[name] = form.format(**shown)
-        except KeyError:
-            continue
-    return rows
-
-
-def made(run: Run) -> dict[str, str]:
-    """Formats the first line of the recording, as far as it is there."""
-    versions = dict(run.made.get("versions", {}))
-    device = versions.pop("device", "")
-    counts = (f"{count} {dtype}" for dtype, count in run.made.get("dtypes", {}).items())
-    rows = {
-        "Rule": run.made.get("rule", ""),
-        "Parameters": ", ".join(counts),
-        "Device": device,
-        "Versions": ", ".join(f"{name} {at}" for name, at in versions.items()),
-    }
-    return {name: printable(row) for name, row in rows.items() if row}
-
-
-def _finite(run: Run, name: str) -> np.ndarray:
-    """The finite numbers of a name."""
-    return run.get(name)[np.isfinite(run.get(name))]
-
-
-def _skips(run: Run, causes: Mapping[str, np.ndarray]) -> Rows:
-    """The skipped steps, a row for those that follow each other: the first and the last."""
-    scale, rows = run.get("loss_scale"), []
-    parts = stretches(np.any([*causes.values(), np.zeros(len(scale), bool)], axis=0)).tolist()
-    for start, stop in parts if len(parts) <= 2 * ENDS else parts[:ENDS] + parts[-ENDS:]:
-        counts = {cause: mask[start:stop].sum() for cause, mask in causes.items()}
-        which = {cause: n for cause, n in counts.items() if n}
-        words = ", ".join(
-            cause if len(which) == 1 else f"{n} {cause}" for cause, n in which.items()
-        )
-        steps = _range(run.steps[start], run.steps[stop - 1], str)
-        scales = _range(float(scale[start]), float(scale[stop - 1]), as_power)
-        rows.append((steps, f"{stop - start}", scales, words))
-    if left := len(parts) - len(rows):
-        rest = sum(stop - start for start, stop in parts[ENDS:-ENDS])
-        rows.insert(ENDS, (f"and {left} more", f"{rest}", "", ""))
-    notes = [f"{cause}: {mask.sum()} by {WHY[cause]}." for cause, mask in causes.items()]
-    return Rows("Skipped steps", ("Steps", "Count", "Loss scale", "Cause"), rows, notes)
-
-
-def _range(first: Any, last: Any, form: Any) -> str:
-    return form(first) if first == last else f"{form(first)} to {form(last)}"
-
-
-def _numbers(run: Run, names: Sequence[str]) -> Rows:
-    """The other numbers that were logged."""
-    columns = ("Number", "First", "Last", "Lowest", "Highest")
-    rows = []
-    for name in names:
-        values = _finite(run, name)
-        ends = (values[0], values[-1], values.min(), values.max())
-        rows.append((printable(name), *(f"{number:.4g}" for number in ends)))
-    return Rows("Other numbers", columns, *_cut(rows))
-
-
-def _cut(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """The first rows, and notes, one of which counts the others."""
-    more = [f"and {len(rows) - SHOWN_ROWS} more"] * (len(rows) > SHOWN_ROWS)
-    return rows[:SHOWN_ROWS], [*more, *notes]
-
-
-def overflows(run: Run) -> Rows:
-    """The tensors with non-finite gradients, the most frequent first; equal ones in one row."""
-    columns = ["Tensor", "Inf", "NaN", "First", "Last"]
-    hit = {name: known for name, known in run.tensors.items() if known["first"] >= 0}
-    alike: dict[tuple[float, ...], list[str]] = defaultdict(list)
-    for name, known in hit.items():
-        alike[tuple(known[key] for key in ("inf", "nan", "first", "last"))].append(name)
-    headroom = any("headroom" in known for known in hit.values())
-    rows = []
-    for counts in sorted(alike, key=lambda counts: -max(counts[:2])):
-        names = alike[counts]
-        bits = min(hit[name].get("headroom", math.nan) for name in names)
-        last = [f"{bits:.1f}" if math.isfinite(bits) else "-"] * headroom
-        rows.append((_together(names, len(run.tensors)), *(f"{n}" for n in counts), *last))
-    notes = [
-        "Inf, NaN: in how many skipped steps the tensor held one. First, last: which steps.",
-        f"Tensors that were finite in every step: {len(run.tensors) - len(hit)}.",
-    ]
-    notes += [
-        "Headroom: how often the scale could be doubled before this gradient overflows; values "
-        "inside of the network may overflow earlier."
-    ] * headroom
-    columns += ["Headroom (bits)"] * headroom
-    return Rows("Tensors that were not finite", columns, *_cut(rows, notes if rows else ()))
-
-
-def _layer(name: str) -> str:
-    return name.rpartition("/")[0] or name
-
-
-def _together(names: Sequence[str], of: int) -> str:
-    """A name for some tensors: their own, all, or those of their layers."""
-    if len(names) == 1:
-        return printable(names[0])
-    if len(names) == of:
-        return f"all {of} tensors"
-    layers = Counter(map(_layer, names))
-    words = [
-        printable(layer, 50) + f" ({n} of them)" * (n > 1) for layer, n in list(layers.items())[:3]
-    ]
-    more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
-    return f"{len(names)} tensors: {', '.join(words)}{more}"
-
-
-def underflow(run: Run) -> Rows:
-    """The tensors with flushed or subnormal elements, the worst of each layer."""
-    lead, layers = _underflow_summary(run), Counter(map(_layer, run.tensors))
-    kinds = [kind for kind in SHARES if lead or not kind.endswith("error")]  # else an older file
-    worst: dict[str, tuple[str, ...]] = {}
-
-    aside = _left_out(run.tensors)
-
-    def badness(name: str) -> tuple[float, ...]:
-        known = run.tensors[name]
-        numbers = [known.get(kind, math.nan) for kind in ("error", "flushed", "subnormal")]
-        return (name in aside, *-np.nan_to_num(numbers))
-
-    for name in sorted(run.tensors, key=badness):
-        known, layer = run.tensors[name], _layer(name)
-        if layer not in worst and (known.get("flushed", 0) > 0 or known.get("subnormal", 0) > 0):
-            shares = (_percent(known.get(kind, math.nan)) for kind in kinds)
-            note = " (left out)" * (name in aside)
-            worst[layer] = (f"{printable(name)}{note}", *shares, f"{layers[layer]}")
-    notes = [
-        "Off: the rounding error of float16 as a share of the tensor's root mean square. Unscaled: "
-        "the same without loss scaling."
-    ] * bool(lead)
-    notes += [
-        "Flushed: the share of elements that float16 makes 0. Subnormal: those that it holds with "
-        "fewer digits. Zero: those that are 0 already. Worst of: how many tensors the layer has.",
-    ]
-    columns = ("Tensor", *(SHARES[kind] for kind in kinds), "Worst of")
-    return Rows("Underflow", columns, *_cut(list(worst.values()), notes if worst else ()), lead)
-
-
-def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else "overflow" if math.isinf(share) else f"{share:.2%}"
-
-
-def _underflow_summary(run: Run) -> list[str]:
-    """Sentences on whether float16 loses what matters, if that was recorded."""
-    known = {printable(name): k for name, k in run.tensors.items() if k.get("error", math.nan) >= 0}
-    if not known:
-        return []
-    underflows = any(k.get("flushed", 0) > 0 or k.get("subnormal", 0) > 0 for k in known.values())
-    error, unscaled = _known(known, "error"), _known(known, "unscaled_error")
-    scale = _finite(run, "loss_scale")
-    unscaled = {} if scale.size and scale[-1] == 1 else unscaled
-    zeros = [name for name, k in known.items() if k.get("zero") == 1]
-    return underflow_summary(error, unscaled, underflows, zeros, _left_out(known))
-
-
-def _known(tensors: Mapping[str, dict[str, float]], kind: str) -> dict[str, float]:
-    """The numbers of one kind, as far as they were recorded, by tensor."""
-    return {name: known[kind] for name, known in tensors.items() if known.get(kind, -1) >= 0}
-
-
-def _left_out(tensors: Mapping[str, dict[str, float]]) -> list[str]:
-    """The tensors that the sentences on underflow leave out."""
-    error, unscaled = _known(tensors, "error"), _known(tensors, "unscaled_error")
-    return left_out(error, unscaled, _known(tensors, "norm_share"))
+FINDINGS = (
+    Finding(
+        "data",
+        _bad_loss,
+        "{steps} their loss was not finite before any scaling: bad data, too high a learning rate, "
+        "or an overflow in the forward pass. No scale helps that. {XRAY}.{holds}",
+        of_streak=True,
+    ),
+    Finding(
+        "loss",
+        _gave_up_without_loss,
+        "{skipped}. {LOSS_MISSING}. Record it too: write(step, info, loss=loss). {outcome}{XRAY}.",
+        of_streak=True,
+    ),
+    Finding(
+        "overflow",
+        _by_cause(SkipCause.OVERFLOW),
+        "{skipped}, and finite again at {end}: an overflow{place}. {XRAY}.",
+        of_streak=True,
+    ),
+    Finding("data", _by_cause(SkipCause.NAN), "{skipped}. {outcome}{XRAY}.", of_streak=True),
+    Finding(
+        "data",
+        _by_cause(SkipCause.NAN_BELOW, unless_fixed=True),
+        "{skipped}. At the lowest hardly anything of them would be left in float16, so probably it "
+        "is not the scale. {look} {XRAY}.",
+        of_streak=True,
+    ),
+    Finding(
+        "overflow",
+        _by_cause(SkipCause.NAN_TO_THE_END, unless_fixed=True, fitted=True),
+        "{skipped}, and that did not end: {data}a formula of the backward pass such as 0/0, or an "
+        "overflow that only a still lower scale ends. {XRAY}.",
+        of_streak=True,
+    ),
+    Finding(
+        "overflow",
+        _by_cause(SkipCause.LIKELY_OVERFLOW, unless_fixed=True, fitted=True),
+        "{skipped}: {known}{place}.{falls} {XRAY}.",
+        of_streak=True,
+    ),
+    Finding(
+        "loss",
+        _fell_for_a_loss,
+        "the scale fell from {before} to {scale} after a loss that was not finite. {LOSS_MISSING}.",
+    ),
+    Finding(
+        "floor",
+        _fixed_too_high,
+        "{steps} steps in a row were skipped, and the scale of {scale} cannot fall; {mend} it is "
+        "too high: take a lower loss_scale_value. {XRAY}.",
+    ),
+    Finding(
+        "floor",
+        _stays,
+        "{steps} steps in a row were skipped, and the scale stayed at {scale}; {mend} it is too "
+        "high, or gradients are beyond what the dtype holds: let it fall lower, or lower the "
+        "learning rate. {XRAY}. {ADVISE}.",
+    ),
+    Finding(
+        "floor",
+        _at_its_lowest,
+        "the scale is at its lowest, {scale}, and steps are still skipped; {mend} gradients are "
+        "beyond what the dtype holds: lower min_scale, or the learning rate. {XRAY}. {ADVISE}.",
+    ),
+    Finding(
+        "skips",
+        _skipped_without_record,
+        "{skipped:g} of the last {steps:g} steps were skipped, most of them without a record; the "
+        "scale is {scale}. The other alarms need a record of each step: "
+        "alarms.write(n, gainstage.telemetry(opt_state), loss=loss).",
+    ),
+    Finding(
+        "skips",
+        _many_skips,
+        "{skips} of the last {n} steps were skipped; the scale is {scale}. {why}. {XRAY}.",
+    ),
+    Finding(
+        "retries",
+        _many_retries,
+        "each of the last {n} steps was computed more than once, because it overflowed at first. "
+        "The scale is {scale}: start from a lower one, or take a longer increment_period.",
+    ),
+    Finding(
+        "headroom",
+        _no_headroom,
+        "the largest gradient times the scale is {size:.3g}, within one bit of overflow, and the "
+        "scale of {scale} cannot fall. Take {lower}.",
+    ),
+    Finding(
+        "growth",
+        _no_gradient,
+        "all gradients of the last {n} applied steps are 0. If that should not be, they are "
+        "flushed: take a higher scale than {scale}{other}. {ADVISE}.",
+    ),
+    Finding(
+        "growth",
+        _too_low,
+        "the largest gradient of the last {n} steps is {bits} bits below what float16 holds, so "
+        "small ones may be lost. The scale is {scale}, and {why}. Take {setting}{other}.",
+    ),
+)

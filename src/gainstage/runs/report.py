@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gainstage.runs.curves import draw
-from gainstage.runs.findings import StepFile, findings
-from gainstage.runs.recording import NOTHING, read_run
-from gainstage.runs.report_page import page
+from gainstage.runs.curves import draw, drawing
+from gainstage.runs.recording import NOTHING, Run, read_run
+from gainstage.runs.render import render
 from gainstage.runs.rows import Rows, printable
+from gainstage.runs.summary import StepFile, Summary, summary
 
 WIDTH = 78  # of the text, for a terminal of 80 columns
 RULE = re.compile(r"\w+\(.*\)")
@@ -50,7 +50,7 @@ def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING)
             print(warning.message, file=sys.stderr)
         if output.exists() and output.samefile(path):
             raise ValueError(f"Expected another file than the run for --output; got {output}.")
-        found = findings(run, step_files)
+        found = summary(run, step_files)
         if output.suffix.lower() == ".html":
             output.write_text(page(run, found, title), encoding="utf-8")
         else:
@@ -82,6 +82,18 @@ def main(path: Path, output: Path, step_files: Mapping[str, StepFile] = NOTHING)
     kind = "Page" if output.suffix.lower() == ".html" else "Picture"
     console.print(f"\n{kind}: {printable(str(output), 4096)}", soft_wrap=True)
     return 0
+
+
+def page(run: Run, found: Summary, title: str) -> str:
+    """Returns the page of a run, as HTML.
+
+    Args:
+        run: the recorded run.
+        found: what it shows.
+        title: the name of the run, as text.
+    """
+    curves = [(words, drawing(run, name, found.causes)) for name, words in found.curves.items()]
+    return render("run.html", title, found=found, curves=curves)
 
 
 def _print(console: Console, table: Rows) -> None:

@@ -7,13 +7,27 @@ import math
 import numpy as np
 
 from gainstage.rules.adaptive import HALVINGS
-from gainstage.runs.largest import LargestGradient
 from gainstage.runs.recording import Run
 
 NO_DIGITS = 2.0**-14  # below this largest scaled gradient, all float16 gradients lose digits
 FAR_FALL = 2.0**24  # a fall this far reaches that point, if the largest gradient is not known
 LOW_SCALE = 2.0**-8  # a scale this low does, if no step was finite
 STAYS = 2.0**6  # a gradient that stays NaN over such a fall is not known to overflow
+
+
+class LargestGradient:
+    """Follows the largest gradient; between measurements it is scaled with the gradient norm."""
+
+    def __init__(self) -> None:
+        self._last = self._norm = math.nan
+
+    def of(self, max_abs: float, grad_norm: float) -> float:
+        """The largest gradient of the next step; `max_abs` is NaN if it was not measured."""
+        if not math.isnan(max_abs):
+            self._last, self._norm = max_abs, grad_norm
+            return max_abs
+        ratio = grad_norm / self._norm if self._norm else math.nan
+        return self._last * ratio if 0 < ratio < math.inf else self._last
 
 
 class SkipCause(enum.Enum):

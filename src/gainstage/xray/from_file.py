@@ -16,7 +16,7 @@ import jax
 from gainstage._base.checks import as_power
 from gainstage._base.importing import importing
 from gainstage._programs.places import is_library
-from gainstage.runs.findings import StepFile
+from gainstage.runs.summary import StepFile
 from gainstage.xray import step_file
 from gainstage.xray.step_recorder import BadStep, bad_step, made, settings, versions
 from gainstage.xray.xray import xray
