@@ -57,4 +57,4 @@ def decoder():
     text = np.frombuffer(LICENSE.read_bytes(), np.uint8)
     starts = np.random.default_rng(0).integers(len(text) - CONTEXT - 1, size=(4, BATCH, 1))
     batches = jnp.asarray(text[starts + np.arange(CONTEXT + 1)], jnp.int32)
-    return loss_fn, Decoder(nnx.Rngs(0)), list(batches)
+    return loss_fn, Decoder(nnx.Rngs(0)), [(batch,) for batch in batches]

@@ -118,7 +118,9 @@ def measure(name: str, console: Console) -> dict[str, Any]:
     """What each precision costs a model, before and after training."""
     model, start = EVERY[name](), time.perf_counter()
     batches = [model.batch(number) for number in range(BATCHES)]
-    plan = gs.precision.tune(model.loss, model.params, batches, dtype="float8", card=None)
+    plan = gs.precision.tune(
+        model.loss, model.params, [(batch,) for batch in batches], dtype="float8", card=None
+    )
     dtypes = [o.dtype for o in plan.operations if o.name == "dot_general"]
     found: dict[str, Any] = {
         "steps": steps_of(name),

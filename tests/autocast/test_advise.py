@@ -98,7 +98,8 @@ def wide():
         return jnp.mean(jnp.tanh(x @ w) ** 2)
 
     xs = [draw(number, 1024, 1024) for number in range(2)]
-    return advise(loss, draw(9, 1024, 1024) / 32, xs), loss, (draw(9, 1024, 1024) / 32, xs)
+    found = advise(loss, draw(9, 1024, 1024) / 32, [(x,) for x in xs])
+    return found, loss, (draw(9, 1024, 1024) / 32, xs)
 
 
 def test_the_lines_of_each_row_are_those_of_what_was_measured(advice, wide):
@@ -131,7 +132,7 @@ def test_the_row_of_float8_is_what_its_line_computes(wide):
     noise = off.var(0, ddof=1).sum() / exact.var(0, ddof=1).sum()
     assert cost.price.noise == pytest.approx(noise, rel=0.02)
     assert cost.arithmetic == {"float8": 1.0}
-    on_a100 = advise(loss, w, xs, card="A100")
+    on_a100 = advise(loss, w, [(x,) for x in xs], card="A100")
     assert "float8" not in costs(on_a100)
     assert "\nfloat8             not there\n" in str(on_a100)
     assert "The A100 has no products in float8." in str(on_a100)
@@ -178,7 +179,7 @@ def test_the_arithmetic_of_a_convolution_is_counted(kind):
 
     ones = jnp.ones((64, channels, 3, 3)), jnp.ones((4, 64, 12, 12))
     count = float(convolved(*ones).sum())
-    xs = [draw(number, *ones[1].shape) for number in range(2)]
+    xs = [(draw(number, *ones[1].shape),) for number in range(2)]
     found = advise(
         lambda w, x: jnp.mean(convolved(w, x) ** 2), draw(9, *ones[0].shape), xs, card="V100"
     )
@@ -246,7 +247,7 @@ def test_it_names_a_parameter_whose_small_gradient_is_lost():
 
 def test_a_layer_that_the_rule_puts_in_float8_saves_time_on_paper():
     """Also with fewer rows than columns, where the weight is the larger operand."""
-    w, xs = draw(1, 2048, 2048) / 45, [draw(10 + i, 256, 2048) for i in range(2)]
+    w, xs = draw(1, 2048, 2048) / 45, [(draw(10 + i, 256, 2048),) for i in range(2)]
     found = advise(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), w, xs)
     each = costs(found)
     assert each["float8"].arithmetic == {"float8": 1.0}
@@ -270,7 +271,8 @@ def test_it_does_not_say_that_a_scale_helps_where_none_does(how):
 
 @pytest.mark.parametrize("kind", ["dict", "one array", "nnx", "equinox", "aux"])
 def test_batches_and_models_of_any_kind(kind):
-    """A batch may be a tuple of arguments, or one argument; the parameters may be a model."""
+    """A batch is the tuple of all other arguments, each any pytree; the parameters may be a
+    model."""
     if kind == "nnx":
         model = nnx.Linear(48, 32, rngs=nnx.Rngs(0))
         found = advise(lambda m, x, y: jnp.mean((m(x) - y) ** 2), model, BATCHES)
@@ -280,18 +282,11 @@ def test_batches_and_models_of_any_kind(kind):
     elif kind == "aux":
         found = advise(lambda p, x, y: (network(p, x, y), x), PARAMS, BATCHES, has_aux=True)
     elif kind == "dict":
-        batches = [{"x": x, "y": y} for x, y in BATCHES]
+        batches = [({"x": x, "y": y},) for x, y in BATCHES]
         found = advise(lambda p, batch: network(p, **batch), PARAMS, batches)
     else:
-        found = advise(lambda p, x: jnp.mean((x @ p["a"]) ** 2), PARAMS, [x for x, _ in BATCHES])
+        found = advise(lambda p, x: jnp.mean((x @ p["a"]) ** 2), PARAMS, [(x,) for x, _ in BATCHES])
     assert found.recommended.name == "bfloat16"
-
-
-def test_a_pair_is_one_argument_of_a_function_that_takes_one(advice):
-    """`loss(params, batch)` gets each pair whole, and costs what `loss(params, x, y)` does."""
-    found = advise(lambda params, batch: network(params, *batch), PARAMS, BATCHES)
-    prices = [cost.price for cost in found.costs]
-    np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
 
 
 class Pair(NamedTuple):
@@ -308,14 +303,17 @@ def whole(params, batch, training=True):
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind"),
-    [(optional, tuple), (whole, tuple), (network, Pair), (optional, Pair)],
-    ids=["optional", "with an option", "named", "optional and named"],
+    ("loss", "batches"),
+    [
+        (optional, BATCHES),
+        (whole, [(pair,) for pair in BATCHES]),
+        (whole, [(Pair(*pair),) for pair in BATCHES]),
+    ],
+    ids=["optional", "a pair", "named"],
 )
-def test_a_tuple_is_taken_as_the_function_can_take_it(loss, kind, advice):
-    """Its elements are the arguments, optional ones too, or it is the first of them as a whole."""
-    pairs = [Pair(*pair) if kind is Pair else pair for pair in BATCHES]
-    found = advise(loss, PARAMS, pairs, progress=False)
+def test_a_batch_is_the_tuple_of_what_follows_the_parameters(loss, batches, advice):
+    """Its elements are the arguments, optional ones too; an argument may be a tuple itself."""
+    found = advise(loss, PARAMS, batches, progress=False)
     prices = [cost.price for cost in found.costs]
     np.testing.assert_allclose(prices, [cost.price for cost in advice.costs], rtol=0.02, atol=1e-9)
 
@@ -349,27 +347,23 @@ MISTAKES = {
     ),
     "a batch as a list": (
         (network, PARAMS, [list(b) for b in BATCHES]),
-        r"tuple of the arguments \(x, y\)",
+        r"takes after the parameters.*; got list, for a fun with the arguments params, x, y",
     ),
-    "names": (
-        (lambda p, x, *, y: network(p, x, y), PARAMS, BATCHES),
-        r"takes y by name alone. Write fun=lambda params, x, y: loss_fn\(params, x, y=y\)",
+    "an array as a batch": (
+        (lambda p, x: jnp.mean((x @ p["a"]) ** 2), PARAMS, [x for x, _ in BATCHES]),
+        r"\[\(x1,\), \(x2,\)\] for one argument; got ArrayImpl",
     ),
+    "a named tuple": ((network, PARAMS, [Pair(*pair) for pair in BATCHES]), "got Pair, for a fun"),
+    "names": ((lambda p, x, *, y: network(p, x, y), PARAMS, BATCHES), r"got a tuple of 2, for"),
     "a dict of arguments": (
         (optional, PARAMS, [dict(zip("xy", pair, strict=True)) for pair in BATCHES]),
-        r"takes x by name. Write fun=lambda params, batch: loss_fn\(params, \*\*batch\)",
+        r"got dict, for a fun with the arguments params, x, y",
     ),
-    "two ways": (
-        (
-            lambda p, x, y=0: network(p, *x) if isinstance(x, tuple) else network(p, x, y),
-            PARAMS,
-            BATCHES,
-        ),
-        r"as x, and also its elements as x, y. Write",
-    ),
-    "three": (
-        (network, PARAMS, [(*pair, 1) for pair in BATCHES]),
-        r"tuple of the arguments \(x, y\); got a tuple of 3",
+    "one that is no tuple": ((network, PARAMS, [*BATCHES, 3]), "each batch as the tuple.*got int"),
+    "three": ((network, PARAMS, [(*pair, 1) for pair in BATCHES]), "got a tuple of 3, for a fun"),
+    "a pair for one argument": (
+        (lambda params, batch: network(params, *batch), PARAMS, BATCHES),
+        "got a tuple of 2, for a fun",
     ),
     "a tuple of batches": ((network, PARAMS, tuple(BATCHES)), "list of batches"),
     "parameters in half": (
@@ -380,7 +374,7 @@ MISTAKES = {
     "the same seven times": ((network, PARAMS, [BATCHES[0]] * 7), "different batches"),
     "another shape": (
         (network, PARAMS, [*BATCHES, (BATCHES[0][0], BATCHES[0][1][:5])]),
-        r"batch 4 differs from batch 0: float32\[5, 32\], for float32\[96, 32\]. Several",
+        r"batch 4 differs from batch 0: float32\[5, 32\], for float32\[96, 32\]. Leave",
     ),
     "another order": (
         (PARAMS.get, network, BATCHES),
@@ -438,7 +432,7 @@ def loss_fn(params, x):
 
 def what():
     keys = jax.random.split(jax.random.key(0), 5)
-    batches = [jax.random.normal(key, (32, 16)) for key in keys[1:]]
+    batches = [(jax.random.normal(key, (32, 16)),) for key in keys[1:]]
     return loss_fn, jax.random.normal(keys[0], (16, 16)) / 4, batches
 
 def with_aux():

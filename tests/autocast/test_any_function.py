@@ -274,7 +274,7 @@ def jerk(w, x):
 @pytest.mark.parametrize(("loss", "w"), [(drift, draw(1, 8, 8) / 4), (jerk, draw(4, 16, 16) / 4)])
 def test_a_plan_measures_what_default_rules_cannot_see(loss, w):
     """Differences of near numbers that nothing in the program shows are right with a plan."""
-    plan = gs.precision.tune(loss, w, [X], max_error=0.005)
+    plan = gs.precision.tune(loss, w, [(X,)], max_error=0.005)
 
     @jax.jit
     def gradients(w):

@@ -139,7 +139,7 @@ def test_a_narrow_layer_of_a_loop_stays_in_half():
         return jnp.mean(x**2)
 
     ws = [draw(1, 8, 64) / 3, draw(2, 64, 64) / 8]
-    xs = [draw(10 + i, 32, 8) for i in range(4)]
+    xs = [(draw(10 + i, 32, 8),) for i in range(4)]
     found = tune(loss, ws, xs, dtype="float8", card=None, max_noise=1.0, max_bias=1.0)
     assert dtypes(found) == ["float16", "float8"]
 
@@ -210,7 +210,7 @@ def test_a_model_with_batch_axes_keeps_them_in_half():
         return jnp.mean(jnp.einsum("bij,bkj->bik", h, h) ** 2)
 
     found = tune(
-        attends, PARAMS, [x for x, _ in BATCHES[:2]], dtype="float8", card=None, max_bias=9.0,
+        attends, PARAMS, [(x,) for x, _ in BATCHES[:2]], dtype="float8", card=None, max_bias=9.0,
         max_noise=9.0,
     )  # fmt: skip
     assert dtypes(found) == ["float8", "float16"]

@@ -79,7 +79,9 @@ def main(folder):
     opt.save_own_variables(store)
     np.savez(folder / "optimizer.npz", w=w.numpy(), **store)
     recorded(folder)
-    tune(planned, jnp.ones((8, 8)), [jnp.ones((4, 8))], max_error=0.005).save(folder / "plan.json")
+    tune(planned, jnp.ones((8, 8)), [(jnp.ones((4, 8)),)], max_error=0.005).save(
+        folder / "plan.json"
+    )
     fitted = model()
     fitted.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32), 2, 1, verbose=0)
     fitted.save(folder / "model.keras")

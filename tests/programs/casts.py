@@ -58,7 +58,9 @@ def main():
         small, large = MODELS[name](), MODELS[name](large=True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            plan = tune(small.loss, small.params, [small.batch(0)], max_error=0.005, progress=False)
+            plan = tune(
+                small.loss, small.params, [(small.batch(0),)], max_error=0.005, progress=False
+            )
         args = planned_everywhere((large.params, large.batch(0)), target("h100"))
         losses = {
             "float32": large.loss,

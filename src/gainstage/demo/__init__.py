@@ -68,7 +68,8 @@ def advised(task: Task, seed: int) -> Advice:
     names = (f"weights[{number:02}]" for number in itertools.count())  # JAX sorts them
     start = map(jnp.asarray, initial_weights(task, seed))
     weights = dict(zip(names, start, strict=False))
-    return advise(loss_fn, weights, list(itertools.islice(draw_batches(task, seed), 2)))
+    batches = [(batch,) for batch in itertools.islice(draw_batches(task, seed), 2)]
+    return advise(loss_fn, weights, batches)
 
 
 def summary(found: Comparison) -> dict[str, Any]:

@@ -90,7 +90,8 @@ class Advice:
         >>> import jax, jax.numpy as jnp
         >>> from gainstage.precision import advise
         >>> x = jax.random.normal(jax.random.key(0), (2, 64, 16))
-        >>> advice = advise(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 4)), list(x))
+        >>> batches = [(x[0],), (x[1],)]
+        >>> advice = advise(lambda w, x: jnp.mean((x @ w) ** 2), jnp.ones((16, 4)), batches)
         >>> print(advice.recommended.name)
         bfloat16
 
@@ -230,8 +231,8 @@ def advise(
         fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
             before `autocast`.
         params: its first argument, a pytree or a model.
-        batches: two batches or more, of usual size; four show one digit. A tuple holds the
-            arguments behind the parameters, if there are several.
+        batches: a list of two batches or more, of usual size; four show one digit. Each is the
+            tuple of what `fun` takes after the parameters, such as `(x, y)`, or `(x,)`.
         card: for whose rates times are computed: "H100", "A100", "L4", "T4", "V100", "TPU v5e" or
             "TPU v7".
         has_aux: whether `fun` returns (loss, aux).

@@ -61,7 +61,7 @@ class Plan:
     Examples:
         >>> import jax.numpy as jnp
         >>> from gainstage import precision
-        >>> xs = list(jnp.eye(3).reshape(3, 1, 3))
+        >>> xs = [(x,) for x in jnp.eye(3).reshape(3, 1, 3)]
         >>> plan = precision.tune(lambda w, x: ((x @ w) ** 2).mean(), jnp.arange(3.0), xs)
         >>> print(plan.dtype, [operation.name for operation in plan.operations][0])
         float16 dot_general

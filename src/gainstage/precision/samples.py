@@ -2,7 +2,7 @@
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from gainstage.transforms.value_and_grad import scaled_value_and_grad
 
 MOST_SHOWN = 4  # arrays of a batch in an error
 MIN_BATCHES = 2  # batches: from one, noise and bias cannot be told apart
-POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 FIRST_EXPONENT, EXPONENTS = 15, 3  # of the loss scale that is tried first, and between two
 CALLS_ALIKE = 1e-3  # the largest relative difference of two losses of one batch
 
@@ -39,8 +38,7 @@ def samples_of(
     Args:
         fun: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
         params: its first argument, a pytree or a model.
-        batches: a sequence of batches. A tuple holds the arguments of `fun` behind the parameters,
-            if it takes several; anything else is one argument.
+        batches: a list of batches, each the tuple of what `fun` takes after the parameters.
         has_aux, using: as for `gainstage.value_and_grad`.
         fewest: the number of batches that is needed.
 
@@ -70,9 +68,8 @@ def samples_of(
             f"Expected at least {fewest} batches; got {len(batches)}. Noise is what differs "
             f"between batches, and bias is what does not: one batch shows neither."
         )
-    is_apart = _is_apart(fun, params, batches[0])
-    calls = [(params, *batch) if is_apart else (params, batch) for batch in batches]
-    return Samples(fun, calls, has_aux, using)
+    _check_batches(fun, params, batches)
+    return Samples(fun, [(params, *batch) for batch in batches], has_aux, using)
 
 
 class Samples:
@@ -102,8 +99,7 @@ class Samples:
                 both = f": {other}, for {first}" if some else ", in what is no array"
                 raise ValueError(
                     f"Expected batches of one structure and of the same shapes; batch {number} "
-                    f"differs from batch 0{both}. Several arguments are a tuple: "
-                    f"batches=[(x1, y1), (x2, y2)]. Leave a last, shorter batch out."
+                    f"differs from batch 0{both}. Leave a last, shorter batch out."
                 )
 
     def __len__(self) -> int:
@@ -157,8 +153,7 @@ class Samples:
                 raise ValueError(
                     f"Expected a function whose loss and gradients are finite in float32; got a "
                     f"loss of {float(results[0])} on batch {number}. Look for the cause: "
-                    f"gainstage.diagnostics.xray(fun, params, *batch), or batch if it is one "
-                    f"argument."
+                    f"gainstage.diagnostics.xray(fun, params, *batch)."
                 )
         if not any(np.any(g) for results in found for g in results[1:]):
             raise ValueError(
@@ -194,91 +189,26 @@ def is_finite(results: Sequence[Any]) -> bool:
     return all(bool(np.isfinite(x).all()) for x in results)
 
 
-def _is_apart(fun: Callable[..., Any], params: PyTree, batch: Any) -> bool:
-    """Whether the elements of a batch are the arguments of a function behind its parameters; else
-    the batch is one argument."""
-    is_tuple = isinstance(batch, tuple)
+def _check_batches(fun: Callable[..., Any], params: PyTree, batches: Sequence[Any]) -> None:
+    """Raises a TypeError for a batch that is not the tuple of what a function takes after its
+    parameters."""
     try:
-        every = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        return is_tuple and not hasattr(batch, "_fields")
-    own = every[every[0].kind is not inspect.Parameter.VAR_POSITIONAL :] if every else []
-    takes = [q for q in own if q.kind in POSITIONAL]
-    needed = [q for q in takes if q.default is q.empty]
-    takes_any = any(q.kind is q.VAR_POSITIONAL for q in own)
-    _refuse_names(own, needed, takes_any, batch)
-    if not is_tuple:
-        if len(needed) > 1:
-            names = ", ".join(q.name for q in needed)
-            raise TypeError(
-                f"Expected each batch as a tuple of the arguments ({names}); got "
-                f"{type(batch).__name__}. Write batches=[({names}), ...]."
-            )
-        return False
-    if takes_any or (len(batch) <= 1 and not hasattr(batch, "_fields")):
-        return not hasattr(batch, "_fields")
-    if len(needed) < 2 and (len(takes) < 2 or len(batch) > len(takes)):
-        return False
-    if not len(needed) <= len(batch) <= len(takes):
-        names = ", ".join(q.name for q in takes)
+        signature = inspect.signature(fun)
+    except ValueError:  # of a function in C
+        return
+    for batch in batches:
+        got = type(batch).__name__
+        if type(batch) is tuple:  # a named tuple is one argument
+            try:
+                signature.bind(params, *batch)
+                continue
+            except TypeError:
+                got = f"a tuple of {len(batch)}"
         raise TypeError(
-            f"Expected each batch as a tuple of the arguments ({names}); got a tuple of "
-            f"{len(batch)}."
+            f"Expected each batch as the tuple of what fun takes after the parameters, such as "
+            f"[(x1, y1), (x2, y2)], or [(x1,), (x2,)] for one argument; got {got}, for a fun with "
+            f"the arguments {', '.join(signature.parameters)}."
         )
-    return len(needed) > 1 or _is_apart_by_trial(fun, params, batch, [q.name for q in takes])
-
-
-def _refuse_names(
-    own: Sequence[inspect.Parameter],
-    needed: Sequence[inspect.Parameter],
-    takes_any: bool,
-    batch: Any,
-) -> None:
-    """Raises a TypeError if a function takes a batch by names, with the line to write."""
-    by_name = [q.name for q in own if q.kind is q.KEYWORD_ONLY and q.default is q.empty]
-    takes_all = any(q.kind is q.VAR_KEYWORD for q in own)
-    keys = [key for key in batch if isinstance(key, str)] if isinstance(batch, Mapping) else []
-    names = [q.name for q in needed]
-    # A dict with more than one name is no single argument of a function with just those names.
-    are_names = len(keys) > 1 and {*names, *by_name} <= {*keys} <= {q.name for q in own}
-    has_place = takes_any or any(q.kind in POSITIONAL for q in own)
-    if keys and (are_names or len(names) > 1 or by_name or (takes_all and not has_place)):
-        raise TypeError(
-            f"Expected a function that takes a dict with {keys} as one argument; got one that "
-            f"takes {', '.join(names + by_name) or 'them'} by name. Write "
-            f"fun=lambda params, batch: loss_fn(params, **batch)."
-        )
-    if by_name:
-        given = ", ".join([*names, *(f"{name}={name}" for name in by_name)])
-        raise TypeError(
-            f"Expected a function that takes the elements of a batch in order; got one that takes "
-            f"{', '.join(by_name)} by name alone. Write "
-            f"fun=lambda params, {', '.join(names + by_name)}: loss_fn(params, {given})."
-        )
-
-
-def _is_apart_by_trial(
-    fun: Callable[..., Any], params: PyTree, batch: tuple[Any, ...], names: Sequence[str]
-) -> bool:
-    """Whether a function with optional arguments takes the elements of a batch, or the batch."""
-    takes_elements, takes_batch = _runs(fun, (params, *batch)), _runs(fun, (params, batch))
-    if takes_elements and takes_batch:
-        raise TypeError(
-            f"Expected a function that takes each batch in one way; got one that takes the tuple "
-            f"as {names[0]}, and also its elements as {', '.join(names[: len(batch)])}. Write "
-            f"fun=lambda params, batch: loss_fn(params, *batch), or loss_fn(params, batch)."
-        )
-    return not takes_batch
-
-
-def _runs(fun: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function can be traced on some arguments."""
-    arrays, static = partition(args)
-    try:
-        jax.eval_shape(lambda arrays: fun(*static.combine(arrays)), arrays)
-    except Exception:  # whatever the user's code raises
-        return False
-    return True
 
 
 def _as_text(array: tuple[Any, Any] | None) -> str:

@@ -73,8 +73,8 @@ def tune(
         fun: a float32 function `(params, *batch)` that returns a scalar loss, or (loss, aux),
             before `autocast`.
         params: its first argument, trained or as at the start.
-        batches: a list of two batches or more, of usual size. A tuple holds the arguments behind
-            the parameters, if there are several.
+        batches: a list of two batches or more, of usual size. Each is the tuple of what `fun` takes
+            after the parameters, such as `(x, y)`, or `(x,)`.
         dtype: "float16", "bfloat16", or "float8": float8 in products, float16 in the rest. Beside
             float16, a product may be in bfloat16, if float16 does not hold its numbers.
         max_noise: the largest variance of rounding errors over that of the batches, above 0.
@@ -103,7 +103,7 @@ def tune(
         ...     return jnp.mean(jnp.tanh(x @ w - 300 * w.sum(0)) ** 2)
         >>> w = jax.random.normal(jax.random.key(0), (16, 4)) / 4
         >>> xs = 300 + jax.random.normal(jax.random.key(1), (4, 64, 16))
-        >>> plan = tune(loss_fn, w, list(xs))
+        >>> plan = tune(loss_fn, w, [(x,) for x in xs])
         >>> print([o.name for o in plan.operations if o.dtype == "float32"][0])
         dot_general
         >>> step = jax.grad(gs.autocast(loss_fn, plan))

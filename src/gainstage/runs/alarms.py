@@ -17,7 +17,7 @@ from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.writers import Record, Writer
 
-KINDS = tuple(dict.fromkeys(finding.name for finding in FINDINGS))
+ALARM_KINDS = tuple(dict.fromkeys(finding.name for finding in FINDINGS))
 _BOUNDARY = (
     "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
     "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
@@ -173,7 +173,7 @@ class _Bell:
         of_streak, others = findings_on(self._history)
         found = others | (of_streak if is_longest else {})
         alarms = []
-        for kind in KINDS:
+        for kind in ALARM_KINDS:
             quiet = self._quiet.get(kind, WINDOW)
             self._quiet[kind] = 0 if kind in found else quiet + 1
             if kind in found and quiet >= WINDOW:

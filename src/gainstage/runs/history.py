@@ -33,26 +33,28 @@ class History:
     """
 
     def __init__(self, rule: LossScale | None, limit: float):
-        self.rule, self.limit = rule, limit
-        self.is_fixed, self.is_adaptive = (
-            isinstance(rule, kind) for kind in (FixedLossScale, AdaptiveLossScale)
-        )
+        self.rule: LossScale | None = rule
+        self.limit: float = limit
+        self.is_fixed: bool = isinstance(rule, FixedLossScale)
+        self.is_adaptive: bool = isinstance(rule, AdaptiveLossScale)
         self.floor: float = float(getattr(rule, "min_scale", 0.0))
         self.ceiling: float = highest_scale(rule)
-        self.step, self.finite = 0, True
-        self.scale = self.scale_before = math.nan
-        self.streak = Streak()  # the latest skipped steps in a row
+        self.step: int = 0
+        self.finite: bool = True
+        self.scale: float = math.nan
+        self.scale_before: float = math.nan
+        self.streak: Streak = Streak()  # the latest skipped steps in a row
         self.same_cause: SameCause | None = None  # in a recorded run: what is known of all
-        self.is_explained = False  # whether a finding explains the streak
+        self.is_explained: bool = False  # whether a finding explains the streak
         self.skips: deque[str] = deque(maxlen=WINDOW)  # of steps outside of explained streaks
         self.largest: deque[float] = deque(maxlen=WINDOW)  # gradients of finite steps, times scale
-        self.lost_loss = False  # whether the step was skipped with a non-finite loss
-        self.fell_for_a_loss = False  # whether the scale fell after such a step
-        self.retried_in_a_row = 0
-        self.since_raised = 0  # steps since the scale last rose
-        self.ever_changed = False  # whether the scale did
-        self.overflowed = (math.inf, 0)  # the lowest scale that overflowed recently, and when
-        self.lowest_overflow = math.inf  # the lowest that ever did, and was not finite since
+        self.lost_loss: bool = False  # whether the step was skipped with a non-finite loss
+        self.fell_for_a_loss: bool = False  # whether the scale fell after such a step
+        self.retried_in_a_row: int = 0
+        self.since_raised: int = 0  # steps since the scale last rose
+        self.ever_changed: bool = False  # whether the scale did
+        self.overflowed: tuple[float, int] = (math.inf, 0)  # the lowest recent overflow, and when
+        self.lowest_overflow: float = math.inf  # of all, unless a later step was finite there
         self.unrecorded: tuple[float, float] | None = None  # steps between records, and skipped
         self._seen, self._retries = LargestGradient(), 0.0
         self._counts: deque[tuple[float, float]] = deque()  # of each record: steps, and skipped
