@@ -196,7 +196,7 @@ def optax_loop(kind: str, target: Target, weights: Weights, grads: Weights) -> A
     tx, shardings = scaled(kind), on_mesh(weights)
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
-        grads = unscale(grads, state.loss_scale.scale)
+        grads = unscale(grads, state.rule_state.scale)
         updates, state = tx.update(grads, state, weights, shardings=shardings)
         return optax.apply_updates(weights, updates), state
 
@@ -208,7 +208,7 @@ def behind_backward(kind: str, target: Target, weights: Weights, grads: Weights)
     tx, shardings = scaled(kind), on_mesh(weights)
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
-        scale = state.loss_scale.scale
+        scale = state.rule_state.scale
         updates, state = tx.update(grads, state, weights, loss_scale=scale, shardings=shardings)
         return gs.apply_updates(weights, updates, state), state
 

@@ -267,7 +267,7 @@ def ours_in_optax(params: Params, kind: str, **options: bool) -> Variant:
     tx = gs.loss_scaled(transformation(kind, **options), gs.DynamicLossScale(1.0))
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
-        grads = unscale(grads, state.loss_scale.scale)
+        grads = unscale(grads, state.rule_state.scale)
         updates, state = tx.update(grads, state, weights)
         return optax.apply_updates(weights, updates), state
 
@@ -279,7 +279,7 @@ def ours_in_train_step(params: Params, kind: str) -> Variant:
     tx = gs.loss_scaled(transformation(kind), gs.DynamicLossScale(1.0))
 
     def step(weights: Any, state: Any, grads: Any) -> Any:
-        scale = state.loss_scale.scale
+        scale = state.rule_state.scale
         updates, state = tx.update(grads, state, weights, loss_scale=scale)
         return gs.apply_updates(weights, updates, state), state
 

@@ -88,12 +88,12 @@ def in_optax_loop(
     weight = jnp.float32(W)
     state = tx.init(weight)
     inner = jax.tree.map(lambda x: x + 3, state.inner)
-    first, tree = jax.tree.flatten(state.loss_scale)
+    first, tree = jax.tree.flatten(state.rule_state)
     retries, value = how.get("retries", 0), how.get("value", True)
     whole = gs.train_step(network, tx, retries=retries, donate=False)
 
     def step(leaves: list[Any], batch: tuple[Any, ...]) -> tuple[list[Any], jax.Array]:
-        before = state._replace(loss_scale=tree.unflatten(leaves), inner=inner)
+        before = state._replace(rule_state=tree.unflatten(leaves), inner=inner)
         if retries:
             params, after, _ = whole(weight, before, *batch)
         else:
@@ -102,7 +102,7 @@ def in_optax_loop(
             updates, after = tx.update(grads, before, weight, **extra)
             params = gs.apply_updates(weight, updates, after)
         moved = changed((weight, inner), (params, after.inner))
-        return folded(rule, jax.tree.leaves(after.loss_scale)), moved
+        return folded(rule, jax.tree.leaves(after.rule_state)), moved
 
     def reload(leaves: list[np.ndarray]) -> list[np.ndarray]:
         file = io.BytesIO()

@@ -71,14 +71,14 @@ def test_a_scale_of_a_run_that_accumulated():
     rule, state = importers.from_torch(start, microbatches=k)
     tx = gs.loss_scaled(optax.MultiSteps(optax.sgd(0.5), k), rule)
     w = jnp.ones(2)
-    opt_state = tx.init(w)._replace(loss_scale=state)
+    opt_state = tx.init(w)._replace(rule_state=state)
     step = gs.train_step(lambda w, x: (w * x).sum(), tx)
     for window in range(windows):
         for _ in range(k):
             assert float(gs.loss_scale(opt_state)) == torch.state["scale"] / k, window
             w, opt_state, _ = step(w, opt_state, 1.0)
         torch.update()
-        assert int(opt_state.loss_scale.good_steps) == torch.state["_growth_tracker"] * k
+        assert int(opt_state.rule_state.good_steps) == torch.state["_growth_tracker"] * k
     assert torch.state["scale"] == 4.0**3 * 1024
 
 
@@ -104,7 +104,7 @@ def test_an_imported_scale_is_put_into_a_chain(telemetry):
     made = gs.loss_scaled(optax.adam(0.1), gs.DynamicLossScale(8.0), telemetry=telemetry)
     tx = optax.chain(made, optax.scale(2.0))
     before = tx.init(jnp.ones(2))
-    after = optax.tree.set(before, loss_scale=state)
+    after = optax.tree.set(before, rule_state=state)
     assert float(gs.loss_scale(after)) == rule.initial_loss_scale
     assert jax.tree.structure(after) == jax.tree.structure(before)
 

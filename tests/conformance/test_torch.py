@@ -114,7 +114,7 @@ def in_optax(case, scaler):
             grads = jax.tree.map(lambda *g: sum(g) / len(g), *window)
             updates, state = update(grads, state, params)
             params, window = optax.apply_updates(params, updates), []
-    return joined(params), state.loss_scale
+    return joined(params), state.rule_state
 
 
 def in_variables(case, scaler):
@@ -248,11 +248,11 @@ def test_update_with_a_new_scale():
             _, state = update(jnp.float32(1.0), state)
         else:
             opt.dynamic_scale.assign(new_scale)
-            new = state.loss_scale._replace(scale=jnp.float32(new_scale))
-            state = state._replace(loss_scale=new)
+            new = state.rule_state._replace(scale=jnp.float32(new_scale))
+            state = state._replace(rule_state=new)
         scaler.update(True, new_scale)
         assert float(opt.loss_scale) == float(gs.loss_scale(state)) == scaler.scale
-        assert int(opt.dynamic_counter) == int(state.loss_scale.good_steps) == scaler.good
+        assert int(opt.dynamic_counter) == int(state.rule_state.good_steps) == scaler.good
     assert scaler.scale == 64.0
 
 

@@ -401,7 +401,7 @@ def test_the_first_step_counts_and_compiles_the_only_program():
     for _ in range(3):
         params, state, loss = step(params, state)
         assert (loss.dtype, bool(jnp.isfinite(loss))) == (jnp.float32, True)
-    assert (len(traces), int(state.loss_scale.good_steps)) == (1, 3)
+    assert (len(traces), int(state.rule_state.good_steps)) == (1, 3)
     assert params["w"].tolist() == [0.8125] * 4
 
     with live("flax.training.dynamic_scale") as flax:

@@ -207,7 +207,7 @@ def test_gradients_are_divided_by_the_scale_they_were_made_with():
         assert (float(loss), float(grads)) == (2 * float(params), 2.0)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert (float(params), float(state.loss_scale.scale)) == (-5.0, 64.0)
+    assert (float(params), float(state.rule_state.scale)) == (-5.0, 64.0)
 
     var = gs.Variable(1.0)
     opt = gs.LossScaleOptimizer(SGD(1.0), 8.0, dynamic_growth_steps=1)

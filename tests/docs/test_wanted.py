@@ -183,7 +183,7 @@ def is_sharded_and_skips_together(value, scope):
 
 def doubles_after_400_steps(step, scope):
     params, state = scope["params"], scope["opt_state"]
-    state = state._replace(loss_scale=state.loss_scale._replace(good_steps=jnp.int32(399)))
+    state = state._replace(rule_state=state.rule_state._replace(good_steps=jnp.int32(399)))
     assert gs.loss_scale(step(params, state, scope["x"], scope["y"])[1]) == 2.0**16
 
 

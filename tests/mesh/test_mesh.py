@@ -483,7 +483,7 @@ def test_an_optax_loop_keeps_its_layouts(kind):
         for slot, layout in zip(slots, layouts, strict=True):
             assert slot.sharding.is_equivalent_to(layout, slot.ndim)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    for scalar in [*state.loss_scale[:2], adam.count]:
+    for scalar in [*state.rule_state[:2], adam.count]:
         assert scalar.sharding.is_equivalent_to(everywhere, 0)
 
     def step(params, state, grads):
@@ -652,7 +652,7 @@ def test_devices_in_shard_map_have_one_scale():
     def ours(x):
         state = tx.init(params)
         _, grads = gs.value_and_grad(lambda w: (w * x).sum(), state)(params)
-        return tx.update(grads, state, params)[1].loss_scale.scale[None]
+        return tx.update(grads, state, params)[1].rule_state.scale[None]
 
     def everywhere(fn):
         mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)

@@ -306,7 +306,7 @@ def test_divided_state_is_that_of_its_parameter_with_more_axes(kind):
     for slots in (state.inner[0].trace, adam.mu, adam.nu):
         specs = [tuple(slot.sharding.spec) for slot in (slots["a"], *slots["b"])]
         assert specs == [("data", "model"), ("data", None), (None, "data"), ()]
-    assert adam.count.sharding.spec == state.loss_scale.scale.sharding.spec == PartitionSpec()
+    assert adam.count.sharding.spec == state.rule_state.scale.sharding.spec == PartitionSpec()
 
 
 @pytest.mark.as_users

@@ -525,17 +525,17 @@ tx, other = gs.loss_scaled(sgd), gs.loss_scaled(sgd, gs.AdaptiveLossScale())
 tx.update(w, other.init(w), w)
 """),
     "a number as the state of the rule": ("refused", "_replace\\(scale=jnp.float32\\(scale\\)", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(loss_scale=1024.0)
+tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(rule_state=1024.0)
 gs.train_step(plain, tx)(w, state)
 """),
     "a number as the state of the rule, in update": ("refused", "got a float. For another scale", """
-tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w)._replace(loss_scale=1024.0), w)
+tx = gs.loss_scaled(sgd); tx.update(w, tx.init(w)._replace(rule_state=1024.0), w)
 """),
     "a dictionary of torch as the state of the rule": ("refused", "importers.from_torch", """
-tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(loss_scale={'scale': 1024.0})
+tx = gs.loss_scaled(sgd); state = tx.init(w)._replace(rule_state={'scale': 1024.0})
 gs.value_and_grad(plain, state)(w)
 """),
-    "load_into of a state of loss_scaled": ("refused", "optax.tree.set\\(opt_state, loss_scale=state", """
+    "load_into of a state of loss_scaled": ("refused", "optax.tree.set\\(opt_state, rule_state=state", """
 from gainstage.interop import importers
 tx = gs.loss_scaled(sgd); importers.load_into(tx.init(w), gs.DynamicLossScale().init())
 """),

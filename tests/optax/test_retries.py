@@ -70,7 +70,7 @@ def test_a_retry_is_a_skipped_step_with_the_same_batch():
     assert counts(retried[1]) == (0, lost)
     assert counts(skipped[1]) == (lost, 0)
     results = [
-        (params, state.inner, state.loss_scale, gs.telemetry(state)._replace(**NO_COUNTS))
+        (params, state.inner, state.rule_state, gs.telemetry(state)._replace(**NO_COUNTS))
         for params, state, _ in (retried, skipped)
     ]
     for one, other in zip(*map(jax.tree.leaves, results), strict=True):

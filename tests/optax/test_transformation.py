@@ -148,7 +148,7 @@ def test_a_skipped_step_changes_nothing_but_the_scale(dtype, compiled):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
         for a, b in zip(jax.tree.leaves(new.inner), jax.tree.leaves(state.inner), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-        assert (float(new.loss_scale.scale), int(new.loss_scale.good_steps)) == (2.0**14, 0)
+        assert (float(new.rule_state.scale), int(new.rule_state.good_steps)) == (2.0**14, 0)
 
 
 @pytest.mark.as_users
@@ -248,7 +248,7 @@ def test_finite_steps_are_those_of_the_wrapped_transformation():
         updates, plain_state = plain.update(jax.grad(loss_fn)(plain_params, x), plain_state)
         plain_params = optax.apply_updates(plain_params, updates)
     np.testing.assert_allclose(params["w"], plain_params["w"], rtol=1e-6)
-    assert float(state.loss_scale.scale) == 32.0
+    assert float(state.rule_state.scale) == 32.0
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_it_runs_under_vmap_and_scan():
 
     runs = jnp.array([[0.1, 0.1, 0.1], [0.1, jnp.nan, 0.1]])[:, :, None]
     (params, state), losses = jax.vmap(lambda xs: jax.lax.scan(step, (params, state), xs))(runs)
-    assert state.loss_scale.scale.tolist() == [2.0**15, 2.0**14]
+    assert state.rule_state.scale.tolist() == [2.0**15, 2.0**14]
     assert jnp.isfinite(params["w"]).all()
     assert float(losses[0, 1]) == float(losses[1, 2])
 
@@ -608,7 +608,7 @@ def test_all_devices_agree_inside_of_shard_map(kind, checked, size):
     np.testing.assert_allclose(gs.telemetry(after).grad_norm, norm, rtol=1e-5)
     bad = {**grads, "w": put(jnp.ones((8, size)).at[3, 0].set(jnp.nan), "data")}
     same, after = mapped(params, state, bad)
-    assert [float(x.data) for x in after.loss_scale.scale.addressable_shards] == [2.0**14] * 8
+    assert [float(x.data) for x in after.rule_state.scale.addressable_shards] == [2.0**14] * 8
     for name, old in params.items():
         assert np.asarray(same[name]).tobytes() == np.asarray(old).tobytes()
 
@@ -704,9 +704,9 @@ def test_a_state_keeps_its_types_whatever_a_rule_returns():
     with jax.enable_x64(True):
         state = tx.init(params)
         new = tx.update(jnp.ones(2), state, params)[1]
-        types = [jax.tree.map(jnp.result_type, s.loss_scale) for s in (state, new)]
+        types = [jax.tree.map(jnp.result_type, s.rule_state) for s in (state, new)]
     assert types[0] == types[1]
-    assert not any(jnp.asarray(x).weak_type for x in new.loss_scale if x is not None)
+    assert not any(jnp.asarray(x).weak_type for x in new.rule_state if x is not None)
 
 
 def test_nan_is_never_applied():
@@ -718,7 +718,7 @@ def test_nan_is_never_applied():
     for _ in range(300):
         updates, state = update(jnp.float32(jnp.nan), state, params)
         params = optax.apply_updates(params, updates)
-    assert (float(params), float(state.loss_scale.scale)) == (1.0, 1.0)
+    assert (float(params), float(state.rule_state.scale)) == (1.0, 1.0)
 
     peer = optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=5)
     state, update = peer.init(params), jax.jit(peer.update)

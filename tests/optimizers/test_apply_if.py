@@ -75,7 +75,7 @@ def test_optax_loops_share_a_decision_too():
     np.testing.assert_array_equal(updates, 0)
     for one, other in zip(jax.tree.leaves(new.inner), jax.tree.leaves(state.inner), strict=True):
         np.testing.assert_array_equal(one, other)
-    assert int(new.loss_scale.good_steps) == 2
+    assert int(new.rule_state.good_steps) == 2
     info = gs.telemetry(new)
     assert (int(info.applied_steps), int(info.skipped_steps)) == (1, 1)
     assert not gs.step_was_applied(new)

@@ -261,7 +261,7 @@ def test_devices_measure_together(checked):
         mesh=mesh, in_specs=(held, spec), out_specs=held, check_vma=checked,
     )  # fmt: skip
     after = jax.jit(mapped)(state, grads)
-    scales = [float(x.data) for x in after.loss_scale.scale.addressable_shards]
+    scales = [float(x.data) for x in after.rule_state.scale.addressable_shards]
     assert scales == [2.0**7] * 8
 
 

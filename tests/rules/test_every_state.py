@@ -94,9 +94,9 @@ def in_loss_scaled(start, period, multiplier):
     tx, params = gs.loss_scaled(optax.sgd(0.5), rule), jnp.float32(1.0)
 
     def step(state, gradient):
-        before = tx.init(params)._replace(loss_scale=gs.typing.ScaleState(*state))
+        before = tx.init(params)._replace(rule_state=gs.typing.ScaleState(*state))
         updates, after = tx.update(gradient, before, params)
-        return *after.loss_scale[:2], gs.apply_updates(params, updates, after)
+        return *after.rule_state[:2], gs.apply_updates(params, updates, after)
 
     return step
 

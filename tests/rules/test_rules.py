@@ -180,7 +180,7 @@ def test_a_rule_is_told_what_it_measures(gradient, largest, nan, inf):
 
     tx = gs.loss_scaled(optax.sgd(0.1), rule)
     _, state = jax.jit(tx.update)(gradient, tx.init(gradient), value=jnp.float16(2.5))
-    assert state.loss_scale == (4, largest, nan, inf, 2.5)
+    assert state.rule_state == (4, largest, nan, inf, 2.5)
 
 
 @pytest.mark.parametrize(("names", "any_nan"), [((), -1), (("any_nan",), 0)])
@@ -188,7 +188,7 @@ def test_a_rule_is_told_nothing_else(names, any_nan):
     """What a rule does not name in `measures` is not handed to it."""
     tx = gs.loss_scaled(optax.sgd(0.1), asking(*names))
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=2.5)
-    assert state.loss_scale == (4, -1, any_nan, -1, -1)
+    assert state.rule_state == (4, -1, any_nan, -1, -1)
     opt = gs.LossScaleOptimizer(SGD(), rule=asking(*names))
     opt.apply([jnp.ones(2)], [gs.Variable([0.0, 0.0])])
     assert [float(v) for v in opt.variables[:5]] == [4, -1, any_nan, -1, -1]
@@ -285,9 +285,9 @@ def test_a_spoiled_scale_heals(spoiled):
     tx = gs.loss_scaled(optax.sgd(0.5), rule)
     params = jnp.ones(2)
     state = tx.init(params)
-    scale = state.loss_scale._replace(scale=jnp.float32(spoiled))
-    state = tx.update(jnp.full(2, jnp.inf), state._replace(loss_scale=scale), params)[1]
-    assert 0 < float(state.loss_scale.scale) <= 2.0**126
+    scale = state.rule_state._replace(scale=jnp.float32(spoiled))
+    state = tx.update(jnp.full(2, jnp.inf), state._replace(rule_state=scale), params)[1]
+    assert 0 < float(state.rule_state.scale) <= 2.0**126
 
 
 def test_the_default_rule_is_one():

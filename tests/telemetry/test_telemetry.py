@@ -340,7 +340,7 @@ def test_a_state_without_the_telemetry_of_its_transformation_is_refused(made, ho
     step = gs.train_step(lambda p: p["w"].sum(), tx, donate=False)
     with pytest.raises(ValueError, match=f"opt_state was made without {option}, which tx has"):
         step(params, old) if how == "train_step" else tx.update(params, old, params)
-    state = tx.init(params)._replace(loss_scale=old.loss_scale, inner=old.inner)  # as it says
+    state = tx.init(params)._replace(rule_state=old.rule_state, inner=old.inner)  # as it says
     assert float(gs.telemetry(step(params, state)[1]).loss_scale) == 8.0
 
 

@@ -50,7 +50,7 @@ def from_torch(state_dict: Mapping[str, Any], microbatches: int = 1) -> Imported
             multiplied by it, because torch counts updates, and `loss_scaled` microbatches.
 
     Returns:
-        The rule for `loss_scaled`, and the state for `opt_state._replace(loss_scale=state)`. The
+        The rule for `loss_scaled`, and the state for `opt_state._replace(rule_state=state)`. The
         rule is no part of `opt_state`: save `rule.get_config()` too.
 
     Examples:
@@ -154,7 +154,7 @@ def load_into(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
         raise TypeError(
             f"Expected a LossScaleOptimizer for optimizer; got {checks.brief(optimizer)}. For a "
             f"state of loss_scaled, also in a chain, write opt_state = "
-            f"optax.tree.set(opt_state, loss_scale=state)."
+            f"optax.tree.set(opt_state, rule_state=state)."
         )
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:

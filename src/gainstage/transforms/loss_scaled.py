@@ -245,7 +245,7 @@ class ScaledTransformation:
         ]
         updates, inner, after, _, applied = self._scaling.step(
             functools.partial(self._updated, grads, params, extra),
-            ScaledStepState(state.loss_scale, state.observed),
+            ScaledStepState(state.rule_state, state.observed),
             state.inner,
             arrays,
             1.0 if loss_scale is None else loss_scale,
@@ -300,12 +300,12 @@ class ScaledTransformation:
         """Refuses a state of another transformation, and warns of gradients that cannot be true.
         In `extra`, functions that give plain losses or gradients are replaced by some that warn."""
         ours = isinstance(state, LossScaledState)
-        scale = getattr(state.loss_scale, "scale", None) if ours else None
+        scale = getattr(state.rule_state, "scale", None) if ours else None
         if scale is None or not jax.tree_util.all_leaves([scale]):
             raise wrong_state(state)
         own: Structure = jax.tree.structure(self.rule.init())
-        if own != jax.tree.structure(state.loss_scale) and not self.is_fixed:
-            raise wrong_rule(self.rule, state.loss_scale)
+        if own != jax.tree.structure(state.rule_state) and not self.is_fixed:
+            raise wrong_rule(self.rule, state.rule_state)
         if self._scaling.telemetry and not (
             state.observed and (state.observed.exponents or not self._scaling.every)
         ):

@@ -18,7 +18,7 @@ from gainstage._variables.variable import Variable
 class LossScaledState(NamedTuple):
     """The state of `loss_scaled`."""
 
-    loss_scale: RuleState
+    rule_state: RuleState
     inner: OptState  # the state of the wrapped transformation
     applied: Any = True  # bool scalar: whether the last step was applied, True before the first
     observed: Any = None  # the telemetry, if enabled
@@ -34,16 +34,16 @@ def loss_scaled_state(opt_state: OptState) -> LossScaledState:
             f"got {len(found)} in {_kind(opt_state)}. {_remedy(opt_state, found)}"
         )
     state = found[0]
-    if not hasattr(state.loss_scale, "scale"):
-        raise no_rule_state(state.loss_scale)
-    return state if isinstance(state.loss_scale.scale, jax.Array) else _unboxed(state)
+    if not hasattr(state.rule_state, "scale"):
+        raise no_rule_state(state.rule_state)
+    return state if isinstance(state.rule_state.scale, jax.Array) else _unboxed(state)
 
 
 def no_rule_state(value: object) -> TypeError:
     """The error for something else in the place of a rule's state."""
     return TypeError(
-        f"Expected the state of a rule for loss_scale in opt_state; got a {type(value).__name__}. "
-        f"For another scale, write opt_state._replace(loss_scale=opt_state.loss_scale._replace("
+        f"Expected the state of a rule in opt_state.rule_state; got a {type(value).__name__}. "
+        f"For another scale, write opt_state._replace(rule_state=opt_state.rule_state._replace("
         f"scale=jnp.float32(scale))). For a dictionary of torch: "
         f"gainstage.interop.importers.from_torch(state_dict)."
     )
@@ -117,7 +117,7 @@ def state_to_scale_by(opt_state: OptState) -> LossScaledState:
         ValueError: as `loss_scaled_state`, or a transformation around it can hide an overflow.
     """
     whole = isinstance(opt_state, LossScaledState) and isinstance(opt_state.applied, jax.Array)
-    if whole and hasattr(opt_state.loss_scale, "scale"):
+    if whole and hasattr(opt_state.rule_state, "scale"):
         return opt_state  # there is nothing around it, and nothing boxed
     state, node = loss_scaled_state(opt_state), opt_state
     while not isinstance(node, LossScaledState):
@@ -192,8 +192,8 @@ def with_first_scale_if_skipped(last: OptState, first: OptState) -> OptState:
 
     def changed(state: LossScaledState) -> LossScaledState:
         chosen = functools.partial(jnp.where, state.applied)
-        scale = jax.tree.map(chosen, state.loss_scale, once.loss_scale)
-        return state._replace(loss_scale=scale)
+        scale = jax.tree.map(chosen, state.rule_state, once.rule_state)
+        return state._replace(rule_state=scale)
 
     return _with_states(changed, last)
 
@@ -260,9 +260,9 @@ def without_scalars(opt_state: OptState) -> tuple[OptState, list[StepScalars]]:
 
     def split(state: LossScaledState) -> LossScaledState:
         stats = state.observed
-        scalars.append(StepScalars(state.loss_scale, state.applied, stats and stats.info))
+        scalars.append(StepScalars(state.rule_state, state.applied, stats and stats.info))
         stats = stats and stats._replace(info=None)
-        return state._replace(loss_scale=None, applied=None, observed=stats)
+        return state._replace(rule_state=None, applied=None, observed=stats)
 
     return _with_states(split, opt_state), scalars
 
@@ -274,7 +274,7 @@ def with_scalars(opt_state: OptState, scalars: list[StepScalars]) -> OptState:
     def join(state: LossScaledState) -> LossScaledState:
         own, stats = next(each), state.observed
         stats = stats and stats._replace(info=own.info)
-        return state._replace(loss_scale=own.rule_state, applied=own.applied, observed=stats)
+        return state._replace(rule_state=own.rule_state, applied=own.applied, observed=stats)
 
     return _with_states(join, opt_state)
 
@@ -288,4 +288,4 @@ def _unboxed(state: LossScaledState) -> LossScaledState:
         return jax.tree.leaves(x)[0]
 
     more = map(unboxed, (state.applied, state.observed))
-    return LossScaledState(unboxed(state.loss_scale), state.inner, *more)
+    return LossScaledState(unboxed(state.rule_state), state.inner, *more)

@@ -98,10 +98,10 @@ def told_if_half(value_fn: Callable[..., Any], told: set[str]) -> Callable[..., 
 def wrong_state(state: object) -> TypeError:
     """The error for what is no state of `loss_scaled`, or a state in the boxes of Flax NNX."""
     kind = type(state).__name__
-    if isinstance(state, LossScaledState) and not hasattr(state.loss_scale, "scale"):
-        return no_rule_state(state.loss_scale)
+    if isinstance(state, LossScaledState) and not hasattr(state.rule_state, "scale"):
+        return no_rule_state(state.rule_state)
     if isinstance(state, LossScaledState):
-        kind = f"a {kind} of {type(state.loss_scale.scale).__name__}"
+        kind = f"a {kind} of {type(state.rule_state.scale).__name__}"
     return TypeError(
         f"Expected the state that tx.init returned for opt_state; got {kind}. Start with "
         f"opt_state = tx.init(params), or tx.init(model): an nnx.Optimizer and its opt_state are "
@@ -143,7 +143,7 @@ def unrecorded(option: str) -> ValueError:
     return ValueError(
         f"opt_state was made without {option}, which tx has. Start with tx.init(params), or go on "
         f"from the same scale and moments: opt_state = tx.init(params)._replace("
-        f"loss_scale=opt_state.loss_scale, inner=opt_state.inner)."
+        f"rule_state=opt_state.rule_state, inner=opt_state.inner)."
     )
 
 

@@ -327,7 +327,7 @@ class TrainStep(Generic[Params, P, *More]):
 
         def tried(taken: tuple[Any, ...], before: OptState) -> Tried:
             old, new = (loss_scaled_state(state) for state in (before, taken[1]))
-            scales = old.loss_scale.scale, new.loss_scale.scale
+            scales = old.rule_state.scale, new.rule_state.scale
             return Tried(may_help(new.applied, taken[2], *scales), taken)
 
         def again(skipped: tuple[Any, ...]) -> Tried:
@@ -347,7 +347,7 @@ class TrainStep(Generic[Params, P, *More]):
     ) -> tuple[Any, ...]:
         params, batch = model.combine(arrays), nnx_objects.copied(batch)
         before = nnx_objects.values_in(batch)
-        scale = state_to_scale_by(opt_state).loss_scale.scale
+        scale = state_to_scale_by(opt_state).rule_state.scale
         how = self._has_aux, self._using, (params, *batch)
         differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
         (_, (loss, aux)), grads = differentiate(params, *batch)
@@ -380,7 +380,7 @@ class TrainStep(Generic[Params, P, *More]):
 
 
 def _scale_in(opt_state: OptState) -> Any:
-    return loss_scaled_state(opt_state).loss_scale.scale
+    return loss_scaled_state(opt_state).rule_state.scale
 
 
 def _lowest_of(rule: LossScale) -> float:

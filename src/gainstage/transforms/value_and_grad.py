@@ -91,7 +91,7 @@ def value_and_grad(
     Source: `jax.value_and_grad`; `flax.training.dynamic_scale.DynamicScale.value_and_grad`.
     """
     refuse_self_scaled(fun, "value_and_grad")
-    scale = state_to_scale_by(opt_state).loss_scale.scale
+    scale = state_to_scale_by(opt_state).rule_state.scale
 
     def true(*args: Any, **kwargs: Any) -> Any:
         differentiate = scaled_value_and_grad(fun, scale, has_aux, using, args, argnums)
@@ -189,7 +189,7 @@ def loss_scale(opt_state: OptState) -> jax.Array:
         >>> print(gs.loss_scale(tx.init(jnp.ones(3))))
         32768.0
     """
-    scale = loss_scaled_state(opt_state).loss_scale.scale
+    scale = loss_scaled_state(opt_state).rule_state.scale
     note_scale(scale, "read", *["used"] * is_inside())
     return scale
 
@@ -211,7 +211,7 @@ def scale_loss(loss: Scalar, opt_state: OptState) -> jax.Array:
     """
     if MULTIPLIED.get(id(loss), scale_loss) is loss:
         raise ValueError(SCALED_TWICE)
-    scale = loss_scaled_state(opt_state).loss_scale.scale
+    scale = loss_scaled_state(opt_state).rule_state.scale
     note_scale(scale, "multiplied")
     multiplied = gradients.scaled(loss, scale)
     MULTIPLIED[id(multiplied)] = multiplied

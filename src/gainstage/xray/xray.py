@@ -94,7 +94,7 @@ def xray(
             "Expected opt_state or scale; got both. `opt_state` contains the loss scale."
         )
     if opt_state is not None:
-        scale = loss_scaled_state(opt_state).loss_scale.scale
+        scale = loss_scaled_state(opt_state).rule_state.scale
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
