@@ -24,7 +24,6 @@ from gainstage.compat.v1_optimizers import (
     Pairs,
     named,
 )
-from gainstage.optimizers._internals import check_built, check_step, share_scale, weight_checks
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import array_of_loss
 from gainstage.optimizers._step.store import ScalingWrapper
@@ -91,7 +90,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         use_locking = opt._use_locking if use_locking is None else use_locking
         wrapper = _LossScaleOptimizer(opt._optimizer, rule=rule, name=named(name))
         if type(loss_scale) is DynamicLossScale:
-            share_scale(wrapper, loss_scale._state)  # object and optimizer share one state
+            wrapper._wrapper.share(loss_scale._state)  # object and optimizer share one state
         super().__init__(wrapper, use_locking, name)
 
     @property
@@ -106,8 +105,8 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         return [*super().variables(), *(v for v in own if isinstance(v, Variable))]
 
     def set_weights(self, weights: Values) -> None:
-        check_built(self._optimizer, "set_weights")
-        saving.set_all(self.variables(), weights, weight_checks(self._optimizer))
+        self._optimizer._built_variables("set_weights")
+        saving.set_all(self.variables(), weights, self._optimizer._weight_checks)
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
         return self._inner._slots()
@@ -126,7 +125,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
     def _take(self, pairs: Pairs) -> None:
         if self._own is not None:
             grads = [gradient for gradient, _ in pairs]
-            check_step(self._optimizer, grads, [variable for _, variable in pairs])
+            self._optimizer._checked(grads, [variable for _, variable in pairs])
             result = _updated(self._own, grads)
             if not isinstance(result, tuple) or len(result) != 2:
                 raise TypeError(

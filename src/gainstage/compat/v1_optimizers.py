@@ -16,7 +16,6 @@ from gainstage._variables.types import Given, Rate, Values
 from gainstage._variables.variable import Variable, is_tracing
 from gainstage.compat.stateful_scale import summed
 from gainstage.optimizers import optimizer as core
-from gainstage.optimizers._internals import store_of
 from gainstage.optimizers._step.differentiate import ALL_READ, VarList
 from gainstage.optimizers._step.options import Setting, within
 
@@ -120,7 +119,7 @@ class Optimizer:
         return self._slots().get((var, name))
 
     def _slots(self) -> dict[tuple[Variable, str], Variable]:
-        slots = store_of(self._optimizer).slots.of
+        slots = self._optimizer._store.slots.of
         return {(var, name): slot for (var, name, number), slot in slots.items() if number == 0}
 
     def compute_gradients(
@@ -190,7 +189,7 @@ class Optimizer:
         if global_step is not None and not isinstance(global_step, Variable):
             raise TypeError(f"Expected a gainstage.Variable for global_step; got {global_step!r}.")
         self._read_numbers()
-        count = store_of(self._optimizer).microbatches
+        count = self._optimizer._store.microbatches
         before = count.value()
         self._take(pairs)
         if global_step is not None:

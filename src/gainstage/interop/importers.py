@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from gainstage._base import checks
 from gainstage._base.checks import SMALLEST
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._internals import weight_checks
 from gainstage.optimizers._step.saving import check_names, fitted_weight
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.rules.loss_scale import (
@@ -159,7 +158,7 @@ def load_into(optimizer: LossScaleOptimizer, state: ScaleState) -> None:
     values: dict[Variable, Any] = {optimizer.dynamic_scale: state.scale}
     if optimizer.step_counter is not None:
         values[optimizer.step_counter] = state.good_steps
-    checked = {v: fitted_weight(v, x, weight_checks(optimizer)) for v, x in values.items()}
+    checked = {v: fitted_weight(v, x, optimizer._weight_checks) for v, x in values.items()}
     for variable, value in checked.items():
         variable.assign(value)
 

@@ -12,7 +12,6 @@ from gainstage._base.checks import brief
 from gainstage._variables.sharding import on_mesh
 from gainstage._variables.types import OptState, PyTree, Structure
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._internals import first_values, store_of
 from gainstage.optimizers._step.saving import unique_names
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -54,7 +53,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         raise TypeError(f"Expected an optimizer of gainstage; got {opt!r}.")
     if opt.built:
         raise ValueError(f"Expected {opt.name!r} not to be built before to_optax.")
-    options = store_of(opt).in_force
+    options = opt._store.in_force
     if options.loss_scale_factor is not None:
         raise ValueError(
             f"Expected {opt.name!r} without loss_scale_factor for to_optax; wrap it in "
@@ -68,13 +67,13 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
         )
     if inner.shard_state_over:
         raise ValueError("Expected no shard_state_over for to_optax: you place its state yourself.")
-    if store_of(inner).rate.is_called:
+    if inner._store.rate.is_called:
         raise ValueError(
             f"The learning rate of {inner.name!r} is a callable of no argument, which a "
             f"transformation cannot call at each step. Use a schedule or callable of the step."
         )
     inner = copy.deepcopy(inner)
-    store_of(inner).set_options(options)  # with the wrapper's options
+    inner._store.set_options(options)  # with the wrapper's options
     if not isinstance(opt, LossScaleOptimizer):
         return _unscaled(inner)[0]
     if inner.master_weights:
@@ -112,7 +111,7 @@ def _unscaled(
     def init(params: PyTree) -> dict[str, jax.Array]:
         mine, variables = built_for(params)
         leaves = map(jnp.asarray, jax.tree.leaves(params))
-        starts = first_values(mine, dict(zip(variables, leaves, strict=True)))
+        starts = mine._first_values(dict(zip(variables, leaves, strict=True)))
         names = unique_names(mine.variables)
         return {name: starts[v] for name, v in zip(names, mine.variables, strict=True)}
 
@@ -138,10 +137,10 @@ def _unscaled(
         return structure.unflatten(changes), dict(zip(names, values, strict=True))
 
     def sums_in(state: OptState, named: object, params: PyTree) -> list[Any]:
-        if not store_of(optimizer).in_force.gradient_accumulation_steps:
+        if not optimizer._store.in_force.gradient_accumulation_steps:
             return []
         mine, _ = built_for(params)
         names = dict(zip(mine.variables, unique_names(mine.variables), strict=True))
-        return [state[names[total]] for total in store_of(mine).accumulators]
+        return [state[names[total]] for total in mine._store.accumulators]
 
     return optax.GradientTransformationExtraArgs(init, update), sums_in

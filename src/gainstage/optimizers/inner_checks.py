@@ -8,7 +8,6 @@ from gainstage._base import checks
 from gainstage._base.checks import InvalidArgumentError
 from gainstage._variables.bridge import read
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._internals import given_options, store_of
 from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, OPTIONS
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.optimizer import Optimizer
@@ -93,13 +92,13 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
             f"{inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
-    if (wrapper := store_of(inner).wrapper) is not None:
+    if (wrapper := inner._store.wrapper) is not None:
         raise ValueError(
             f"{inner.name!r} is already wrapped by {wrapper.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
     for option in sorted(given & OPTIONS.keys()):
-        both = given_options(inner) & (CLIPS if option in CLIPS else {option})
+        both = inner._given & (CLIPS if option in CLIPS else {option})
         if both:
             raise ValueError(
                 f"Expected {option} on the LossScaleOptimizer or on the inner optimizer; got "

@@ -14,7 +14,6 @@ from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetr
 from gainstage._variables.sharding import replicate
 from gainstage._variables.types import Given, Grads, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
-from gainstage.optimizers._internals import store_of, update_one
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.options import (
@@ -108,7 +107,7 @@ class LossScaleOptimizer(Retrying):
         ignore_decay(options)
         jit_compile, mesh = options.pop("jit_compile", None), options.pop("mesh", None)
         jit_compile = inner_optimizer.jit_compile if jit_compile is None else jit_compile
-        store = store_of(inner_optimizer)
+        store = inner_optimizer._store
         mesh = store.mesh if mesh is None else mesh
         self._set_arguments({"name": name, "jit_compile": jit_compile, "mesh": mesh})
         self.telemetry, self.underflow_every = check_telemetry(telemetry, underflow_every)
@@ -293,7 +292,7 @@ class LossScaleOptimizer(Retrying):
         self, gradient: jax.Array, variable: Variable, learning_rate: jax.Array
     ) -> None:
         """Applies the inner optimizer's update to one variable, with an unscaled gradient."""
-        update_one(self.inner_optimizer, gradient, variable, learning_rate)
+        self._inner._update_one(gradient, variable, learning_rate)
 
     def stateless_apply(
         self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
