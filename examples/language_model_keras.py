@@ -92,12 +92,12 @@ def make_model(width, blocks, context):
 def make_optimizer(steps):
     """AdamW with all that a language model needs, and loss scaling around it."""
     warmup = steps // 10  # the schedule counts microbatches
-    rate = gs.optimizers.schedules.CosineDecay(
+    rate = keras.optimizers.schedules.CosineDecay(
         0.0, steps - warmup, warmup_target=3e-3, warmup_steps=warmup
     )
     window = {"gradient_accumulation_steps": 2, "global_clipnorm": 1.0}
     average = {"use_ema": True, "ema_momentum": 0.5 ** (20 / steps)}  # `fit` ends with averages
-    adamw = gs.optimizers.AdamW(rate, weight_decay=0.1, **window, **average)
+    adamw = keras.optimizers.AdamW(rate, weight_decay=0.1, **window, **average)
     return LossScaleOptimizer(adamw, rule=gs.DynamicLossScale(2.0**20, increment_period=100))
 
 
