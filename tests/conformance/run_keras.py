@@ -67,7 +67,7 @@ def native():
     cls._clip_gradients = clipped
     cls._accumulated_gradients = property(lambda o: o._store.accumulators)
     cls._model_variables_moving_average = property(lambda o: o._store.averages)
-    cls._iterations = property(lambda o: o._store.microbatches)
+    cls._iterations = property(lambda o: o._store.steps)
     backend = types.SimpleNamespace(**vars(keras.src.backend))
     backend.Variable = lambda *args, **kwargs: gs.Variable(*args, **kwargs)
     optimizers = types.SimpleNamespace(**OURS, schedules=gs.optimizers.schedules)

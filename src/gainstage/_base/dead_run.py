@@ -20,13 +20,14 @@ _LOW = (
 )
 
 
-class Watch:
+class DeadRunWatch:
     """Looks at the flags of earlier steps, every 64 steps, and warns once of a dead run. It also
     warns once if skipped steps have lowered the scale to the lowest of the rule.
 
-    It never waits: a flag that is not computed yet is left for the next look. Of a healthy run it
-    keeps the scalars of one step in 64. After a skipped one it keeps those of each step, as at the
-    start. It looks before a step, so that a warning that is an error loses nothing.
+    It waits for no flag: one that is not computed yet is left for the next look. A warning reads
+    the current scale, and may wait for it, once. Of a healthy run it keeps the scalars of one step
+    in 64. After a skipped one it keeps those of each step, as at the start. It
+    looks before a step, so that a warning that is an error loses nothing.
 
     Args:
         lowest: the scale of which the second warning is; 0 for none.

@@ -1,4 +1,4 @@
-"""Programs as JAX traces them: the only module that runs through the equations of a jaxpr."""
+"""Programs as JAX traces them, finished: their equations read, counted, and run again."""
 
 # `interpret` serves two kinds of work. One has concrete values, as the X-ray, which runs a
 # differentiated program operation by operation. The other has traced values: `bridge.select` and

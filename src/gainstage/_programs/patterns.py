@@ -13,7 +13,7 @@ from gainstage._programs import jaxprs
 from gainstage._programs.in_dtype import is_float32
 from gainstage._programs.operations import CHOICES, MOVES, PRODUCTS, VIEWS
 
-Made = Mapping[Var, JaxprEqn]  # by which operation a value was made
+Producers = Mapping[Var, JaxprEqn]  # the operation that has made each value
 FEW = 4  # terms of a sum of products, which cost little in float32
 AMPLIFIES = 32.0  # the factor from which a difference is one of near numbers
 STEP = 1 / 33  # the factor up to which what is added to another value is a small step
@@ -21,7 +21,7 @@ PART = 1 / 4  # the factor up to which what is added to a constant is a small pa
 MOST_SUMS = 64  # within a sum, that are looked into
 
 
-class Side(NamedTuple):
+class Addend(NamedTuple):
     """One of the values that are added up in an operation."""
 
     value: Var
@@ -54,29 +54,29 @@ def number_of(eqn: JaxprEqn) -> float:
     return 1 / size if name == "div" and size else size
 
 
-def maker(value: Var | Literal, made: Made) -> JaxprEqn | None:
+def maker(value: Var | Literal, producers: Producers) -> JaxprEqn | None:
     """The operation that has made a value, before it was moved."""
-    eqn = None if isinstance(value, Literal) else made.get(value)
+    eqn = None if isinstance(value, Literal) else producers.get(value)
     while eqn is not None and moves(eqn) and len(eqn.invars) == 1:
         value = eqn.invars[0]
-        eqn = None if isinstance(value, Literal) else made.get(value)
+        eqn = None if isinstance(value, Literal) else producers.get(value)
     return eqn
 
 
-def root(value: Var | Literal, made: Made) -> Var | Literal:
+def root(value: Var | Literal, producers: Producers) -> Var | Literal:
     """The value of which another is a view, or a multiple by a number."""
-    eqn = None if isinstance(value, Literal) else made.get(value)
+    eqn = None if isinstance(value, Literal) else producers.get(value)
     while eqn is not None and (eqn.primitive.name in VIEWS | {"neg"} or number_of(eqn)):
         value = next(v for v in eqn.invars if v is eqn.invars[-1] or not isinstance(v, Literal))
-        eqn = None if isinstance(value, Literal) else made.get(value)
+        eqn = None if isinstance(value, Literal) else producers.get(value)
     return value
 
 
-def is_square(eqn: JaxprEqn, made: Made) -> bool:
+def is_square(eqn: JaxprEqn, producers: Producers) -> bool:
     """Whether an operation is a product of an array with itself, such as `x.T @ x`."""
     if eqn.primitive.name != "dot_general":
         return False
-    a, b = (root(v, made) for v in eqn.invars)
+    a, b = (root(v, producers) for v in eqn.invars)
     return a is b
 
 
@@ -98,31 +98,31 @@ def is_step(eqn: JaxprEqn | None, limit: float) -> bool:
     return eqn is not None and 0 < number_of(eqn) <= limit
 
 
-def has_a_step(value: Var | Literal, made: Made, limit: float) -> bool:
+def has_a_step(value: Var | Literal, producers: Producers, limit: float) -> bool:
     """Whether a value is a sum with a small step, such as `eye + 0.01 * w`."""
-    eqn = maker(value, made)
+    eqn = maker(value, producers)
     if eqn is None or eqn.primitive.name not in ("add", "sub"):
         return False
-    return any(is_step(maker(v, made), limit) for v in eqn.invars)
+    return any(is_step(maker(v, producers), limit) for v in eqn.invars)
 
 
-def sides_of(eqn: JaxprEqn, made: Made) -> list[Side]:
+def addends_of(eqn: JaxprEqn, producers: Producers) -> list[Addend]:
     """What is added up in an operation, through other sums and what is linear in them."""
-    sides: list[Side] = []
+    addends: list[Addend] = []
     todo, left = [(eqn, False)] if _is_linear(eqn) else [], MOST_SUMS
     while todo:
         now, is_less = todo.pop()
         for place, value in enumerate(now.invars):
             if isinstance(value, Literal):
                 continue
-            name, inner = now.primitive.name, made.get(value)
+            name, inner = now.primitive.name, producers.get(value)
             is_negative = is_less ^ (name == "neg" or (name == "sub" and place == 1))
             if left and inner is not None and _is_linear(inner):
                 todo.append((inner, is_negative))
                 left -= 1
             else:
-                sides.append(Side(value, is_negative))
-    return sides
+                addends.append(Addend(value, is_negative))
+    return addends
 
 
 def _is_linear(eqn: JaxprEqn) -> bool:
@@ -131,68 +131,71 @@ def _is_linear(eqn: JaxprEqn) -> bool:
     return name in ("add", "sub", "neg") or bool(number_of(eqn)) or moves_all
 
 
-def cancelling(sides: list[Side]) -> bool:
+def cancelling(addends: list[Addend]) -> bool:
     """Whether a value is both added and subtracted, so that what is left is small."""
-    added = {side.value for side in sides if not side.is_less}
-    return any(side.is_less and side.value in added for side in sides)
+    added = {addend.value for addend in addends if not addend.is_less}
+    return any(addend.is_less and addend.value in added for addend in addends)
 
 
-def moments(sides: list[Side], made: Made) -> list[Var]:
+def moments(addends: list[Addend], producers: Producers) -> list[Var]:
     """The products in a mean of squares less the square of a mean, as in a local variance; and in
     a square of a difference that is written out, as `x ** 2 - 2 * x @ y + y ** 2`."""
     found: list[Var] = []
-    squares = [(side, _factors(side.value, made), _squared(side.value, made)) for side in sides]
-    for side in sides:
-        operands = _operands(side.value, made)
+    squares = [
+        (addend, _factors(addend.value, producers), _squared(addend.value, producers))
+        for addend in addends
+    ]
+    for addend in addends:
+        operands = _operands(addend.value, producers)
         for square, factors, squared in squares if operands else ():
-            if factors and side.is_less != square.is_less:
-                shared = [operands & _operands(factor, made) for factor in factors]
-                found += [side.value, *factors] if all(shared) else []
+            if factors and addend.is_less != square.is_less:
+                shared = [operands & _operands(factor, producers) for factor in factors]
+                found += [addend.value, *factors] if all(shared) else []
             if operands & squared:
-                found += [side.value, square.value]
+                found += [addend.value, square.value]
     return found
 
 
-def _squared(value: Var, made: Made) -> set[Var]:
+def _squared(value: Var, producers: Producers) -> set[Var]:
     """The values whose squares are summed, by an axis or in a product."""
-    eqn = maker(value, made)
+    eqn = maker(value, producers)
     if eqn is None or eqn.primitive.name not in PRODUCTS | {"reduce_sum"}:
         return set()
-    each = (maker(v, made) for v in eqn.invars)
-    roots = (root(e.invars[0], made) for e in each if e is not None and power_of(e) == 2)
+    each = (maker(v, producers) for v in eqn.invars)
+    roots = (root(e.invars[0], producers) for e in each if e is not None and power_of(e) == 2)
     return {r for r in roots if not isinstance(r, Literal)}
 
 
-def _factors(value: Var, made: Made) -> list[Var]:
+def _factors(value: Var, producers: Producers) -> list[Var]:
     """The factors of a product of elements, or of a square."""
-    eqn = maker(value, made)
+    eqn = maker(value, producers)
     if eqn is None or not (power_of(eqn) == 2 or eqn.primitive.name == "mul"):
         return []
     return [v for v in eqn.invars if not isinstance(v, Literal)]
 
 
-def _operands(value: Var, made: Made) -> set[Var]:
+def _operands(value: Var, producers: Producers) -> set[Var]:
     """What a product multiplies, before it was moved."""
-    eqn = maker(value, made)
+    eqn = maker(value, producers)
     each = eqn.invars if eqn is not None and eqn.primitive.name in PRODUCTS else []
-    return {r for r in (root(v, made) for v in each) if not isinstance(r, Literal)}
+    return {r for r in (root(v, producers) for v in each) if not isinstance(r, Literal)}
 
 
-def near_pairs(eqn: JaxprEqn, made: Made) -> list[Var]:
+def near_pairs(eqn: JaxprEqn, producers: Producers) -> list[Var]:
     """The operand of a square of a difference of all pairs, such as `(x[:, None] - y) ** 2`."""
     operand = eqn.invars[0] if eqn.invars else None
     if not isinstance(operand, Var) or power_of(eqn) != 2:
         return []
-    difference = made.get(operand)
+    difference = producers.get(operand)
     if difference is None or difference.primitive.name != "sub":
         return []
     size = jaxprs.array(operand).size
-    return [operand] if all(_size(v, made) < size for v in difference.invars) else []
+    return [operand] if all(_size(v, producers) < size for v in difference.invars) else []
 
 
-def _size(value: Var | Literal, made: Made) -> int:
+def _size(value: Var | Literal, producers: Producers) -> int:
     """The size of what an operand was before it was broadcast."""
-    eqn = None if isinstance(value, Literal) else made.get(value)
+    eqn = None if isinstance(value, Literal) else producers.get(value)
     if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "reshape", "expand_dims"):
-        return _size(eqn.invars[0], made)
+        return _size(eqn.invars[0], producers)
     return jaxprs.array(value).size

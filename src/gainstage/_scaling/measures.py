@@ -14,7 +14,7 @@ from gainstage._scaling.finite_check import Reader, bundle, fold
 from gainstage._scaling.gradients import as_gradients, upcast
 from gainstage._variables.bridge import compiled_if_eager
 from gainstage._variables.sharding import on_one_device, varying, varying_like
-from gainstage._variables.types import Given, PyTree
+from gainstage._variables.types import PyTree
 
 
 def measure(
@@ -86,7 +86,11 @@ _MEASURES = {
 
 @compiled_if_eager
 def _of_gradients(
-    names: Sequence[str], grads: PyTree, finite: jax.Array | bool, scale: Given, is_local: bool
+    names: Sequence[str],
+    grads: PyTree,
+    finite: jax.Array | bool,
+    scale: jax.Array | None,
+    is_local: bool,
 ) -> dict[str, jax.Array]:
     if not names:
         return {}

@@ -9,7 +9,6 @@ from jax import lax
 
 from gainstage._base._jax import Tracer
 from gainstage._variables.sharding import on_all_devices
-from gainstage._variables.types import Given
 
 # By which a retry divides the scale where no rule does. A rule halves it, and the next step goes on
 # from there. A loss of `self_scaled` starts at its first scale in each step: few tries must do.
@@ -20,7 +19,7 @@ NO_RETRY = (
 )
 
 
-class Tried(NamedTuple):
+class Attempt(NamedTuple):
     """A step that was tried."""
 
     helps: jax.Array  # a bool scalar: whether it may be applied if it is tried again
@@ -28,7 +27,7 @@ class Tried(NamedTuple):
 
 
 def try_again(
-    first: Tried, again: Callable[[Any], Tried], retries: int
+    first: Attempt, again: Callable[[Any], Attempt], retries: int
 ) -> tuple[jax.Array | int, Any]:
     """Tries a step again while that may help; returns how often, and the last result.
 
@@ -54,7 +53,9 @@ def try_again(
     return state[0], state[1].result
 
 
-def may_help(applied: jax.Array, loss: Given, before: jax.Array, after: jax.Array) -> jax.Array:
+def may_help(
+    applied: jax.Array, loss: jax.Array | None, before: jax.Array, after: jax.Array
+) -> jax.Array:
     """Whether a step may be applied if it is taken again with the same batch.
 
     A non-finite loss is so at any scale; and nothing changes at the same scale.

@@ -29,7 +29,7 @@ from gainstage._variables.variable import Variable, is_inside, recording
 
 def read(state: State) -> PyTree:
     """Reads the values of a state, in the same structure."""
-    Variable._watch(jax.tree.leaves(state))
+    Variable._note_reads(jax.tree.leaves(state))
     return jax.tree.map(lambda variable: variable._value, state)
 
 
@@ -244,7 +244,7 @@ class jit(Generic[P, R]):  # noqa: N801 - reads as the function it stands for
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs the program, and writes the new values into the variables."""
-        Variable._watch(self._state)
+        Variable._note_reads(self._state)
         if self._compiled_for != self._versions():
             self._compile()
         values = [variable._value for variable in self._state]

@@ -69,7 +69,7 @@ def linearized_by_reads(
 @contextlib.contextmanager
 def _watched(unit: jax.Array, among: Collection[Variable] | None) -> Iterator[Reads]:
     """Binds each floating variable, when it is first read, to a value with a derivative."""
-    before = getattr(recording, "watch", None)
+    before = getattr(recording, "note_read", None)
     reads: Reads = {}
     own: list[tuple[Any, ...]] = []
     in_this_trace = return_to_trace()
@@ -86,25 +86,25 @@ def _watched(unit: jax.Array, among: Collection[Variable] | None) -> Iterator[Re
             return
         with in_this_trace():  # the first reading may be in the body of a loop
             reads[variable] = _with_tangent(value, unit, len(reads))
-            with _watched_by(None):
+            with _noted_by(None):
                 own.extend(Variable._held([variable]))
             Variable._bind([variable], [reads[variable]], [variable._sharding])
 
     try:
-        with _watched_by(enter):
+        with _noted_by(enter):
             yield reads
     finally:
         Variable._unbind(list(reads), own)
 
 
 @contextlib.contextmanager
-def _watched_by(watch: Callable[[Variable], None] | None) -> Iterator[None]:
-    before = getattr(recording, "watch", None)
-    recording.watch = watch
+def _noted_by(note_read: Callable[[Variable], None] | None) -> Iterator[None]:
+    before = getattr(recording, "note_read", None)
+    recording.note_read = note_read
     try:
         yield
     finally:
-        recording.watch = before
+        recording.note_read = before
 
 
 def _with_tangent(value: jax.Array, unit: jax.Array, index: int) -> jax.Array:

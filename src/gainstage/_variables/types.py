@@ -22,7 +22,6 @@ Tree = TypeVar("Tree")  # a pytree of arrays, of which a result has the structur
 Params = TypeVar("Params", bound=Any)
 Scalar = ArrayLike | Variable  # a number: a loss, a scale, a rate
 Loss = TypeVar("Loss", bound=Scalar)
-Given = jax.Array | None  # an array, or None if it is not given
 Flag = bool | np.bool_ | np.ndarray | jax.Array  # a bool scalar
 Values = Sequence[npt.ArrayLike]  # numbers, arrays, variables and nested lists
 Grads = Sequence[npt.ArrayLike | None]

@@ -107,7 +107,7 @@ class Variable(Operators):
 
     def _read(self) -> jax.Array:
         """The array, for callers that do not keep it."""
-        Variable._watch([self])
+        Variable._note_reads([self])
         value = self._value
         if self._traces or isinstance(value, Tracer):
             value = self._value_here(value)
@@ -269,12 +269,12 @@ class Variable(Operators):
         self._first_value = first_value
 
     @staticmethod
-    def _watch(variables: "Iterable[Variable]") -> None:
-        """Tells a function that watches what is read that these variables are about to be."""
-        watcher = getattr(recording, "watch", None)
-        if watcher is not None:
+    def _note_reads(variables: "Iterable[Variable]") -> None:
+        """Tells the function that notes what is read that these variables are about to be."""
+        note = getattr(recording, "note_read", None)
+        if note is not None:
             for variable in variables:
-                watcher(variable)
+                note(variable)
 
     @staticmethod
     def _put(variables: "Sequence[Variable]", values: Sequence[Any], shared: bool) -> None:
@@ -299,7 +299,7 @@ class Variable(Operators):
     @staticmethod
     def _held(variables: "Sequence[Variable]") -> list[tuple[Any, ...]]:
         """Everything that `_bind` changes."""
-        Variable._watch(variables)
+        Variable._note_reads(variables)
         return [(len(v._traces), v._value, v._shared, v._sharding) for v in variables]
 
     @staticmethod

@@ -149,7 +149,7 @@ class _MeshOptimizer(Optimizer):
         """The rate of the last step; before any, that of the first. Inside `update_step`, the rate
         of the step."""
         if self._step_rate is None or self._store.has_own_rate:  # which starts from the optimizer's
-            wrapped = self._store.wrapper is not None  # it asks for the rate of its step here
+            wrapped = self._store.outer is not None  # it asks for the rate of its step here
             return self._store.rate_now(0 if wrapped else self._steps_ago)
         return self._step_rate
 

@@ -14,21 +14,21 @@ from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS
 from gainstage._base.configurable import deserialize, serialize
 from gainstage._variables.arguments import is_planned, pairs_in, variables_in
-from gainstage._variables.types import Given, PyTree, Rate, Scalar, Values
+from gainstage._variables.types import PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.compat import stateful_scale
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
 from gainstage.optimizers._step.slots import Initializer
 from gainstage.optimizers._step.step import StepInputs
-from gainstage.optimizers._step.store import Computed, ScalingWrapper, Store
+from gainstage.optimizers._step.store import Computed, LossScaleStore, Store
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.rules import loss_scale as rules
 
 __all__ = ["LossScaleOptimizer"]
 
 
-class _ScalingWrapper(ScalingWrapper):
+class _LossScaleStore(LossScaleStore):
     def build(self, store: Store, variables: Sequence[Variable]) -> None:
         super().build(store, variables)
         # A first step counts even if it is skipped: averages start as the first weights, as in TF.
@@ -70,7 +70,7 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
     Source: `tf.keras.mixed_precision.LossScaleOptimizer` (TensorFlow 2.15).
     """
 
-    _wrapper_type = _ScalingWrapper
+    _scale_store_type = _LossScaleStore
     _min_scale = stateful_scale.FLOOR
 
     def __init__(
@@ -142,10 +142,10 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
         store = self._store
         kinds = list(dict.fromkeys((name, number) for _, name, number in store.slots.of))
         place = {slot: kinds.index((n, i)) for (_, n, i), slot in store.slots.of.items()}
-        scale = jax.tree.leaves(self._wrapper.state)
-        left_out = {store.microbatches, store.rate.variable, *scale}
+        scale = jax.tree.leaves(self._scale_store.state)
+        left_out = {store.steps, store.rate.variable, *scale}
         rest = [variable for variable in self.variables if variable not in left_out]
-        return [store.microbatches, *sorted(rest, key=lambda v: place.get(v, len(kinds)))]
+        return [store.steps, *sorted(rest, key=lambda v: place.get(v, len(kinds)))]
 
     def get_weights(self) -> list[np.ndarray]:
         """Returns the values of `weights`."""
@@ -313,12 +313,12 @@ class LossScaleOptimizer(stateful_scale.UnscaledLossScaleOptimizer):
             self._forgotten.clear()
         return super().apply_gradients(pairs)
 
-    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
-        new, applied = super()._step(state, inputs)
+    def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
+        new, applied = super()._take_step(state, inputs)
         if self.gradient_accumulation_steps:  # the window counts its microbatches itself
             return new, applied
-        count = state.step.microbatches + 1  # a skipped step counts
-        return new._replace(step=new.step._replace(microbatches=count)), applied
+        count = state.step_state.steps + 1  # a skipped step counts
+        return new._replace(step_state=new.step_state._replace(steps=count)), applied
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments."""

@@ -26,7 +26,7 @@ from gainstage.compat.v1_optimizers import (
 )
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import array_of_loss
-from gainstage.optimizers._step.store import ScalingWrapper
+from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.rules import loss_scale as rules
 
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-class _ScalingWrapper(ScalingWrapper):
+class _LossScaleStore(LossScaleStore):
     documented: ClassVar[Mapping[str, str]] = {
         "scale": "current_loss_scale",
         "good_steps": "good_steps",
@@ -50,7 +50,7 @@ class _ScalingWrapper(ScalingWrapper):
 
 
 class _LossScaleOptimizer(UnscaledLossScaleOptimizer):
-    _wrapper_type = _ScalingWrapper
+    _scale_store_type = _LossScaleStore
 
 
 class MixedPrecisionLossScaleOptimizer(Optimizer):
@@ -90,7 +90,7 @@ class MixedPrecisionLossScaleOptimizer(Optimizer):
         use_locking = opt._use_locking if use_locking is None else use_locking
         wrapper = _LossScaleOptimizer(opt._optimizer, rule=rule, name=named(name))
         if type(loss_scale) is DynamicLossScale:
-            wrapper._wrapper.share(loss_scale._state)  # object and optimizer share one state
+            wrapper._scale_store.share(loss_scale._state)  # object and optimizer share one state
         super().__init__(wrapper, use_locking, name)
 
     @property

@@ -12,7 +12,7 @@ from gainstage._base.checks import brief
 from gainstage._scaling.gradients import Gradients
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.sharding import varying_axes
-from gainstage._variables.types import Given, Rate, Values
+from gainstage._variables.types import Rate, Values
 from gainstage._variables.variable import Variable, is_tracing
 from gainstage.compat.stateful_scale import summed
 from gainstage.optimizers import optimizer as core
@@ -189,7 +189,7 @@ class Optimizer:
         if global_step is not None and not isinstance(global_step, Variable):
             raise TypeError(f"Expected a gainstage.Variable for global_step; got {global_step!r}.")
         self._read_numbers()
-        count = self._optimizer._store.microbatches
+        count = self._optimizer._store.steps
         before = count.value()
         self._take(pairs)
         if global_step is not None:
@@ -329,7 +329,7 @@ class _AdamOfChangingBetas(_Adam):
         self.assign_add(v, (jnp.square(gradient) - v) * (1 - self.beta_2))
         self.assign_sub(variable, rate * m / (jnp.sqrt(v.value()) + self.epsilon))
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         super()._update_all(grads, rate, loss)
         for power, number in zip(self.powers, (self.beta_1, self.beta_2), strict=True):
             self.assign(power, power * number)

@@ -76,7 +76,7 @@ def advise(
                 f"to gainstage.precision.advise."
             )
     calls = [(others, metrics, *_arrays(batch)) for batch in first(batches)]
-    with seen_as(model, _Measured):
+    with seen_as(model, _MeasuredModel):
         return measured_advice(
             _loss_of(model), weights, calls, card=card, progress=progress, code=_code
         )
@@ -128,7 +128,7 @@ def tune(
     def forward(weights: PyTree, others: PyTree, x: PyTree) -> PyTree:
         return model.stateless_call(weights, others, x, return_losses=True, **training)
 
-    with seen_as(model, _Measured):
+    with seen_as(model, _MeasuredModel):
         measured = tune_function(
             _loss_of(model), weights, calls, dtype=dtype, max_noise=max_noise, max_bias=max_bias,
             max_error=max_error, card=card, progress=progress,
@@ -168,7 +168,7 @@ def _loss_of(model: Any) -> Callable[..., jax.Array]:
     return loss_fn
 
 
-class _Measured:
+class _MeasuredModel:
     """A base of models whose `stateless_call` is measured: no loss is scaled, and what comes after
     the call stays in float32."""
 

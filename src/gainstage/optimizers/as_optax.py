@@ -23,7 +23,7 @@ def to_optax(opt: Optimizer) -> optax.GradientTransformationExtraArgs:
     """Converts an optimizer, with its options, to an optax transformation.
 
     A `LossScaleOptimizer` becomes `loss_scaled`, with the same rule: compute its gradients with
-    `value_and_grad`. `Optax` does the reverse: it makes a transformation an optimizer.
+    `value_and_grad`. `from_optax` does the reverse: it makes a transformation an optimizer.
 
     Args:
         opt: an optimizer that is not built. It is not changed and can be used again.

@@ -1,4 +1,4 @@
-"""Checks of an optimizer that a wrapper, or an optimizer of several, is given."""
+"""Checks of an optimizer that a `LossScaleOptimizer` is given."""
 
 from collections.abc import Collection, Sequence
 
@@ -92,9 +92,9 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
             f"{inner!r}.{advice}"
         )
     check_verbs(inner, "LossScaleOptimizer")
-    if (wrapper := inner._store.wrapper) is not None:
+    if (outer := inner._store.outer) is not None:
         raise ValueError(
-            f"{inner.name!r} is already wrapped by {wrapper.owner!r}. Create a new "
+            f"{inner.name!r} is already wrapped by {outer.owner!r}. Create a new "
             f"optimizer, or reuse the wrapper."
         )
     for option in sorted(given & OPTIONS.keys()):

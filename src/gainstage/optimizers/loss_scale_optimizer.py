@@ -12,7 +12,7 @@ from gainstage._scaling.finite_check import all_finite
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Given, Grads, PyTree, Rate, Scalar, Values
+from gainstage._variables.types import Grads, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
@@ -25,7 +25,7 @@ from gainstage.optimizers._step.options import (
 )
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import OptimizerState, StepInputs
-from gainstage.optimizers._step.store import ScalingWrapper
+from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.retries import Retrying
@@ -83,7 +83,7 @@ class LossScaleOptimizer(Retrying):
 
     telemetry: Fixed[bool] = Fixed()
     underflow_every: Fixed[int | None] = Fixed()
-    _wrapper_type = ScalingWrapper
+    _scale_store_type = LossScaleStore
     _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
     _min_scale: ClassVar[float | None] = None  # of a dynamic scale; None for that of `keras_rule`
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
@@ -115,23 +115,23 @@ class LossScaleOptimizer(Retrying):
         for option, value in options.items():
             if value is not None:
                 over[option] = check_option(option, value, over)
-        scaling = ScaledStep(rule, self.telemetry, self.underflow_every, self._unscaled)
-        self._wrapper = self._wrapper_type(self.name, over, scaling, self.mesh)
-        self._initial_scale = checks.shortest(self._wrapper.state.rule_state.scale.numpy())
+        scaled_step = ScaledStep(rule, self.telemetry, self.underflow_every, self._unscaled)
+        self._scale_store = self._scale_store_type(self.name, over, scaled_step, self.mesh)
+        self._initial_scale = checks.shortest(self._scale_store.state.rule_state.scale.numpy())
         if self.mesh is not None:
-            replicate(self.name, self.mesh, jax.tree.leaves(self._wrapper.state), [])
+            replicate(self.name, self.mesh, jax.tree.leaves(self._scale_store.state), [])
         self._uses = ScaleUses(self.name, not self.dynamic)
         if store.index:
             check_one_scale(inner_optimizer, list(store.index))
-            self._wrapper.build(store, list(store.index))
+            self._scale_store.build(store, list(store.index))
         self._store, self._slots = store, Slots(self.name, self._slot_name, store.slots.shard_over)
-        store.set_wrapper(self._wrapper)
+        store.set_outer(self._scale_store)
         self._inner = inner_optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self._store.wrapper is None:  # a shallow copy shares the original's
-            self._store.set_wrapper(self._wrapper)
+        if self._store.outer is None:  # a shallow copy shares the original's
+            self._store.set_outer(self._scale_store)
 
     # ── the scale ────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +153,7 @@ class LossScaleOptimizer(Retrying):
     @property
     def dynamic_scale(self) -> Variable:
         """The rule's scale, a float32 variable."""
-        scale = self._wrapper.state.rule_state.scale
+        scale = self._scale_store.state.rule_state.scale
         self._uses.read(scale._value)
         return scale
 
@@ -161,21 +161,21 @@ class LossScaleOptimizer(Retrying):
     def step_counter(self) -> Variable | None:
         """Finite steps in a row since the scale was updated (`AdaptiveLossScale`: its ceiling), an
         int32 variable; None if the rule does not count them."""
-        return getattr(self._wrapper.state.rule_state, "good_steps", None)
+        return getattr(self._scale_store.state.rule_state, "good_steps", None)
 
     dynamic_counter = step_counter
 
     @property
     def loss_scale(self) -> jax.Array:
         """The factor of the loss: the rule's scale times `loss_scale_factor`."""
-        self._uses.read(self._wrapper.state.rule_state.scale._value)
+        self._uses.read(self._scale_store.state.rule_state.scale._value)
         return self._loss_scale()
 
     def scale_loss(self, loss: Scalar) -> jax.Array:
         if not self._is_one():
             self._uses.check_true(loss)
         scaled = gradients.scaled(loss, self._loss_scale())
-        return self._uses.multiply(self._wrapper.state.rule_state.scale._value, scaled)
+        return self._uses.multiply(self._scale_store.state.rule_state.scale._value, scaled)
 
     @property
     def dynamic(self) -> bool:
@@ -194,14 +194,15 @@ class LossScaleOptimizer(Retrying):
         return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
 
     def _loss_scale(self) -> jax.Array:
-        scaling, state = self._store.scaling(self._wrapper.scaling), self._wrapper.state.rule_state
+        scaled_step = self._store.with_options(self._scale_store.scaled_step)
+        state = self._scale_store.state.rule_state
         try:
             scale = state.scale.value()
         except ValueError as error:
             if state.scale._is_planned:
                 raise
             raise ValueError(NOT_IN_STATE.format(name=self.name)) from error
-        return scaling.loss_scale(state._replace(scale=scale))
+        return scaled_step.loss_scale(state._replace(scale=scale))
 
     def _differentiate(self, loss: Any, var_list: VarList, **how: Any) -> Differentiated:
         before, one = self._uses.has_scaled, self._is_one()
@@ -237,11 +238,11 @@ class LossScaleOptimizer(Retrying):
 
     @property
     def _step_state(self) -> OptimizerState:
-        return OptimizerState(self._wrapper.state, self._store.state)
+        return OptimizerState(self._scale_store.state, self._store.state)
 
-    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
-        scaling = self._store.scaling(self._wrapper.scaling)
-        return self._inner._make_step(inputs.loss).scaled(scaling, state, inputs)
+    def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
+        scaled_step = self._store.with_options(self._scale_store.scaled_step)
+        return self._inner._make_step(inputs.loss).scaled(scaled_step, state, inputs)
 
     # ── the inner optimizer ──────────────────────────────────────────────────────────────────
 
@@ -249,17 +250,17 @@ class LossScaleOptimizer(Retrying):
     def variables(self) -> list[Variable]:
         """All state: step counter, scale, the rest of the rule's state, telemetry, then that of the
         inner optimizer."""
-        scale = self._wrapper.state.rule_state.scale
+        scale = self._scale_store.state.rule_state.scale
         first = [v for v in (self.step_counter, scale) if v is not None]
-        rest = [v for v in jax.tree.leaves(self._wrapper.state) if v not in first]
+        rest = [v for v in jax.tree.leaves(self._scale_store.state) if v not in first]
         return [*first, *rest, *self._slots.all, *self._store.variables]
 
     def _get_option(self, name: str) -> Any:
-        over = self._wrapper.over
+        over = self._scale_store.over
         return over[name] if name in over else getattr(self._store.options, name)
 
     def _set_option(self, name: str, value: object) -> None:
-        self._wrapper.over[name] = self._checked_option(name, value)
+        self._scale_store.over[name] = self._checked_option(name, value)
         (self._given.discard if value is None else self._given.add)(name)
         self._store.changed()
 
@@ -269,7 +270,7 @@ class LossScaleOptimizer(Retrying):
             raise AttributeError(f"Expected {name} to be set on the inner optimizer.")
         if name == "dynamic_growth_steps" and not self._unscaled:
             self._rule = with_number(self._rule, name, value)
-            self._wrapper.set_rule(self._rule)
+            self._scale_store.set_rule(self._rule)
             self._store.changed()
             return
         if name in ("initial_scale", "dynamic_growth_steps", "rule", "inner_optimizer"):
@@ -297,7 +298,7 @@ class LossScaleOptimizer(Retrying):
     def stateless_apply(
         self, optimizer_variables: Values, grads: Grads, trainable_variables: Values
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        self._uses.step_without(self._wrapper.state.rule_state.scale._value)
+        self._uses.step_without(self._scale_store.state.rule_state.scale._value)
         return super().stateless_apply(optimizer_variables, grads, trainable_variables)
 
     def exclude_from_weight_decay(
@@ -321,7 +322,8 @@ class LossScaleOptimizer(Retrying):
         return self.inner_optimizer.get_slot(var, slot_name)
 
     def __repr__(self) -> str:
-        scale, rule = saving.shown(self._wrapper.state.rule_state.scale), type(self.rule).__name__
+        scale = saving.shown(self._scale_store.state.rule_state.scale)
+        rule = type(self.rule).__name__
         name = type(self).__name__
         return f"<{name} {self.name!r}: scale {scale}, rule {rule}, around {self._inner!r}>"
 
@@ -329,11 +331,12 @@ class LossScaleOptimizer(Retrying):
 
     @property
     def _weight_checks(self) -> saving.Checks:
-        return {**super()._weight_checks, self._wrapper.state.rule_state.scale: checks.loss_scale}
+        scale = self._scale_store.state.rule_state.scale
+        return {**super()._weight_checks, scale: checks.loss_scale}
 
     def get_config(self) -> dict[str, Any]:
         """Returns the constructor's arguments; each option is with the object that received it."""
-        options = dict(self._wrapper.over)
+        options = dict(self._scale_store.over)
         inner = serialize(self.inner_optimizer)
         inner["config"] = {k: v for k, v in inner["config"].items() if k not in options}
         if options.get("weight_decay", 0) is None:  # off, whatever the inner optimizer's default
@@ -382,5 +385,5 @@ def _(opt: Optimizer) -> Observed:
         raise TypeError(f"Expected a LossScaleOptimizer or a state of loss_scaled; got {opt!r}.")
     if not opt.telemetry:
         raise ValueError(f"Expected telemetry=True for the LossScaleOptimizer; got {opt!r}.")
-    observed = opt._wrapper.state.observed
+    observed = opt._scale_store.state.observed
     return at_first(opt._loss_scale(), 0, None) if observed is None else observed  # not built yet

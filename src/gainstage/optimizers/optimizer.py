@@ -19,7 +19,7 @@ from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState
 from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.bridge import assign, bound, functionalize, read, write
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Aux, Flag, Given, Grads, Loss, PyTree, Rate, Scalar, Values
+from gainstage._variables.types import Aux, Flag, Grads, Loss, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable, is_inside, is_tracing
 from gainstage.optimizers._step import options as all_options
 from gainstage.optimizers._step.differentiate import Differentiated, VarList, differentiate
@@ -27,7 +27,13 @@ from gainstage.optimizers._step.options import Arguments, OptimizerOptions
 from gainstage.optimizers._step.runner import Runner, by_place, check_bound, fitted, listed
 from gainstage.optimizers._step.saving import Saved, shown, without_legacy, wrong_count
 from gainstage.optimizers._step.slots import Initializer, Slots
-from gainstage.optimizers._step.step import OptimizerState, Step, StepInputs, StepOptions, StepState
+from gainstage.optimizers._step.step import (
+    OptimizerState,
+    OptimizerStep,
+    StepInputs,
+    StepOptions,
+    StepState,
+)
 from gainstage.optimizers._step.store import Computed, Store
 from gainstage.optimizers._step.subclasses import missing, overrides
 from gainstage.optimizers._step.undecayed import Undecayed
@@ -146,11 +152,11 @@ class Optimizer(Configurable, Arguments, Saved):
     def _set_option(self, name: str, value: object) -> None:
         store = self._store
         value = self._checked_option(name, value)
-        wrapper = store.wrapper
-        if value is not None and wrapper is not None and name in wrapper.over:
+        outer = store.outer
+        if value is not None and outer is not None and name in outer.over:
             raise ValueError(
-                f"Expected {name} to be set on {wrapper.owner!r}, where it is "
-                f"{wrapper.over[name]!r}; got {value!r} on {self.name!r}."
+                f"Expected {name} to be set on {outer.owner!r}, where it is "
+                f"{outer.over[name]!r}; got {value!r} on {self.name!r}."
             )
         (self._given.discard if value is None else self._given.add)(name)
         store.set_options(StepOptions({**vars(store.options), name: value}))
@@ -191,7 +197,7 @@ class Optimizer(Configurable, Arguments, Saved):
 
     @property
     def _step_state(self) -> PyTree:
-        """The variables that `_step` reads and changes, the weights among them."""
+        """The variables that `_take_step` reads and changes, the weights among them."""
         return self._store.state
 
     @property
@@ -208,7 +214,7 @@ class Optimizer(Configurable, Arguments, Saved):
     def iterations(self) -> Variable:
         """The number of updates so far, an int32 variable. With gradient accumulation it is
         computed from the number of microbatches and cannot be assigned."""
-        count, options = self._store.microbatches, self._store.in_force
+        count, options = self._store.steps, self._store.in_force
         if not options.gradient_accumulation_steps:
             return count
         set_by = "load a state that was saved, or start with a new optimizer"
@@ -554,10 +560,10 @@ class Optimizer(Configurable, Arguments, Saved):
         version = (store.version, store.rate.changes) if self.jit_compile else None
         self._runner(self._apply, variables, weights, inputs, version, loss, self._loss_scale)
 
-    def _apply(self, inputs: StepInputs) -> Given:
+    def _apply(self, inputs: StepInputs) -> jax.Array | None:
         """Takes one step on the bound variables; returns whether it was applied."""
         state = self._step_state
-        new, applied = self._step(read(state), inputs)
+        new, applied = self._take_step(read(state), inputs)
         write(jax.tree.leaves(state), jax.tree.leaves(new))
         return applied
 
@@ -678,22 +684,22 @@ class Optimizer(Configurable, Arguments, Saved):
         """Whether a step uses the true loss, if it is given."""
         return False
 
-    def _step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, Given]:
+    def _take_step(self, state: PyTree, inputs: StepInputs) -> tuple[PyTree, jax.Array | None]:
         """One step as a pure function: returns the new values of `_step_state`, and whether it was
         applied (None: always)."""
         step = self._make_step(inputs.loss)
         if self._store.in_force.loss_scale_factor is None:
             return step.plain(state, inputs)
         both = OptimizerState(ScaledStepState(None), state)
-        scaling = self._store.scaling(ScaledStep())
-        (_, state), applied = step.scaled(scaling, both, inputs)
+        scaled_step = self._store.with_options(ScaledStep())
+        (_, state), applied = step.scaled(scaled_step, both, inputs)
         return state, applied
 
-    def _make_step(self, loss: Given = None) -> Step:
+    def _make_step(self, loss: jax.Array | None = None) -> OptimizerStep:
         """The step for the current options and variables."""
         store, options = self._store, self._store.in_force
         decay = options.weight_decay
-        return Step(
+        return OptimizerStep(
             options=options,
             update=lambda state, grads, rate: self._update_weights(state, grads, rate, loss),
             rate=store.rate,
@@ -703,7 +709,7 @@ class Optimizer(Configurable, Arguments, Saved):
         )
 
     def _update_weights(
-        self, state: StepState, grads: Gradients, rate: jax.Array, loss: Given
+        self, state: StepState, grads: Gradients, rate: jax.Array, loss: jax.Array | None
     ) -> StepState:
         """`update_step` of every variable as a pure function."""
         store, own = self._store, self._store.state
@@ -713,7 +719,7 @@ class Optimizer(Configurable, Arguments, Saved):
             self._update_all(grads, rate, loss)
             return read(own)
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         for variable, gradient in zip(self._store.index, grads, strict=True):
             if gradient is not None:
                 self._update_one(gradient.value(), variable, rate)

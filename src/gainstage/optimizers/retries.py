@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gainstage._base import checks
 from gainstage._base.warn import warn
-from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
+from gainstage._scaling.retry_loop import NO_RETRY, Attempt, may_help, try_again
 from gainstage._variables.bridge import assign, functionalize, read, write
 from gainstage._variables.types import Aux, Scalar
 from gainstage._variables.variable import is_tracing
@@ -21,7 +21,7 @@ class Retrying(Optimizer):
     """An optimizer that skips steps, and can take a skipped step again."""
 
     _is_base = True
-    _wrapper: Any
+    _scale_store: Any
     _told = False  # that retries have no effect
 
     @overload
@@ -91,19 +91,19 @@ class Retrying(Optimizer):
         if isinstance(getattr(self, "rule", None), FixedLossScale) and not self._told:
             self._told = True
             warn(NO_RETRY)
-        changed, rule = list(self._store.index), self._wrapper.state.rule_state
+        changed, rule = list(self._store.index), self._scale_store.state.rule_state
         scales = jax.tree.leaves(rule)
 
-        def take() -> Tried:
+        def take() -> Attempt:
             before = rule.scale.value()
             result, conditions, found = self._take(loss, var_list, has_aux)
             changed[:] = dict.fromkeys([*self._store.index, *self.variables, *found.assigned])
             applied = jnp.array(conditions, bool).all()
             helps = may_help(applied, found.loss, before, rule.scale.value())
-            return Tried(helps, (result, applied))
+            return Attempt(helps, (result, applied))
 
-        def again(_: object) -> Tried:
-            observed = self._wrapper.state.observed
+        def again(_: object) -> Attempt:
+            observed = self._scale_store.state.observed
             if observed is not None:  # the step that was skipped is retried instead
                 observed.info.skipped_steps.assign_sub(1)
                 observed.info.retried_steps.assign_add(1)
@@ -115,11 +115,11 @@ class Retrying(Optimizer):
             variables = [variable for variable in changed if variable._is_bound]
             pure = functionalize(again, variables)
 
-            def once_more(state: tuple[Any, list[Any]]) -> Tried:
+            def once_more(state: tuple[Any, list[Any]]) -> Attempt:
                 (helps, taken), values = pure(state[1], None)
-                return Tried(helps, (taken, values))
+                return Attempt(helps, (taken, values))
 
-            start = Tried(first.helps, (first.result, read(variables)))
+            start = Attempt(first.helps, (first.result, read(variables)))
             _, ((result, applied), values) = try_again(start, once_more, retries)
             write(variables, values)
             write(scales, selected([applied], read(scales), after_one))

@@ -15,7 +15,7 @@ from gainstage._base.checks import brief
 from gainstage._scaling.gradients import Gradients, upcast
 from gainstage._variables.bridge import read
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Given, OptState, PyTree, Rate, Transformation
+from gainstage._variables.types import OptState, PyTree, Rate, Transformation
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.options import WrapperOptions
 from gainstage.optimizers.optimizer import Optimizer
@@ -157,7 +157,7 @@ class Optax(Optimizer):
         return isinstance(self.tx, optax.GradientTransformationExtraArgs)
 
     def _updated(
-        self, grads: PyTree, state: OptState, values: PyTree, loss: Given
+        self, grads: PyTree, state: OptState, values: PyTree, loss: jax.Array | None
     ) -> tuple[PyTree, OptState]:
         """Returns `tx.update(...)`, or raises an error that names the missing argument."""
         update: Callable[..., tuple[PyTree, OptState]] = functools.partial(
@@ -193,7 +193,7 @@ class Optax(Optimizer):
             f"loss, as 'value'. Use gainstage.loss_scaled(tx): it passes all arguments."
         )
 
-    def _update_all(self, grads: Gradients, rate: jax.Array, loss: Given) -> None:
+    def _update_all(self, grads: Gradients, rate: jax.Array, loss: jax.Array | None) -> None:
         values = [variable.value() for variable in self._store.index]
         pairs = zip(grads, values, strict=True)
         given = [jnp.zeros_like(v) if g is None else g.value() for g, v in pairs]

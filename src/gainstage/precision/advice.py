@@ -297,7 +297,7 @@ def measured_advice(
     each = (time.perf_counter() - start) / (len(samples) + 1)
     pieces = len(NAMES) * len(samples) + 1 + len(LARGER)
     with counted(pieces, "advise", shows=progress, seconds=each * pieces) as tick:
-        measured = _Measured(samples, reference, rates, code, tick)
+        measured = _CostMeasurement(samples, reference, rates, code, tick)
         half = autocast(fun)
         of_half = samples.compiled(half)
         rows = [
@@ -323,7 +323,7 @@ def _both(samples: Samples, fun: Callable[..., Any]) -> tuple[Callable[..., Any]
     return fun, samples.compiled(fun)
 
 
-class _Measured:
+class _CostMeasurement:
     """Measurements of one function in several precisions."""
 
     def __init__(

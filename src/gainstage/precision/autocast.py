@@ -18,7 +18,7 @@ from gainstage._programs.operations import PRODUCTS, Trait, names_with
 from gainstage._programs.patterns import moves, power_of
 from gainstage._variables.types import P, R
 from gainstage.precision.cards import ANY, H100, Card
-from gainstage.precision.float8_product import How, multiply, to_operand
+from gainstage.precision.float8_product import ProductSpec, multiply, to_operand
 from gainstage.precision.float8_rule import Float8Decision, Sizes, decide, sizes_of
 from gainstage.precision.needs import Need, needs_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Plan
@@ -334,7 +334,7 @@ class _Caster:
         with jaxprs.inside(eqn):
             left, right = (converted(value.x, self._dtype) for value in (x, w))
             dims, sharding = eqn.params["dimension_numbers"], eqn.params["out_sharding"]
-            how = How(dims, self._dtype, left.dtype, right.dtype, sharding)
+            how = ProductSpec(dims, self._dtype, left.dtype, right.dtype, sharding)
             return multiply(how, left, right, x.once(to_operand), w.once(to_operand))
 
     def _known(

@@ -152,7 +152,7 @@ def _moved(out: jax.Array, order: Sequence[int]) -> jax.Array:
     return lax.transpose(out, tuple(int(i) for i in np.argsort(order)))
 
 
-class How(NamedTuple):
+class ProductSpec(NamedTuple):
     """What a product does, apart from its operands."""
 
     dims: Dims
@@ -163,34 +163,36 @@ class How(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiplied(how: How, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8) -> jax.Array:
-    return product(x8, w8, how.dims, how.sharding).astype(how.dtype)
+def _multiplied(
+    spec: ProductSpec, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8
+) -> jax.Array:
+    return product(x8, w8, spec.dims, spec.sharding).astype(spec.dtype)
 
 
 def _forward(
-    how: How, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8
+    spec: ProductSpec, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8
 ) -> tuple[jax.Array, tuple[Tensor8, Tensor8]]:
-    out = product(x8, w8, how.dims, how.sharding).astype(how.dtype)
+    out = product(x8, w8, spec.dims, spec.sharding).astype(spec.dtype)
     return out, (in_a_gradient(x8), in_a_gradient(w8))
 
 
-def _backward(how: How, kept: tuple[Tensor8, Tensor8], g: jax.Array) -> tuple[Any, ...]:
+def _backward(spec: ProductSpec, kept: tuple[Tensor8, Tensor8], g: jax.Array) -> tuple[Any, ...]:
     (x8, w8), g8 = kept, in_a_gradient(rounded(g, E5M2))
-    to_x, to_w = to_left(g8, x8.x, w8, how.dims), to_right(g8, x8, w8.x, how.dims)
-    return to_x.astype(how.of_x), to_w.astype(how.of_w), None, None
+    to_x, to_w = to_left(g8, x8.x, w8, spec.dims), to_right(g8, x8, w8.x, spec.dims)
+    return to_x.astype(spec.of_x), to_w.astype(spec.of_w), None, None
 
 
 _multiplied.defvjp(_forward, _backward)
 
 
-def multiply(how: How, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8) -> jax.Array:
+def multiply(spec: ProductSpec, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8) -> jax.Array:
     """The product of `x8` and `w8`, to which `x` and `w` have been rounded.
 
     The cotangent is rounded too, and the backward pass keeps the float8 tensors alone. The examples
     of `jax.vmap` are rows of one product, if they share the right operand: `jax.grad` around it
     would otherwise store a gradient for each example.
     """
-    run = _of_examples(how) if batches_next() else functools.partial(_multiplied, how)
+    run = _of_examples(spec) if batches_next() else functools.partial(_multiplied, spec)
     # In `jax.shard_map`, replicated operands are made varying, as their cotangents are: JAX then
     # adds those up.
     operands = (x, w, x8, w8)
@@ -198,9 +200,9 @@ def multiply(how: How, x: jax.Array, w: jax.Array, x8: Tensor8, w8: Tensor8) -> 
 
 
 @functools.cache
-def _of_examples(how: How) -> Callable[..., jax.Array]:
+def _of_examples(spec: ProductSpec) -> Callable[..., jax.Array]:
     """A product inside of `jax.vmap`."""
-    one = functools.partial(_multiplied, how)
+    one = functools.partial(_multiplied, spec)
     product_of_examples = custom_vmap(one)
 
     @product_of_examples.def_vmap
@@ -212,8 +214,8 @@ def _of_examples(how: How) -> Callable[..., jax.Array]:
         side = int(is_batched[1])  # of the operand with examples
         if is_batched[2 + side].unit:  # the same for all of them
             small[side] = small[side]._replace(unit=small[side].unit[0])
-        over, batch = how.dims
-        new = how._replace(dims=(_later(over, side), _later(batch, side)), sharding=None)
+        over, batch = spec.dims
+        new = spec._replace(dims=(_later(over, side), _later(batch, side)), sharding=None)
         rows = x.ndim - len(over[0]) - len(batch[0])
         place = len(batch[0]) + (rows if side else 0)
         return jnp.moveaxis(multiply(new, x, w, *small), place, 0), True

@@ -28,9 +28,9 @@ class Need(enum.Flag):
     OPERANDS = enum.auto()  # the product that it is, with its operands
     ALL = enum.auto()  # all that it is made of
     ANGLE = enum.auto()  # a product with few terms, from which it comes
-    SMALL = enum.auto()  # both sides, if it is a difference: what multiplies it is large
-    STEP = enum.auto()  # the value, if a small number multiplies: it is added to others
-    PART = enum.auto()  # the value, if a number below 1 multiplies: it is added to a constant
+    SMALL = enum.auto()  # both terms, if it is a difference, because a large number multiplies it
+    STEP = enum.auto()  # the value, if a small number multiplies it before it is added to others
+    PART = enum.auto()  # the value, if a number below 1 multiplies it, before a constant is added
     GATE = enum.auto()  # the value, if it is a sigmoid: it is subtracted from 1
     SQUARE = enum.auto()  # a product of an array with itself: the result, which may be large
 
@@ -67,7 +67,7 @@ class _Reader:
     ):
         self._jaxpr, self._path, self._needs = jaxprs.open_jaxpr(program), path, needs
         self._equations = list(jaxprs.backwards(program))
-        self._made = {v: eqn for _, eqn in self._equations for v in eqn.outvars}
+        self._producers = {v: eqn for _, eqn in self._equations for v in eqn.outvars}
         self._known: dict[Var, Need] = {}
         self._facts = dict(zip(self._jaxpr.invars, facts, strict=True))
         self._facts |= dict.fromkeys(self._jaxpr.constvars, Fact.CONSTANT)
@@ -115,7 +115,7 @@ class _Reader:
         if all(map(self._is_constant, eqn.invars)):
             return Fact.CONSTANT
         limit = PART if any(map(self._is_constant, eqn.invars)) else STEP
-        if any(patterns.has_a_step(v, self._made, limit) for v in eqn.outvars):
+        if any(patterns.has_a_step(v, self._producers, limit) for v in eqn.outvars):
             return Fact.HAS_A_STEP
         return given & ~Fact.CONSTANT if moves(eqn) else Fact.NOTHING
 
@@ -125,7 +125,7 @@ class _Reader:
             return Need.NOTHING
         has_a_step = any(Fact.HAS_A_STEP in self._fact(v) for v in eqn.invars)
         need = Need.OPERANDS if has_a_step or patterns.is_tiny(eqn) else Need.NOTHING
-        return need | (Need.SQUARE if patterns.is_square(eqn, self._made) else Need.NOTHING)
+        return need | (Need.SQUARE if patterns.is_square(eqn, self._producers) else Need.NOTHING)
 
     def _of_operation(self, eqn: JaxprEqn, need: Need) -> Need:
         """What of an operation must be exact."""
@@ -166,22 +166,22 @@ class _Reader:
             yield eqn.invars[1], Need.GATE
         if name == "integer_pow" and eqn.params["y"] < 0:
             yield eqn.invars[0], Need.RESULT
-        yield from ((v, Need.RESULT) for v in patterns.near_pairs(eqn, self._made))
+        yield from ((v, Need.RESULT) for v in patterns.near_pairs(eqn, self._producers))
         if name == "sub" or Need.SMALL in need:
-            yield from self._of_sides(patterns.sides_of(eqn, self._made), need)
+            yield from self._of_addends(patterns.addends_of(eqn, self._producers), need)
 
-    def _of_sides(
-        self, sides: list[patterns.Side], need: Need
+    def _of_addends(
+        self, addends: list[patterns.Addend], need: Need
     ) -> Iterator[tuple[Var | Literal, Need]]:
-        """What a difference needs of its sides."""
-        if patterns.cancelling(sides):
-            yield from ((side.value, Need.RESULT) for side in sides)
-        moments = patterns.moments(sides, self._made)
+        """What a difference needs of its addends."""
+        if patterns.cancelling(addends):
+            yield from ((addend.value, Need.RESULT) for addend in addends)
+        moments = patterns.moments(addends, self._producers)
         yield from ((value, Need.OPERANDS | Need.RESULT) for value in moments)
         if Need.SMALL in need:
-            of_products = [Fact.OF_PRODUCTS in self._fact(side.value) for side in sides]
-            are_near = any(side.is_less for side in sides) and sum(of_products) > 1
-            yield from ((side.value, Need.ALL if are_near else Need.SMALL) for side in sides)
+            of_products = [Fact.OF_PRODUCTS in self._fact(addend.value) for addend in addends]
+            are_near = any(addend.is_less for addend in addends) and sum(of_products) > 1
+            yield from ((addend.value, Need.ALL if are_near else Need.SMALL) for addend in addends)
 
     def _of_part(
         self,

@@ -16,7 +16,7 @@ from gainstage._base.warn import warn
 from gainstage._programs import jaxprs
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
-from gainstage._scaling.retry_loop import BACKOFF, Tried, try_again
+from gainstage._scaling.retry_loop import BACKOFF, Attempt, try_again
 from gainstage._variables.sharding import on_all_devices, varying_like
 from gainstage._variables.types import P, PyTree, R
 from gainstage.transforms.gradient_faults import note_self_scaled
@@ -144,11 +144,11 @@ def _with_own_scale(
             overflowed = ~all_finite(true) & jnp.isfinite(results[0])
             return on_all_devices(~overflowed), results, true
 
-        def tried(scale: jax.Array) -> Tried:
+        def tried(scale: jax.Array) -> Attempt:
             finite, *found = at(scale, values)
-            return Tried(~finite, (scale, *found))
+            return Attempt(~finite, (scale, *found))
 
-        def again(found: tuple[Any, ...]) -> Tried:
+        def again(found: tuple[Any, ...]) -> Attempt:
             return tried(jnp.maximum(found[0] / BACKOFF, SMALLEST))
 
         first = tried(jnp.asarray(scale, jnp.float32))

@@ -11,10 +11,10 @@ from jax.stages import Wrapped
 
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS, Static, leaves_and_none, unshared
-from gainstage._base.dead_run import Watch
+from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
-from gainstage._scaling.retry_loop import NO_RETRY, Tried, may_help, try_again
+from gainstage._scaling.retry_loop import NO_RETRY, Attempt, may_help, try_again
 from gainstage._variables.bridge import reruns
 from gainstage._variables.sharding import (
     Shardings,
@@ -193,7 +193,7 @@ class TrainStep(Generic[Params, P, *More]):
         scaled = transformation_of(tx)  # None for one of another library
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
-        self._watch = Watch(_lowest_of(scaled.rule) if scaled else 0.0)
+        self._watch = DeadRunWatch(_lowest_of(scaled.rule) if scaled else 0.0)
         self._told = False  # of a loss that varies by device
         self._placed = False  # whether it has looked at where the first batch lies
         self._programs: dict[Any, Any] = {}  # by whether they donate, and the shardings of results
@@ -325,12 +325,12 @@ class TrainStep(Generic[Params, P, *More]):
         if not self._retries:
             return first
 
-        def tried(taken: tuple[Any, ...], before: OptState) -> Tried:
+        def tried(taken: tuple[Any, ...], before: OptState) -> Attempt:
             old, new = (loss_scaled_state(state) for state in (before, taken[1]))
             scales = old.rule_state.scale, new.rule_state.scale
-            return Tried(may_help(new.applied, taken[2], *scales), taken)
+            return Attempt(may_help(new.applied, taken[2], *scales), taken)
 
-        def again(skipped: tuple[Any, ...]) -> Tried:
+        def again(skipped: tuple[Any, ...]) -> Attempt:
             arrays, before = skipped[0], retried(skipped[1])
             return tried(self._take(shardings, model, arrays, before, batch), before)
 

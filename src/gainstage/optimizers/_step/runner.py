@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from gainstage._base._jax import Tracer
 from gainstage._base.arrays import ARRAYS, strong
 from gainstage._base.checks import InvalidArgumentError, brief
-from gainstage._base.dead_run import Watch
+from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._variables.bridge import jit, run_eagerly
 from gainstage._variables.variable import Variable
@@ -37,7 +37,7 @@ class Runner:
         # The gradients that the last `compute_gradients` has returned, and their true loss.
         self._computed: tuple[list[weakref.ref[Any]], jax.Array] | None = None
         self._again = False  # whether the next gradients are checked, of whatever kind they are
-        self._watch = Watch()
+        self._watch = DeadRunWatch()
 
     def __reduce__(self) -> tuple[type["Runner"], tuple[()]]:
         return Runner, ()  # a copy starts anew

@@ -17,7 +17,7 @@ from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import norms as norms_of
 from gainstage._scaling.gradients import Gradients
 from gainstage._scaling.scaled_step import ScaledStep, ScaledStepState, run_if
-from gainstage._variables.types import Given, Rate
+from gainstage._variables.types import Rate
 from gainstage._variables.variable import Variable, is_tracing, placed
 from gainstage.optimizers._step.options import CLIPS, DEFAULTS, OPTIONS, Options, check_option
 from gainstage.optimizers.schedules import LearningRateSchedule
@@ -44,9 +44,9 @@ class StepOptions(Options):
         given = [(name, limit) for name, limit in limits if limit is not None]
         return gradients.Clip(given[0][0], checks.in_float32(given[0][1])) if given else None
 
-    def updates(self, microbatches: Any) -> Any:
-        """The number of updates that this many microbatches make."""
-        return microbatches // (self.gradient_accumulation_steps or 1)
+    def updates(self, steps: Any) -> Any:
+        """The number of updates that this many steps make."""
+        return steps // (self.gradient_accumulation_steps or 1)
 
     def under(self, over: Mapping[str, Any]) -> "StepOptions":
         """These options, overridden by the options `over` of a wrapper."""
@@ -188,8 +188,7 @@ class StepState(NamedTuple):
     """All that a step reads and changes, as arrays or as variables."""
 
     weights: list[Any]
-    # The number of steps, of which several may make one update.
-    microbatches: Any
+    steps: Any  # their number; several may make one update
     rate: Any  # None for a callable
     averages: list[Any]
     accumulators: list[Any]
@@ -201,22 +200,22 @@ class StepInputs(NamedTuple):
     """What a step is given."""
 
     grads: list[Any]  # None for a variable without a gradient
-    rate: Given  # the learning rate; None if the step computes it
-    loss: Given = None  # the true loss, where it is used
-    apply_if: Given = None  # a bool; None for True
+    rate: jax.Array | None  # the learning rate; None if the step computes it
+    loss: jax.Array | None = None  # the true loss, where it is used
+    apply_if: jax.Array | None = None  # a bool; None for True
 
 
 class OptimizerState(NamedTuple):
     """All that a step of an optimizer with a loss scale reads and changes."""
 
-    scaling_state: ScaledStepState
-    step: StepState
+    scaled_state: ScaledStepState
+    step_state: StepState
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class OptimizerStep:
     """A step after the finite check. Its order is fixed: accumulate, clip, decoupled weight decay,
-    `update`, moving average, constraints, one cast, `microbatches` + 1.
+    `update`, moving average, constraints, one cast, `steps` + 1.
 
     Args:
         options: the active options.
@@ -234,7 +233,7 @@ class Step:
     shardings: Sequence[Any]
     decays: Sequence[bool]
 
-    def plain(self, state: StepState, inputs: StepInputs) -> tuple[StepState, Given]:
+    def plain(self, state: StepState, inputs: StepInputs) -> tuple[StepState, jax.Array | None]:
         """Takes a step on true gradients, unless `apply_if` is False; returns the state and whether
         it was taken (None: always)."""
         grads, rate, _, apply_if = inputs
@@ -250,26 +249,27 @@ class Step:
 
     def scaled(
         self,
-        scaling: ScaledStep,
+        scaled_step: ScaledStep,
         state: OptimizerState,
         inputs: StepInputs,
     ) -> tuple[OptimizerState, jax.Array]:
         """Takes a step on scaled gradients, unless one is non-finite or `apply_if` is False."""
-        before = state.scaling_state
-        scale = jnp.float32(1) if scaling.unscaled else scaling.loss_scale(before.rule_state)
+        before, scale = state.scaled_state, jnp.float32(1)
+        if not scaled_step.unscaled:
+            scale = scaled_step.loss_scale(before.rule_state)
         pairs = zip(inputs.grads, self.shardings, strict=True)
         grads = [gradients.row_major(g) if sharding is None else g for g, sharding in pairs]
 
         def update(norms: Any, state: StepState) -> tuple[None, StepState]:
             return None, self(state, gradients.as_gradients(grads, scale), norms, inputs.rate)
 
-        done = scaling.step(
+        done = scaled_step.step(
             update,
             before,
-            state.step,
+            state.step_state,
             grads,
             scale,
-            onto=state.step.accumulators,
+            onto=state.step_state.accumulators,
             shardings=self.shardings,
             loss=inputs.loss,
             apply_if=inputs.apply_if,
@@ -284,11 +284,11 @@ class Step:
         rate: jax.Array | None = None,
     ) -> StepState:
         """Returns the state after a step; `norms` are for clipping, without a window."""
-        rate = self.rate.at(state.microbatches, state.rate) if rate is None else rate
+        rate = self.rate.at(state.steps, state.rate) if rate is None else rate
         grads = [g and g.on(sharding) for g, sharding in zip(grads, self.shardings, strict=True)]
         before, state = state, state._replace(weights=self._in_float32(state))
-        if steps := self.options.gradient_accumulation_steps:
-            state = self._accumulate(steps, state, grads, rate)
+        if window := self.options.gradient_accumulation_steps:
+            state = self._accumulate(window, state, grads, rate)
         else:
             state = self._update(state, grads, norms, rate)
         if self.options.use_ema:
@@ -303,7 +303,7 @@ class Step:
                 for new, old, variable in zip(weights, before.weights, self.variables, strict=True)
             ],
             masters=[m if m is None else w for m, w in zip(state.masters, weights, strict=True)],
-            microbatches=state.microbatches + 1,
+            steps=state.steps + 1,
         )
 
     def _in_float32(self, state: StepState) -> list[jax.Array]:
@@ -320,7 +320,7 @@ class Step:
         return weights
 
     def _accumulate(
-        self, steps: int, state: StepState, grads: Gradients, rate: jax.Array
+        self, window: int, state: StepState, grads: Gradients, rate: jax.Array
     ) -> StepState:
         """Adds to the accumulators; at the end of a window of so many steps, updates with their
         average."""
@@ -335,13 +335,13 @@ class Step:
             left = [a if g is None else jnp.zeros_like(a) for a, g in zip(sums, grads, strict=True)]
             state = state._replace(accumulators=left)
             means = [
-                None if g is None else a / jnp.asarray(steps, a.dtype)
+                None if g is None else a / jnp.asarray(window, a.dtype)
                 for a, g in zip(sums, grads, strict=True)
             ]
             norms = norms_of(means, self.options.clip, self.shardings)
             return None, self._update(state, gradients.as_gradients(means), norms, rate)
 
-        ends = (state.microbatches + 1) % steps == 0
+        ends = (state.steps + 1) % window == 0
         return run_if(ends, close, state._replace(accumulators=sums))
 
     def _update(
@@ -364,7 +364,7 @@ class Step:
     def _average(self, state: StepState) -> StepState:
         """Updates the averages, and, when due, sets the weights to them."""
         frequency = self.options.ema_overwrite_frequency
-        updates = self.options.updates(state.microbatches)
+        updates = self.options.updates(state.steps)
         momentum = jnp.where(updates <= 0, 0.0, self.options.ema_momentum)
         # A 1 that XLA cannot fold, because it does not know that `updates` is never negative.
         # XLA:CPU may round `b * c` in `a + b * c` or not; with jax 0.12 that depends on the mesh.

@@ -53,13 +53,13 @@ class Computed(Variable):
         raise TypeError(f"{self.name!r} is computed and cannot be assigned: {self._set_by}.")
 
 
-class ScalingWrapper:
+class LossScaleStore:
     """The variables of a loss scale, and the options that override those of the optimizer in it.
 
     Args:
         owner: the wrapper's name, which takes the steps.
         over: the wrapper's options.
-        scaling: the loss scale, without the options of a step.
+        scaled_step: the loss scale, without the options of a step.
         mesh: the mesh that replicates its variables, by default that of the weights.
     """
 
@@ -69,14 +69,17 @@ class ScalingWrapper:
         "good_steps": "{owner}/step_counter",
     }
 
-    def __init__(self, owner: str, over: Mapping[str, Any], scaling: ScaledStep, mesh: Mesh | None):
-        assert scaling.rule is not None
-        self.owner, self.over, self.scaling, self.mesh = owner, dict(over), scaling, mesh
-        self.state = ScaledStepState(variables_like(start(scaling.rule), owner, self.documented))
+    def __init__(
+        self, owner: str, over: Mapping[str, Any], scaled_step: ScaledStep, mesh: Mesh | None
+    ):
+        assert scaled_step.rule is not None
+        self.owner, self.over, self.scaled_step, self.mesh = owner, dict(over), scaled_step, mesh
+        rule_state = variables_like(start(scaled_step.rule), owner, self.documented)
+        self.state = ScaledStepState(rule_state)
 
     def set_rule(self, rule: LossScale) -> None:
         """Sets a rule whose state has the same variables."""
-        self.scaling = dataclasses.replace(self.scaling, rule=rule)
+        self.scaled_step = dataclasses.replace(self.scaled_step, rule=rule)
 
     def share(self, rule_state: Any) -> None:
         """Shares the rule's state with another object, which holds these variables."""
@@ -85,7 +88,7 @@ class ScalingWrapper:
     def build(self, store: "Store", variables: Sequence[Variable]) -> None:
         """Creates the state that depends on the weights; called before the store is built."""
         rule_state = self.state.rule_state
-        first = store.scaling(self.scaling).first(read(rule_state), len(variables))
+        first = store.with_options(self.scaled_step).first(read(rule_state), len(variables))
         stats = first.observed and variables_like(first.observed, f"{self.owner}/last")
         self.state = ScaledStepState(rule_state, stats)
         replicate(self.owner, self.mesh, jax.tree.leaves(self.state), variables)
@@ -100,8 +103,8 @@ COUNT_OF_MICROBATCHES = (
 class Store:
     """All that an optimizer's step reads and changes, and its options.
 
-    A wrapper uses the store of its inner optimizer, which has a weak reference to its
-    `ScalingWrapper`.
+    A `LossScaleOptimizer` uses the store of its inner optimizer, which has a weak reference to its
+    own `LossScaleStore`.
     """
 
     def __init__(
@@ -117,8 +120,8 @@ class Store:
         self.has_own_rate = has_own_rate  # whether a subclass overrides `learning_rate`
         self.version = 0  # of the constants of a compiled step
         # A program that steps with this count has the options as constants: see `bridge.jit`.
-        self.microbatches = Variable(0, False, dtype=jnp.int32, name=f"{owner}/iteration")
-        self.microbatches._constants_of = weakref.ref(self)
+        self.steps = Variable(0, False, dtype=jnp.int32, name=f"{owner}/iteration")
+        self.steps._constants_of = weakref.ref(self)
         self.rate = LearningRate(learning_rate, owner)
         self.index: dict[Variable, int] = {}  # the trainable variables, with their indices
         self.shardings: list[Any] = []  # the sharding of each one's state, None off a mesh
@@ -128,32 +131,32 @@ class Store:
         self.has_own_count = False  # whether the user has set `iterations`
         self.slots = slots
         self.added_first: int | None = None  # how many of the slots were added before `build`
-        self._wrapper: weakref.ref[ScalingWrapper] | None = None
+        self._outer: weakref.ref[LossScaleStore] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of its owner sets the wrapper again.
-        own = {**vars(self), "_wrapper": None}
+        own = {**vars(self), "_outer": None}
         return {**own, "mesh": self.mesh and Devices(self.mesh)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(with_devices(state))
-        if self.microbatches._constants_of is None:  # a shallow copy shares the original's
-            self.microbatches._constants_of = weakref.ref(self)
+        if self.steps._constants_of is None:  # a shallow copy shares the original's
+            self.steps._constants_of = weakref.ref(self)
 
     @property
-    def wrapper(self) -> ScalingWrapper | None:
-        """The wrapper, if another object takes the steps of this optimizer."""
-        return None if self._wrapper is None else self._wrapper()
+    def outer(self) -> LossScaleStore | None:
+        """The store of the `LossScaleOptimizer` that takes the steps of this optimizer, if any."""
+        return None if self._outer is None else self._outer()
 
-    def set_wrapper(self, wrapper: ScalingWrapper) -> None:
-        """Sets the wrapper, whose options then override those of the optimizer."""
-        self._wrapper = weakref.ref(wrapper)
+    def set_outer(self, outer: LossScaleStore) -> None:
+        """Sets the store around this one, whose options then override those of the optimizer."""
+        self._outer = weakref.ref(outer)
         self.changed()
 
     def changed(self, name: str = "") -> None:
         """Notes that a public attribute was set, so compiled steps are outdated; what a trace of a
         step sets itself does not count."""
-        if not self.microbatches._is_bound and not name.startswith("_"):
+        if not self.steps._is_bound and not name.startswith("_"):
             self.version += 1
 
     def set_count(self, count: Any) -> None:
@@ -164,12 +167,12 @@ class Store:
             raise ValueError(COUNT_OF_MICROBATCHES)
         self.has_own_count = True
         if not isinstance(count, Variable):
-            self.microbatches.assign(checks.integer("iterations", count, low=0))
+            self.steps.assign(checks.integer("iterations", count, low=0))
             return
         if count.shape or not jnp.issubdtype(count.dtype, jnp.integer):
             raise TypeError(f"Expected an integer scalar for iterations; got {count!r}.")
         count._constants_of = weakref.ref(self)
-        self.microbatches = count
+        self.steps = count
 
     def set_options(self, options: StepOptions) -> None:
         """Sets the options; those of the wrapper stay."""
@@ -195,7 +198,7 @@ class Store:
 
     def rate_now(self, steps_ago: int = 0) -> Variable:
         """The learning rate of the next step, or of a schedule that some steps ago."""
-        rate, count = self.rate, self.microbatches
+        rate, count = self.rate, self.steps
         if isinstance(rate.source, Variable):
             return rate.source
         if rate.variable is not None:
@@ -211,14 +214,14 @@ class Store:
     @property
     def in_force(self) -> StepOptions:
         """The active options."""
-        wrapper = self.wrapper
-        return self.options if wrapper is None else self.options.under(wrapper.over)
+        outer = self.outer
+        return self.options if outer is None else self.options.under(outer.over)
 
-    def scaling(self, scaling: ScaledStep) -> ScaledStep:
+    def with_options(self, scaled_step: ScaledStep) -> ScaledStep:
         """A loss scale with the options of this optimizer's steps."""
         options = self.in_force
         return dataclasses.replace(
-            scaling,
+            scaled_step,
             factor=options.loss_scale_factor,
             clip=options.clip,
             conditional=bool(options.gradient_accumulation_steps),
@@ -240,14 +243,14 @@ class Store:
 
     def has_average(self) -> jax.Array:
         """Whether any step has updated the moving averages."""
-        return self.microbatches.value() > 0
+        return self.steps.value() > 0
 
     @property
     def state(self) -> StepState:
         """The variables, as a `StepState`."""
         return StepState(
             weights=list(self.index),
-            microbatches=self.microbatches,
+            steps=self.steps,
             rate=self.rate.variable,
             averages=self.averages,
             accumulators=self.accumulators,
@@ -261,7 +264,7 @@ class Store:
         rate = [] if self.rate.variable is None else [self.rate.variable]
         copies = [*self.averages, *self.accumulators, *self.masters.values()]
         first, slots = self.slots.all[: self.added_first], self.slots.all
-        return [self.microbatches, *rate, *first, *copies, *slots[len(first) :]]
+        return [self.steps, *rate, *first, *copies, *slots[len(first) :]]
 
     def build(
         self,
@@ -292,7 +295,7 @@ class Store:
                 f"precision. To silence this warning: "
                 f'warnings.filterwarnings("ignore", message="Half-precision").'
             )
-        mesh = self.mesh or (None if self.wrapper is None else self.wrapper.mesh)
+        mesh = self.mesh or (None if self.outer is None else self.outer.mesh)
         alone = [] if mesh is None else [v for v in variables if v._sharding is None]
         placed = [v for v in variables if v not in alone]
         replicate(self.owner, mesh, [*self.variables, *alone], placed)
@@ -306,8 +309,8 @@ class Store:
             for variable, master in self.masters.items():
                 if not variable._is_planned:
                     master.assign(variable)
-        if self.wrapper is not None:
-            self.wrapper.build(self, variables)
+        if self.outer is not None:
+            self.outer.build(self, variables)
         self.index = {variable: place for place, variable in enumerate(variables)}
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         self.changed()
