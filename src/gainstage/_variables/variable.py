@@ -372,7 +372,7 @@ class Variable(Operators):
 
 # Per thread. `now`: the recorded trace, the variables assigned in it, and their values before.
 # `runs_now`: whether the traced program is run at once, so that it may contain values of variables.
-# `watch`: called with each variable before it is read or bound: see `reads.py`.
+# `note_read`: called with each variable before it is read or bound: see `reads.py`.
 recording = threading.local()
 
 

@@ -109,8 +109,8 @@ class _MeshOptimizer(Optimizer):
     ):
         if "decay" in options:
             raise checks.InvalidArgumentError(
-                f"Expected no decay; got {options['decay']!r}. Write learning_rate=gainstage."
-                f"schedules.InverseTimeDecay(learning_rate, 1, decay)."
+                f"Expected no decay; got {options['decay']!r}. Write learning_rate="
+                f"gainstage.optimizers.schedules.InverseTimeDecay(learning_rate, 1, decay)."
             )
         if name is None:
             name = next(c.__name__ for c in type(self).__mro__ if c.__module__ == __name__)

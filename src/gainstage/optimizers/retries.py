@@ -18,7 +18,7 @@ from gainstage.rules.loss_scale import FixedLossScale
 
 
 class Retrying(Optimizer):
-    """An optimizer that skips steps, and can take a skipped step again."""
+    """`minimize` with retries, for an optimizer that may skip a step."""
 
     _is_base = True
     _scale_store: Any

@@ -95,7 +95,7 @@ def self_scaled(
         return _with_own_scale(program, arrays, scale, retries)
 
     scaled: Any = traced(loss_fn, run, _varying)
-    scaled.is_self_scaled = True  # `autocast` cannot look into it
+    scaled.is_self_scaled = True  # read by `autocast` and `value_and_grad`, which refuse it
     return scaled
 
 

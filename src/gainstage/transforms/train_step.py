@@ -118,12 +118,12 @@ def train_step(
     mesh, parameters and state keep their shardings, and those without one are replicated.
 
     Args:
-        loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux).
+        loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux). `params`
+            may be an NNX or Equinox model.
         tx: a transformation of `loss_scaled`, or a chain that begins with one. The chain gets true
             gradients, as from `value_and_grad`.
         has_aux: whether `loss_fn` returns (loss, aux).
-        using: the function that differentiates, by default as for `value_and_grad`. `params` may
-            be an NNX or Equinox model.
+        using: the function that differentiates, by default as for `value_and_grad`.
         donate: whether a step donates `params` and `opt_state`, which are then deleted. An array
             that is there twice, or also in the batch, is copied first. The loss scale and the
             telemetry are not donated, so you may read them later. Nothing is donated under
