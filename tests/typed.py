@@ -13,7 +13,7 @@ from flax import nnx
 
 import gainstage as gs
 from gainstage.diagnostics import JsonLines, Run, read_run
-from gainstage.optimizers import SGD, Adam, schedules, to_optax
+from gainstage.optimizers import SGD, Adam, schedules
 
 Weights = dict[str, jax.Array]
 
@@ -62,7 +62,6 @@ assert_type(adam.add_optimizer_variables([w], ("a", "b")), tuple[list[gs.Variabl
 
 tx = gs.loss_scaled(optax.sgd(0.1), gs.DynamicLossScale(8.0, hysteresis=2), telemetry=True)
 assert_type(tx, optax.GradientTransformationExtraArgs)
-assert_type(to_optax(SGD(0.1)), optax.GradientTransformationExtraArgs)
 gs.loss_scaled(optax.MultiSteps(optax.sgd(0.1), 2), gs.compat.experimental.FixedLossScale(2))
 state: Any = tx.init({"w": w.value()})
 assert_type(gs.loss_scale(state), jax.Array)

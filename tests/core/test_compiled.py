@@ -14,7 +14,7 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
-from gainstage.optimizers import Adam, schedules, to_optax
+from gainstage.optimizers import Adam, schedules
 from gainstage.optimizers._step.step import StepInputs
 
 from peers import fails, live
@@ -300,7 +300,6 @@ def test_a_rate_that_a_compiled_function_could_not_follow_is_refused():
     for compiled in (
         lambda: gs.jit(opt.apply, ([w], opt.variables))([1.0]),
         lambda: jax.jit(lambda w, s: opt.stateless_apply(s, [1.0], w))(*values),
-        lambda: to_optax(gs.optimizers.SGD(lambda: 0.5)),
     ):
         with pytest.raises(ValueError, match=r"a callable of no argument.* Use a schedule"):
             compiled()

@@ -9,7 +9,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import experimental, tf2, v1
-from gainstage.optimizers import from_optax, schedules, to_optax
+from gainstage.optimizers import from_optax, schedules
 
 
 def test_an_optimizer_shows_its_rate_its_scale_and_whether_it_is_built():
@@ -182,9 +182,6 @@ LONG = {
     ),
     "masks": lambda: from_optax(optax.masked(optax.sgd(0.1), dict.fromkeys(NAMES, True))).build(
         large()[1]
-    ),
-    "to_optax": lambda: to_optax(gs.optimizers.SGD(0.1)).update(
-        {"a": 1.0}, to_optax(gs.optimizers.SGD(0.1)).init(large()[0]), large()[0]
     ),
     "select_if_applied": lambda: gs.select_if_applied(
         large()[0], {"a": 1.0}, gs.loss_scaled(optax.sgd(0.1)).init(large()[0])

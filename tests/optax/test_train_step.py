@@ -8,7 +8,6 @@ import pytest
 from compilations import compilations
 
 import gainstage as gs
-from gainstage.optimizers import Adam, to_optax
 
 X, Y = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4), np.ones((8, 1), np.float32)
 
@@ -41,7 +40,6 @@ TRANSFORMATIONS = {
         optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1))
     ),
     "inside": lambda: optax.chain(gs.loss_scaled(optax.sgd(0.1)), optax.scale(0.5)),
-    "ours": lambda: to_optax(gs.LossScaleOptimizer(Adam(0.1, global_clipnorm=0.5))),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adam, to_optax
+from gainstage.optimizers import SGD, Adam
 
 from programs import update_in_shard_map
 
@@ -145,15 +145,6 @@ def test_an_optax_state_tells_the_same(rng):
         check(gs.telemetry(state), told)
         for a, b in zip(updates, same, strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def test_to_optax_keeps_it():
-    """The transformation of an optimizer with telemetry has telemetry."""
-    tx = to_optax(gs.LossScaleOptimizer(SGD(0.1), telemetry=True))
-    params = np.ones(2, np.float32)
-    grads = np.array([3.0, 4.0], np.float32)
-    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    assert float(gs.telemetry(state).grad_norm) == 5.0
 
 
 # Asked for in pytorch#26512 (waiting).

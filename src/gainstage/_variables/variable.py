@@ -55,7 +55,6 @@ class Variable(Operators):
     Source: `tf.Variable` and `keras.Variable`, as their optimizers use them.
     """
 
-    _first_value: Callable[[], jax.Array] | None = None  # computes the value of a planned slot
     # A weak reference to an object with a `version`, for which a program has constants.
     _constants_of: Any = None
     __array_priority__ = 100  # numpy leaves `array * variable` to this class
@@ -253,7 +252,6 @@ class Variable(Operators):
             self._value = value.update(sharding=sharding)
         elif not holds_arrays(sharding):
             self._value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-            self._start_with(lambda: value)
         elif sharding.is_fully_addressable:
             self._set(jax.device_put(value, sharding))
         elif value.is_fully_addressable:  # `device_put` would compare the values of all processes
@@ -263,10 +261,6 @@ class Variable(Operators):
     def _move_to(self, other: "Variable") -> None:
         """Moves the value to the device of another variable, if the user has chosen that device."""
         self._value = other._here(self._value)
-
-    def _start_with(self, first_value: Callable[[], jax.Array]) -> None:
-        """Sets the function that computes the value of a planned variable."""
-        self._first_value = first_value
 
     @staticmethod
     def _note_reads(variables: "Iterable[Variable]") -> None:

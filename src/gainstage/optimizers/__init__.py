@@ -7,7 +7,6 @@ from gainstage.optimizers import schedules
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad
 from gainstage.optimizers.adam import Adam, AdamW
-from gainstage.optimizers.as_optax import to_optax
 from gainstage.optimizers.lion import Lion
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
@@ -31,7 +30,6 @@ __all__ = [
     "get",
     "schedules",
     "serialize",
-    "to_optax",
 ]
 
 

@@ -731,10 +731,6 @@ class Optimizer(Configurable, Arguments, Saved):
                 f"return None; got a result."
             )
 
-    def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
-        """The first values of all state, given those of the trainable variables."""
-        return self._store.first_values(values)
-
     # ── configuration ────────────────────────────────────────────────────────────────────────
 
     def get_config(self) -> dict[str, Any]:

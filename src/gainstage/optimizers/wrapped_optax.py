@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -147,11 +147,6 @@ class Optax(Optimizer):
             for value, kind in zip(values, self._key_kinds, strict=True)
         ]
         return jax.tree.unflatten(structure, leaves)
-
-    def _first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
-        state = self._init([values[variable] for variable in self._store.index])
-        slots = jax.tree.leaves(self._state)
-        return super()._first_values(values) | dict(zip(slots, jax.tree.leaves(state), strict=True))
 
     def _wants_loss(self) -> bool:
         return isinstance(self.tx, optax.GradientTransformationExtraArgs)

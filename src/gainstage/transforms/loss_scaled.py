@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -143,7 +143,6 @@ def loss_scaled(
         rule,
         telemetry,
         underflow_every,
-        sums_in=_sums_of_multi_steps,
         over=axis_names(shard_state_over),
     )
     return transformation.as_optax()
@@ -154,9 +153,6 @@ class ScaledTransformation:
 
     Args:
         tx, rule, telemetry, underflow_every: as for `loss_scaled`.
-        sums_in: `(state of tx, gradients with their paths, params) -> accumulators`, to which the
-            gradients are added; the sums must be finite. Empty if there are none.
-        clip: how `tx` clips: a non-finite norm skips a step too.
         over: the mesh axes of `shard_state_over`.
     """
 
@@ -167,8 +163,6 @@ class ScaledTransformation:
         telemetry: bool,
         underflow_every: int | None,
         *,
-        sums_in: Callable[[OptState, Any, PyTree], Sequence[Any]],
-        clip: gradients.Clip | None = None,
         over: tuple[str, ...] = (),
     ):
         self.rule: LossScale = DynamicLossScale() if rule is None else as_rule("rule", rule)
@@ -178,8 +172,7 @@ class ScaledTransformation:
         checks.transformation("tx", tx)
         self._tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
         telemetry, every = check_telemetry(telemetry, underflow_every)
-        self._scaling = ScaledStep(self.rule, telemetry, every, clip=clip)
-        self._sums_in = sums_in
+        self._scaling = ScaledStep(self.rule, telemetry, every)
         self._watches = self.rule != FixedLossScale(1.0)  # gradients times 1 are the true ones
         self._told = set[str]()  # the warnings that were given
         self._fits = False  # whether an update got a state that fits: an eager loop is checked once
@@ -249,7 +242,7 @@ class ScaledTransformation:
             state.inner,
             arrays,
             1.0 if loss_scale is None else loss_scale,
-            onto=self._sums_in(state.inner, named, params),
+            onto=_sums_of_multi_steps(state.inner, named, params),
             shardings=shardings,
             checked=leaves,
             loss=extra.get("value"),

@@ -244,7 +244,7 @@ def by_place(grads: list[Any], places: Sequence[int], variables: Sequence[Variab
     for gradient, place in zip(grads, places, strict=True):
         ordered[place] = gradient
     missing = [variables[p] for g, p in zip(grads, places, strict=True) if g is None]
-    if missing and not missing[0]._is_planned:  # in `to_optax`, where None is usual
+    if missing:
         warn(f"No gradient for {brief([v.name for v in missing])}: they do not change.")
     return ordered
 

@@ -108,14 +108,16 @@ class Slots:
         dtype = gradients.float32_or_wider(reference.dtype)
         sharding = sharding_of_state(reference, self.shard_over)
         seed = len(self.all)
-        start = functools.partial(_initialized, initializer, seed, reference.shape, dtype, sharding)
-        planned = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
-        value = planned if reference._is_planned else start()
+        value: Any
+        if reference._is_planned:
+            value = jax.ShapeDtypeStruct(reference.shape, dtype, sharding=sharding)
+        else:
+            value = _initialized(initializer, seed, reference.shape, dtype, sharding)
         place = sum(owner is reference for owner, *_ in self.of)
         slot = Variable(value, False, name=self.named(self.owner, reference.name, name, place))
         if slot._is_planned:
-            slot._start_with(start)
-        elif sharding is not None:
+            return slot
+        if sharding is not None:
             slot._place(sharding)
         else:
             slot._move_to(reference)

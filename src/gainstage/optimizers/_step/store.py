@@ -314,8 +314,3 @@ class Store:
         self.index = {variable: place for place, variable in enumerate(variables)}
         self.shardings = [sharding_of_state(v, slots.shard_over) for v in variables]
         self.changed()
-
-    def first_values(self, values: Mapping[Variable, jax.Array]) -> dict[Variable, jax.Array]:
-        """The first values of all state, given those of the weights."""
-        own = {v: v._first_value() if v._first_value else v._value for v in self.variables}
-        return own | {m: values[v].astype(m.dtype) for v, m in self.masters.items()}
