@@ -2,7 +2,7 @@
 
 import optax
 
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, from_optax
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, from_optax
 
 OPTIMIZERS = {
     "sgd": lambda **options: SGD(0.1, momentum=0.9, nesterov=True, **options),
@@ -11,7 +11,6 @@ OPTIMIZERS = {
     "rmsprop": lambda **options: RMSprop(0.1, momentum=0.5, centered=True, **options),
     "adagrad": lambda **options: Adagrad(0.1, **options),
     "adadelta": lambda **options: Adadelta(1.0, **options),
-    "lion": lambda **options: Lion(0.1, **options),
     "optax": lambda **options: from_optax(optax.adam(0.1), **options),
 }
 WITHOUT_OPTAX = {name: make for name, make in OPTIMIZERS.items() if name != "optax"}

@@ -220,7 +220,7 @@ def test_keras(kind, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "RMSprop", "Adagrad", "Adadelta", "Lion"])
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "RMSprop", "Adagrad", "Adadelta"])
 def test_two_variables_keep_their_own_slots(kind):
     """Each of two variables of one shape continues with the slots that Keras saved of it."""
     keras = pytest.importorskip("keras")

@@ -37,7 +37,7 @@ KNOWN = Path(__file__).with_name("keras_known.json")
 FOLDER = Path(keras.__file__).parent / "src/optimizers"
 OURS = {
     name: getattr(gs.optimizers, name)
-    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Lion")
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta")
 }
 OPTIMIZERS = [f"{name.lower()}_test" for name in OURS]
 MODES = {

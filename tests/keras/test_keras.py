@@ -22,7 +22,6 @@ RULES = {
     "RMSprop": [{}, {"momentum": 0.9}, {"centered": True, "momentum": 0.5}],
     "Adagrad": [{}],
     "Adadelta": [{}, {"rho": 0.5}],
-    "Lion": [{}, {"beta_1": 0.5}],
 }
 # EMA frequency 0 is left out: Keras's JAX backend overwrites at the wrong steps.
 OPTIONS = [

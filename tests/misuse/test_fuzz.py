@@ -26,7 +26,7 @@ from gainstage._base import configurable
 from gainstage.compat import experimental, tf2
 from gainstage.diagnostics import JsonLines, read_run
 from gainstage.interop import importers
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, schedules
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, schedules
 
 SRC = Path(gs.__file__).parent
 QUICK = settings(
@@ -129,10 +129,10 @@ OPTIMIZERS = [
     RMSprop(0.1, centered=True, clipvalue=1.0),
     Adagrad(0.1, initial_accumulator_value=0.5, loss_scale_factor=4.0),
     Adadelta(0.1, rho=0.5),
-    Lion(0.1, ema_overwrite_frequency=3, global_clipnorm=1.0),
+    Adadelta(0.1, ema_overwrite_frequency=3, global_clipnorm=1.0),
     gs.LossScaleOptimizer(Adam(SCHEDULES[3]), 8.0, 3, use_ema=True, telemetry=True),
     gs.LossScaleOptimizer(SGD(0.1), 8.0, dynamic=False),
-    gs.LossScaleOptimizer(Lion(0.1), rule=RULES[2], clipnorm=1.0),
+    gs.LossScaleOptimizer(Adagrad(0.1), rule=RULES[2], clipnorm=1.0),
     tf2.LossScaleOptimizer(SGD(0.1), True, 8.0, 3),
 ]
 BASES = {

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import gainstage as gs
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, from_optax
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, from_optax
 
 from grid import GRID, OPTIONS, make, oracle_for, random_gradients
 
@@ -113,7 +113,6 @@ TWINS = {
     ),
     "adagrad": lambda: (Adagrad(0.1), optax.adagrad(0.1, 0.1, eps=1e-7)),
     "adadelta": lambda: (Adadelta(1.0), optax.adadelta(1.0, rho=0.95, eps=1e-7)),
-    "lion": lambda: (Lion(0.1), optax.lion(0.1, 0.9, 0.99, weight_decay=0.0)),
     "optax": lambda: (from_optax(optax.adamw(0.1)), optax.adamw(0.1)),
 }
 

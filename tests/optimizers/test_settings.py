@@ -6,7 +6,7 @@ import pytest
 
 import gainstage as gs
 from gainstage.compat import dtensor, tf2
-from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, schedules
+from gainstage.optimizers import SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, schedules
 
 # Of each rule, its settings: a value that is taken, and one that is not.
 SETTINGS = [
@@ -25,8 +25,6 @@ SETTINGS = [
     (Adagrad, "epsilon", 1e-3, True),
     (Adadelta, "rho", 0.5, 2),
     (Adadelta, "epsilon", 1e-3, float("nan")),
-    (Lion, "beta_1", 0.5, 0.0),
-    (Lion, "beta_2", 0.5, 2.0),
     (SGD, "name", "mine", ""),
     (SGD, "jit_compile", False, "no"),
     (SGD, "clipnorm", 1.0, -1.0),

@@ -7,7 +7,6 @@ from gainstage.optimizers import schedules
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad
 from gainstage.optimizers.adam import Adam, AdamW
-from gainstage.optimizers.lion import Lion
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.rmsprop import RMSprop
@@ -21,7 +20,6 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
-    "Lion",
     "LossScaleOptimizer",
     "Optimizer",
     "RMSprop",

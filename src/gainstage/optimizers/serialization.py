@@ -9,7 +9,6 @@ from gainstage.optimizers import schedules
 from gainstage.optimizers.adadelta import Adadelta
 from gainstage.optimizers.adagrad import Adagrad
 from gainstage.optimizers.adam import Adam, AdamW
-from gainstage.optimizers.lion import Lion
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from gainstage.optimizers.optimizer import Optimizer
 from gainstage.optimizers.rmsprop import RMSprop
@@ -17,7 +16,7 @@ from gainstage.optimizers.sgd import SGD
 
 _BUILT_IN = {
     cls.__name__.lower(): cls.__name__
-    for cls in (SGD, Adadelta, Adagrad, Adam, AdamW, Lion, RMSprop, LossScaleOptimizer)
+    for cls in (SGD, Adadelta, Adagrad, Adam, AdamW, RMSprop, LossScaleOptimizer)
 }
 
 
