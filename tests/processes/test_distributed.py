@@ -321,18 +321,6 @@ def test_a_sum_over_devices_is_taken_in_float32():
     assert (result.dtype, result.tolist()) == (np.float32, [60000])
 
 
-def test_headroom_counts_the_devices():
-    """The bits up to the largest number of the dtype, less those that a sum over devices takes."""
-    grads = {"a": np.array([0.0, -4.0], np.float32), "b": np.array([np.nan, 1.0], np.float32)}
-    np.testing.assert_allclose(distributed.headroom(grads), np.log2(65504 / 4), rtol=1e-6)
-    np.testing.assert_allclose(
-        distributed.headroom(grads, summed_over=8), np.log2(65504 / 32), rtol=1e-6
-    )
-    assert distributed.headroom(grads, "bfloat16") > 120
-    assert distributed.headroom([np.zeros(3, np.float32)]) == np.inf
-    assert distributed.headroom([np.float32([1, np.inf])]) == -np.inf
-
-
 # Asked for in jax#27496 (sums in half precision).
 @pytest.mark.as_users
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

@@ -4,12 +4,11 @@ The mesh, the collectives and the processes are JAX's own; users import what a s
 """
 
 from gainstage.distributed.agreement import assert_consistent, check_replicas
-from gainstage.distributed.reduction import headroom, mean_gradients, sum_in_float32
+from gainstage.distributed.reduction import mean_gradients, sum_in_float32
 
 __all__ = [
     "assert_consistent",
     "check_replicas",
-    "headroom",
     "mean_gradients",
     "sum_in_float32",
 ]

@@ -1,19 +1,15 @@
 """Sums of gradients over devices, which can overflow or round in half precision."""
 
-import math
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from gainstage._base.warn import warn
 from gainstage._scaling.gradients import upcast
-from gainstage._scaling.measures import measure
 from gainstage._variables.sharding import knows_what_varies, typed_sharding, varying_axes
-from gainstage._variables.types import PyTree, Tree
+from gainstage._variables.types import Tree
 
 
 def sum_in_float32(params: Tree, axis_name: str | Sequence[str]) -> Tree:
@@ -103,29 +99,3 @@ def mean_gradients(grads: Tree, axis_name: str | Sequence[str]) -> Tree:
     return jax.tree.map(lambda g: lax.pmean(g, axis_name), upcast(grads))
 
 
-def headroom(grads: PyTree, dtype: DTypeLike = jnp.float16, summed_over: int = 1) -> jax.Array:
-    """Returns by how many bits the loss scale can grow before a gradient overflows.
-
-    Args:
-        grads: a pytree of scaled gradients; for unscaled ones the result is log2 of the largest
-            possible scale.
-        dtype: the dtype of the backward pass.
-        summed_over: the number of devices over which gradients are summed in that dtype; 1 if they
-            are summed in float32. Each device may add as large a term of the same sign.
-
-    Returns:
-        log2 of the largest number of `dtype` over the largest gradient, less log2(`summed_over`):
-        a float32 scalar. It is negative if there is none left, -inf if a gradient is inf, and inf
-        if all are 0.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from gainstage import distributed
-        >>> grads = jnp.array([-16.0, 2.0])
-        >>> print(distributed.headroom(grads).round(1))
-        12.0
-    """
-    measured = measure(["max_abs", "any_inf"], upcast(grads), False)
-    largest = jnp.where(measured["any_inf"], jnp.inf, measured["max_abs"])
-    limit = math.log2(float(jnp.finfo(dtype).max)) - math.log2(summed_over)
-    return limit - jnp.log2(largest)
