@@ -97,5 +97,3 @@ def mean_gradients(grads: Tree, axis_name: str | Sequence[str]) -> Tree:
             f"is a jax.lax.pmean, leave mean_gradients out."
         )
     return jax.tree.map(lambda g: lax.pmean(g, axis_name), upcast(grads))
-
-

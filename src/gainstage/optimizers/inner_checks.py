@@ -11,7 +11,6 @@ from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.options import BEFORE_BUILD, CLIPS, OPTIONS
 from gainstage.optimizers._step.subclasses import check_verbs
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.optimizers.retries import Retrying
 from gainstage.optimizers.wrapped_optax import Optax
 from gainstage.rules.loss_scale import (
     DynamicLossScale,
@@ -75,7 +74,7 @@ def check_inner(inner: object, given: set[str], argument: str) -> None:
         given: the names of the wrapper's arguments that the user has passed.
         argument: the name of the wrapper's argument for the optimizer.
     """
-    if not isinstance(inner, Optimizer) or isinstance(inner, Retrying):
+    if not isinstance(inner, Optimizer) or hasattr(inner, "inner_optimizer"):
         advice = ""
         if hasattr(inner, "init") and hasattr(inner, "update"):
             advice = " Use gainstage.optimizers.from_optax(tx), or gainstage.loss_scaled(tx)."

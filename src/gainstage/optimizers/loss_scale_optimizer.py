@@ -1,18 +1,20 @@
 """Loss scaling around any optimizer: scale the loss, skip overflowed steps, adapt the scale."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, Unpack, overload
 
 import jax
 
 from gainstage._base import checks
 from gainstage._base.configurable import deserialize, serialize
+from gainstage._base.warn import warn
 from gainstage._scaling import gradients
 from gainstage._scaling.finite_check import all_finite
+from gainstage._scaling.retry_loop import NO_RETRY
 from gainstage._scaling.scaled_step import ScaledStep
 from gainstage._scaling.step_telemetry import Observed, at_first, check_telemetry
 from gainstage._variables.sharding import replicate
-from gainstage._variables.types import Grads, PyTree, Rate, Scalar, Values
+from gainstage._variables.types import Aux, Grads, PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step import saving
 from gainstage.optimizers._step.differentiate import Differentiated, VarList
@@ -28,14 +30,14 @@ from gainstage.optimizers._step.step import OptimizerState, StepInputs
 from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.optimizers.retries import Retrying
+from gainstage.optimizers.retries import take_with_retries
 from gainstage.optimizers.scale_uses import NOT_IN_STATE, ScaleUses
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.rules.loss_scale import Rule, keras_rule, with_number
 from gainstage.transforms.loss_scaled_state import applied_in, observed_in
 
 
-class LossScaleOptimizer(Retrying):
+class LossScaleOptimizer(Optimizer):
     """An optimizer for float16: it scales the loss so that small gradients do not underflow.
 
     `minimize` multiplies the loss by the scale and divides the gradients by it, in float32. A step
@@ -86,6 +88,7 @@ class LossScaleOptimizer(Retrying):
     _scale_store_type = LossScaleStore
     _inner_argument = "inner_optimizer"  # the name of that argument of the constructor
     _min_scale: ClassVar[float | None] = None  # of a dynamic scale; None for that of `keras_rule`
+    _told_of_retries = False  # that they have no effect
     _unscaled = False  # whether `apply` takes gradients that are divided by the scale
 
     def __init__(
@@ -192,6 +195,80 @@ class LossScaleOptimizer(Retrying):
         None counts as finite."""
         alone = jax.tree_util.all_leaves([grads]) and not hasattr(grads, "dtype")
         return all_finite(list(grads) if alone and isinstance(grads, Iterable) else grads)
+
+    @overload
+    def minimize(
+        self,
+        loss: Callable[[], Scalar],
+        var_list: VarList,
+        *,
+        has_aux: Literal[False] = False,
+        retries: int = 0,
+    ) -> jax.Array: ...
+
+    @overload
+    def minimize(
+        self,
+        loss: Callable[[], tuple[Scalar, Aux]],
+        var_list: VarList,
+        *,
+        has_aux: Literal[True],
+        retries: int = 0,
+    ) -> tuple[jax.Array, Aux]: ...
+
+    def minimize(
+        self,
+        loss: Callable[[], Any],
+        var_list: VarList,
+        *,
+        has_aux: bool = False,
+        retries: int = 0,
+    ) -> Any:
+        """Differentiates the scaled `loss` and takes a step.
+
+        The loss may assign variables that it does not train, such as the running mean of a
+        normalisation. They keep their new values only if the step was applied: a skipped step
+        changes nothing but the loss scale.
+
+        Args:
+            loss: a function of no argument that reads the variables and returns a scalar.
+            var_list: the variables to train, or a callable that returns them. It is called after
+                the loss, which may create them when it is called for the first time.
+            has_aux: whether `loss` returns (loss, aux), where aux is any pytree of arrays.
+            retries: how often a step with a non-finite gradient is taken again, an integer >= 0.
+                Each retry calls the same loss at the scale that the rule has lowered. There is none
+                if the loss is not finite, or the rule keeps its scale; if none is applied, the
+                scale is that after one skipped step. Inside `gainstage.jit` it is a loop of the
+                program; otherwise the host reads after each step whether to retry.
+
+        Returns:
+            The unscaled loss before the step, in float32 or wider; (loss, aux) with `has_aux`.
+
+        Raises:
+            TypeError: as `compute_gradients` and `apply`, or `retries` is not a number.
+            ValueError: as these, or `retries` is not an integer >= 0.
+
+        Examples:
+            >>> import gainstage as gs
+            >>> w = gs.Variable(1.0)
+            >>> opt = gs.LossScaleOptimizer(gs.optimizers.SGD(1 / 16), initial_scale=2.0**126)
+            >>> loss = opt.minimize(lambda: 4 * w**2, [w], retries=8)  # two overflow
+            >>> print(w.value(), opt.loss_scale == 2.0**124)
+            0.5 True
+        """
+        has_aux = checks.flag("has_aux", has_aux)
+        retries = checks.integer("retries", retries, low=0)
+        if not retries:
+            return self._take(loss, var_list, has_aux)[0]
+        if isinstance(self._rule, FixedLossScale) and not self._told_of_retries:
+            self._told_of_retries = True
+            warn(NO_RETRY)
+        return take_with_retries(
+            lambda: self._take(loss, var_list, has_aux),
+            lambda: [*self._store.index, *self.variables],
+            self._scale_store,
+            retries,
+        )
 
     def _loss_scale(self) -> jax.Array:
         scaled_step = self._store.with_options(self._scale_store.scaled_step)
