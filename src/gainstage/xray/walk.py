@@ -67,7 +67,6 @@ class Changes(NamedTuple):
     scale: float = 1.0
     islands: frozenset[tuple[int, ...]] = frozenset()  # paths of equations that stay in float32
     local: Mapping[str, int] = MappingProxyType({})  # layer: log2 of its own scale
-    repaired: frozenset[tuple[int, ...]] = frozenset()  # paths of equations that stay finite
 
 
 class Ran(NamedTuple):
@@ -191,8 +190,6 @@ class _Walk:
         else:
             downs = [down(x, v) for x, v in zip(xs_in, eqn.invars, strict=True)]
             xs = jaxprs.bind(eqn, downs)
-        if path in self._changes.repaired:
-            xs = [jnp.nan_to_num(x) if is_floating(x) else x for x in xs]
         if not self._watch:
             return [Value(x, None, note) for x in xs]
         half = any(is_half(v.aval) for v in (*eqn.invars, *eqn.outvars))
