@@ -47,9 +47,8 @@ def _run(arguments: argparse.Namespace) -> int:
         if not os.environ.get("JAX_PLATFORMS"):
             jax.config.update("jax_platforms", "cpu")  # as for a report
         from_file = importlib.import_module("gainstage.xray.from_file")
-        where = (arguments.loss, arguments.like, arguments.output)
-        how = (arguments.has_aux, arguments.using, arguments.plan)
-        return from_file.main(arguments.path, *where, *how)
+        where, how = (arguments.loss, arguments.like), (arguments.has_aux, arguments.using)
+        return from_file.main(arguments.path, *where, *how, arguments.plan)
     try:
         jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS has a platform that is missing here
@@ -209,12 +208,11 @@ def _parser() -> _Parser:
         help="find the cause of a bad step from a step file",
         description="Reads a step file that gainstage.diagnostics.StepRecorder wrote, imports the "
         "loss function, and computes the step again. Prints the operation where non-finite "
-        "numbers start, its layer, and the changes that help. Writes files only for --output and "
-        "--plan. Runs on the CPU unless the environment variable JAX_PLATFORMS is set. The exit "
+        "numbers start, its layer, and the changes that help. Writes a file only for --plan. "
+        "Runs on the CPU unless the environment variable JAX_PLATFORMS is set. The exit "
         "status is 0, or 1 if the file cannot be read or the step cannot be computed.",
         examples=[
             "gainstage xray bad.npz --loss train:loss_fn",
-            "gainstage xray bad.npz --loss train:loss_fn --output bad.html",
             "gainstage xray bad.npz --loss train:loss_fn --like train:make_model",
             "gainstage xray bad.npz --loss train:loss_fn --plan plan.json",
         ],
@@ -240,9 +238,6 @@ def _parser() -> _Parser:
         metavar="PLAN.json",
         help="where to write the plan that keeps the non-finite operations in float32, if the loss "
         "function is the result of gainstage.autocast (default: nowhere)",
-    )
-    xray.add_argument(
-        "--output", type=_html, metavar="PAGE.html", help="where to write a page (default: nowhere)"
     )
     xray.add_argument(
         "--has-aux", action="store_true", help="the loss function returns (loss, aux)"

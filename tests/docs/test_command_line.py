@@ -131,7 +131,7 @@ MISTAKES = [
     ("xray", "bad.npz --loss ./train:f", "argument --loss: Expected MODULE:FUNCTION"),
     ("xray", "bad.npz --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),
     ("xray", "bad.npz --loss a:f --using grad", "argument --using: Expected MODULE:FUNCTION"),
-    ("xray", "bad.npz --loss a:f --output a.png", "Expected a .html file; got a.png."),
+    ("advise", "a:f --output a.png", "Expected a .html file; got a.png."),
     ("xray", "bad.npz --loss a:f --plan bad.npz", "Expected a .json file; got bad.npz."),
     ("xray", "bad.npz --loss a:f --plan no/p.json", "Create its folder first."),
 ]
@@ -181,23 +181,17 @@ def test_a_missing_platform_is_named(words, tmp_path, monkeypatch, capsys):
     sys.modules.pop("train", None)
 
 
-@pytest.mark.parametrize(("words", "package", "extra"), [
-    ("xray bad.npz --loss train:loss_fn --output bad.html", "jinja2", "report"),
-    ("report run.jsonl", "jinja2", "report"),
-])  # fmt: skip
-def test_a_missing_extra_is_named_before_the_work(
-    words, package, extra, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("words", ["report run.jsonl", "advise train:what --output advice.html"])
+def test_a_missing_extra_is_named_before_the_work(words, tmp_path, monkeypatch, capsys):
     """Without the package that a page needs, the status is 1 and the extra to install is named."""
-    for name in ("gainstage.xray.xray_page", "gainstage.runs.render", "gainstage.runs.report",
-                 "gainstage.runs.report_page"):  # fmt: skip
+    for name in ("gainstage.runs.render", "gainstage.runs.report", "gainstage.runs.advice_page"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.chdir(tmp_path)
     assert command.main(words.split()) == 1
     said = capsys.readouterr()
     assert (
-        said.err == f"Expected {package} to be installed; run in a clone of gainstage: "
-        f'pip install ".[{extra}]"\n'
+        said.err == "Expected jinja2 to be installed; run in a clone of gainstage: "
+        'pip install ".[report]"\n'
     )
     assert list(tmp_path.iterdir()) == []

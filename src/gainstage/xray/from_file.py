@@ -29,18 +29,16 @@ def main(
     path: Path,
     loss: str,
     like: str | None = None,
-    output: Path | None = None,
     has_aux: bool = False,
     using: str | None = None,
     plan: Path | None = None,
 ) -> int:
-    """Prints the X-ray of a step file, and writes its page.
+    """Prints the X-ray of a step file.
 
     Args:
         path: the step file.
         loss: the loss function, as "module:function".
         like: what `read_step` takes as `like`, as "module:function".
-        output: the page's file; None for none.
         has_aux: whether the loss function returns (loss, aux).
         using: the function that differentiates, as "module:function"; by default as
             for `gainstage.value_and_grad`.
@@ -49,8 +47,6 @@ def main(
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
     """
-    if output is not None:  # needs an extra: a missing one is found before the work
-        importlib.import_module("gainstage.xray.xray_page")
     options = {}
     try:
         _configure(step_file.description(path))
@@ -102,9 +98,6 @@ def main(
         )
     elif plan is not None:
         print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
-    if output is not None:
-        found.to_html(output)
-        print(f"See {output}.")
     return 0
 
 

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -168,12 +167,6 @@ class Xray:
     def window(self, error: float = 0.01) -> Window:
         """Returns the scales that fit all layers."""
         return together(self.windows(error))
-
-    def to_html(self, path: str | Path) -> None:
-        """Writes a self-contained HTML page; needs Jinja2 (extra `report`)."""
-        from gainstage.xray.xray_page import page
-
-        Path(path).write_text(page(self), encoding="utf-8")
 
     @property
     def summary(self) -> str:
