@@ -48,7 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
             jax.config.update("jax_platforms", "cpu")  # as for a report
         from_file = importlib.import_module("gainstage.xray.from_file")
         where, how = (arguments.loss, arguments.like), (arguments.has_aux, arguments.using)
-        return from_file.main(arguments.path, *where, *how, arguments.plan)
+        return from_file.main(arguments.path, *where, *how)
     try:
         jax.devices()
     except RuntimeError as error:  # JAX_PLATFORMS has a platform that is missing here
@@ -208,13 +208,12 @@ def _parser() -> _Parser:
         help="find the cause of a bad step from a step file",
         description="Reads a step file that gainstage.diagnostics.StepRecorder wrote, imports the "
         "loss function, and computes the step again. Prints the operation where non-finite "
-        "numbers start, its layer, and the changes that help. Writes a file only for --plan. "
-        "Runs on the CPU unless the environment variable JAX_PLATFORMS is set. The exit "
-        "status is 0, or 1 if the file cannot be read or the step cannot be computed.",
+        "numbers start, its layer, and the changes that help. Writes no files. Runs on "
+        "the CPU unless the environment variable JAX_PLATFORMS is set. The exit status is 0, or 1 "
+        "if the file cannot be read or the step cannot be computed.",
         examples=[
             "gainstage xray bad.npz --loss train:loss_fn",
             "gainstage xray bad.npz --loss train:loss_fn --like train:make_model",
-            "gainstage xray bad.npz --loss train:loss_fn --plan plan.json",
         ],
     )
     xray.add_argument("path", type=Path, metavar="STEP.npz", help="the step file")
@@ -231,13 +230,6 @@ def _parser() -> _Parser:
         **function,
         help="a function without arguments that returns a model like that of the run, or a tuple "
         "of the first arguments; needed for NNX and Equinox models",
-    )
-    xray.add_argument(
-        "--plan",
-        type=_plan,
-        metavar="PLAN.json",
-        help="where to write the plan that keeps the non-finite operations in float32, if the loss "
-        "function is the result of gainstage.autocast (default: nowhere)",
     )
     xray.add_argument(
         "--has-aux", action="store_true", help="the loss function returns (loss, aux)"
@@ -295,10 +287,6 @@ def _page(word: str) -> Path:
 
 def _html(word: str) -> Path:
     return _picture(word, (".html",))
-
-
-def _plan(word: str) -> Path:
-    return _picture(word, (".json",))
 
 
 def _advised(word: str) -> str:

@@ -94,9 +94,8 @@ def test_the_examples_of_a_help_work_as_written(words, examples, tmp_path, monke
     for example in examples(*words):
         arguments = words_of(example)
         assert command.main(arguments) == 0, (example, capsys.readouterr().err)
-        assert "There is no plan" not in capsys.readouterr().out
         for option, value in itertools.pairwise(arguments):
-            if option in ("--output", "--plan"):
+            if option == "--output":
                 assert (tmp_path / value).stat().st_size > 100
     sys.modules.pop("train", None)
 
@@ -132,8 +131,6 @@ MISTAKES = [
     ("xray", "bad.npz --loss a:f --like make", "argument --like: Expected MODULE:FUNCTION"),
     ("xray", "bad.npz --loss a:f --using grad", "argument --using: Expected MODULE:FUNCTION"),
     ("advise", "a:f --output a.png", "Expected a .html file; got a.png."),
-    ("xray", "bad.npz --loss a:f --plan bad.npz", "Expected a .json file; got bad.npz."),
-    ("xray", "bad.npz --loss a:f --plan no/p.json", "Create its folder first."),
 ]
 
 

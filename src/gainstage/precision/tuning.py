@@ -1,7 +1,6 @@
 """Measures, operation by operation, what half precision does to a function's gradient."""
 
 import functools
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from gainstage._programs.jaxprs import Path
 from gainstage._programs.operations import PRODUCTS
 from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
-from gainstage.precision.autocast import autocast, plan_of
+from gainstage.precision.autocast import autocast
 from gainstage.precision.cards import ANY, CARDS, Card
 from gainstage.precision.float8_rule import Float8Decision, decide
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
@@ -40,8 +39,6 @@ from gainstage.transforms.retrace import Retraced, as_written, replayed
 __all__ = ["tune"]
 
 ROOM = 2.0**4  # between the largest number and that of the dtype: activations grow in training
-MAX_ERROR = 0.005  # of one gradient
-TRIES = 6  # lower loss scales, each a sixteenth of the one before
 WEIGHT = 16  # how much more a product saves than another operation of its size
 SHARED = 2  # batches on which shares are measured
 HALVES = Switch.HALF, Switch.BFLOAT16
@@ -168,51 +165,6 @@ def _budget(max_noise: float, max_bias: float, max_error: float | None) -> _Budg
     return _Budget(noise, checks.real("max_bias", max_bias, above=0.0))
 
 
-class PlanTrial(NamedTuple):
-    """A plan that was measured on the arguments of a bad step, and its outcome there."""
-
-    plan: Plan
-    lines: tuple[str, ...]  # of the operations whose numbers come near the largest one
-    scale: float  # that of the step, or a lower one at which all is finite
-    is_finite: bool
-    loss: float
-    error: float  # of the gradients, relative to float32
-
-
-def try_plan(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    scale: float,
-    has_aux: bool,
-    using: Using | None,
-    progress: bool,
-) -> PlanTrial:
-    """Measures a plan on the arguments of a bad step, and tries it.
-
-    Args:
-        fun: a function under `autocast`. What its own plan keeps in float32 stays so.
-        args, has_aux, using, progress: as for `precision.tune`.
-        scale: the loss scale of the step.
-    """
-    before: Any = plan_of(fun)
-    known = isinstance(before, Plan)
-    dtype = before.dtype if known else before if before in DTYPES else "float16"
-    written: Any = inspect.unwrap(fun, stop=lambda f: plan_of(f) is None)
-    samples = Samples(written, [tuple(args)], has_aux, using)
-    tuner = _Tuner(samples, DTYPES[dtype], before=before if known else None)
-    with counted(tuner.pieces, "tune", shows=progress) as tick:
-        tuner.measure(tick)
-    plan = tuner.plan(_Budget(error=MAX_ERROR))
-    hot = (o.line for o in plan.operations if o.dtype != dtype and o.path in tuner.hot)
-    run = samples.compiled(autocast(written, plan))
-    fits, found = scale, run(0, scale)
-    while not is_finite(found) and fits > scale / 16.0**TRIES:
-        fits /= 16.0
-        found = run(0, fits)
-    outcome = is_finite(found), float(found[0]), tuner.error(found)
-    return PlanTrial(plan, tuple(dict.fromkeys(hot)), fits, *outcome)
-
-
 class _Tuner:
     """The measurements of one function.
 
@@ -222,17 +174,15 @@ class _Tuner:
         card: where products may be in float8, if the card gains by it; None for none.
         has_bfloat16: whether products may be in bfloat16, beside another dtype.
         of_noise: whether noise is bounded, for which batches must differ.
-        before: a plan, of which what it keeps in float32 stays there.
     """
 
     def __init__(
         self,
         samples: Samples,
         dtype: np.dtype,
-        card: Card | None = None,
-        has_bfloat16: bool = False,
-        of_noise: bool = False,
-        before: Plan | None = None,
+        card: Card | None,
+        has_bfloat16: bool,
+        of_noise: bool,
     ):
         self._samples, self._dtype, self._of_noise = samples, dtype, of_noise
         self._has_float8 = card is None or bool(card.float8)
@@ -259,11 +209,6 @@ class _Tuner:
         self._equations = dict(operations_of(programs[0]))
         self._kept = self._equations.keys() - visited
         self._of_sums = self._equations.keys() & sums.paths
-        earlier: set[Path] = set()
-        if before is not None:
-            before.check(programs[0])
-            earlier = {o.path for o in before.operations if o.dtype == "float32"}
-        self._earlier = earlier - self._kept
         keys = {path: _key(eqn) for path, eqn in self._equations.items()}
         numbers = {key: n for n, key in enumerate(dict.fromkeys(keys.values()))}
         self._group = {path: numbers[key] for path, key in keys.items()}
@@ -287,8 +232,8 @@ class _Tuner:
         """Measures the ranges and the shares."""
         limit = float(jnp.finfo(self._dtype).max) / ROOM
         self._measure_ranges()
-        self.hot = {path for path, size in self._largest.items() if not size <= limit}
-        self._wide = self._kept | self._earlier | self._of_sums
+        self._hot = {path for path, size in self._largest.items() if not size <= limit}
+        self._wide = self._kept | self._of_sums
         self._exact = self._samples.exact()
         gradients = [results[1:] for results in self._exact]
         self._reference = Reference(gradients) if len(gradients) > 1 else None
@@ -319,10 +264,6 @@ class _Tuner:
         if self._reference is None:
             return Price(math.nan, math.nan, error=error_of(found[0], self._exact[0][1:]))
         return self._reference.price(found, numbers)
-
-    def error(self, found: Sequence[Any]) -> float:
-        """The error of the gradients, which stand behind the loss."""
-        return error_of(found[1:], self._exact[0][1:])
 
     def plan(self, budget: _Budget) -> Plan:
         """The first plan that keeps the bounds, as measured."""
@@ -390,7 +331,7 @@ class _Tuner:
         if path in self._wide:
             return {}
         options: dict[Switch, np.dtype] = {}
-        if path not in self.hot:
+        if path not in self._hot:
             options[Switch.HALF] = self._dtype
             if path in self._may_be_float8:
                 options[Switch.FLOAT8] = self._dtype
@@ -467,7 +408,7 @@ class _Tuner:
             return ""
         if own == "bfloat16" and self._names[Switch.HALF] != own:
             reaches = f"it reaches {self._largest[path]:.3g}"
-            return reaches if path in self.hot else "float16 is further off"
+            return reaches if path in self._hot else "float16 is further off"
         if own != "float32":
             narrow = "too small for float8" if self._has_float8 else "no float8 on this card"
             narrow *= path in self._too_small
@@ -476,9 +417,9 @@ class _Tuner:
             return "keep_float32, or unused"
         if path in self._of_sums:
             return "a sum"
-        if path in self.hot:
+        if path in self._hot:
             return f"it reaches {self._largest[path]:.3g}"
-        return "an earlier plan" if path in self._earlier else "its share"
+        return "its share"
 
 
 def _adds_up(share: Price) -> np.ndarray:

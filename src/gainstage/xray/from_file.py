@@ -31,7 +31,6 @@ def main(
     like: str | None = None,
     has_aux: bool = False,
     using: str | None = None,
-    plan: Path | None = None,
 ) -> int:
     """Prints the X-ray of a step file.
 
@@ -42,7 +41,6 @@ def main(
         has_aux: whether the loss function returns (loss, aux).
         using: the function that differentiates, as "module:function"; by default as
             for `gainstage.value_and_grad`.
-        plan: the file for a plan of `gainstage.autocast`, if the X-ray has one; None for none.
 
     Returns:
         The exit status: 0, or 1 after an error, which is printed.
@@ -89,15 +87,6 @@ def main(
             f"The step is finite here, and was not in its run. Is {loss} what was trained, with "
             f"its autocast, and was this its batch? Another version or platform may be the reason."
         )
-    if plan is not None and found.plan is not None:
-        found.plan.save(plan)
-        load = f"gainstage.precision.Plan.load({str(plan)!r})"
-        print(
-            f"See {plan}. Write gainstage.autocast(fun, {load}), where fun is the function without "
-            f"autocast: {loss.partition(':')[2]}.__wrapped__."
-        )
-    elif plan is not None:
-        print(f"There is no plan for {plan}: it takes an overflow or underflow under autocast.")
     return 0
 
 

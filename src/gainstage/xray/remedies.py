@@ -10,7 +10,6 @@ import numpy as np
 
 from gainstage._base.checks import as_power
 from gainstage._programs.places import layer_of
-from gainstage.precision.tuning import PlanTrial
 from gainstage.xray.causes import Cause, importance, line_of, lost_share, named
 from gainstage.xray.numbers import whole_error
 from gainstage.xray.program import Program
@@ -26,7 +25,7 @@ MARGIN = 1  # powers of two below the largest scale that fits
 class Remedy(NamedTuple):
     """A change that was tried, and its outcome."""
 
-    kind: str  # "scale", "float32", "local" or "plan"
+    kind: str  # "scale", "float32" or "local"
     change: str  # the change, as text
     places: tuple[str, ...]  # the lines or layers that it changes
     scale: float  # the loss scale
@@ -82,18 +81,6 @@ def remedies_for(
             found.append(trial.with_scale(2.0 ** (fits.high - MARGIN)))
             found += trial.with_local_scales(windows)
     return [*found, *trial.in_float32(causes)]
-
-
-def remedy_by_plan(trial: PlanTrial, scale: float) -> Remedy:
-    """What became of a step at this loss scale with a plan that was measured on it."""
-    plan = trial.plan
-    wide = sum(o.dtype != plan.dtype for o in plan.operations)
-    known = [line for line in trial.lines if line]  # code without a file has none
-    lines = f", such as {'; '.join(known[:3])}" if known else ""
-    change = f"autocast with this X-ray's plan: {wide} operations in float32{lines}"
-    change += f", under a loss scale of {as_power(trial.scale)}" if trial.scale < scale else ""
-    outcome = trial.is_finite, trial.loss, trial.error
-    return Remedy("plan", change, trial.lines, trial.scale, *outcome)
 
 
 class _Trial:

@@ -1,6 +1,5 @@
 """X-ray of a step: which operation is not finite, in which layer, and how to fix it."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,20 +15,17 @@ from gainstage._programs import jaxprs
 from gainstage._programs.jaxprs import OPAQUE
 from gainstage._variables.types import OptState, PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
-from gainstage.precision.plan import Plan
-from gainstage.precision.tuning import PlanTrial, try_plan
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.numbers import whole_error
 from gainstage.xray.program import Program, program_of
-from gainstage.xray.remedies import Remedy, remedies_for, remedy_by_plan
+from gainstage.xray.remedies import Remedy, remedies_for
 from gainstage.xray.walk import Changes, Ran, walk_through
 from gainstage.xray.windows import Window, together, windows_of
 
 __all__ = ["Cause", "Remedy", "Window", "Xray", "xray"]
 
-TryPlan = Callable[[], PlanTrial]
 SHOWN_CAUSES = 3  # causes that are printed
 DIVERGED = 100.0  # a root mean square that the parameters of a network that learns do not have
 NEEDED = "2^0 does not fit: float16 needs loss scaling at these weights"
@@ -51,9 +47,10 @@ def xray(
     """Runs one step operation by operation, with a float32 reference of every result.
 
     It finds the operations where non-finite numbers or flushed zeros start, computes which loss
-    scales fit, and tries changes. If `gainstage.autocast` returned `loss_fn`, one of them is a plan
-    that `precision.tune` measures on these arguments. On two CPU cores, a step of a small network
-    takes seconds and one of 10 million parameters a minute, most of it to compile each operation.
+    scales fit, and tries changes. If `gainstage.autocast` returned `loss_fn`, a change that helps
+    comes with the lines to put into `gainstage.keep_float32`. On two CPU cores, a step of a small
+    network takes seconds and one of 10 million parameters a minute, most of it to compile each
+    operation.
 
     Args:
         loss_fn: a function that returns a scalar loss, or (loss, aux).
@@ -97,11 +94,9 @@ def xray(
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
-    trial: TryPlan | None = None
-    if plan_of(loss_fn) is not None and argnums == 0:
-        trial = functools.partial(try_plan, loss_fn, args, float(value), has_aux, using, progress)
+    is_cast = plan_of(loss_fn) is not None
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
-        return Xray(program, float(value), tick, prescribe, compiled, trial)
+        return Xray(program, float(value), tick, prescribe, compiled, is_cast)
 
 
 class Xray:
@@ -118,8 +113,6 @@ class Xray:
             gradient is not finite. If the gradient is below 1e-5 of all gradients together, the
             error is relative to all of them.
         remedies: changes that were tried, a list of `Remedy`.
-        plan: the plan for `gainstage.autocast` among the remedies, or None. It keeps the operations
-            in float32 that overflow here, and those of the plan of `loss_fn`.
         unseen: operations that the X-ray cannot look into, such as `shard_map` and Pallas kernels.
     """
 
@@ -130,7 +123,7 @@ class Xray:
         tick: Callable[[], Any],
         prescribe: bool = True,
         compiled: bool = True,
-        trial: TryPlan | None = None,
+        is_cast: bool = False,
     ):
         self.scale = scale
         self.compiled_finite: bool | None = None
@@ -143,15 +136,9 @@ class Xray:
         self.gradient_errors: dict[str, float] = _errors(program, ran)
         self.unseen: list[str] = sorted({r.op for r in ran.results} & OPAQUE)
         self.remedies: list[Remedy] = []
-        self.plan: Plan | None = None
         if prescribe:
             windows = self.windows()
-            is_cast = trial is not None
             self.remedies = remedies_for(program, ran, scale, self.causes, windows, tick, is_cast)
-            if self.remedies and windows and trial is not None:
-                tried = trial()
-                self.plan = tried.plan
-                self.remedies.append(remedy_by_plan(tried, scale))
 
     def windows(self, error: float = 0.01) -> dict[str, Window]:
         """Returns the scales that fit each layer; empty if a float32 reference is not finite.
