@@ -3,7 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gainstage._programs.boundary import largest_scale
 from gainstage.runs.alarms import Alarm, Alarms, alarms_in
 from gainstage.runs.recording import Run, read_run
 from gainstage.runs.telemetry import Report, Underflow, report
@@ -31,7 +30,6 @@ __all__ = [
     "Xray",
     "alarms_in",
     "described",
-    "largest_scale",
     "read_run",
     "read_step",
     "report",

@@ -3,14 +3,13 @@
 import pickle
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import gainstage as gs
-from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, largest_scale, read_run
+from gainstage.diagnostics import Alarm, Alarms, JsonLines, Run, alarms_in, read_run
 from gainstage.optimizers import SGD
 from gainstage.runs.skip_causes import why_skipped
 from gainstage.runs.summary import summary
@@ -241,51 +240,6 @@ def test_a_run_of_an_optimizer_is_watched():
     assert [(alarm.kind, alarm.step) for alarm in found] == [("data", 27)]
 
 
-HALF = jnp.linspace(0.5, 1.5, 16, dtype=jnp.float16)
-LOSSES = {
-    "in float16 to the end": (lambda w: (w * w).sum(), 65504.0),
-    "cast at the end": (lambda w: (w * w).sum().astype(jnp.float32), 65504.0),
-    "a mean of float16 losses": (lambda w: (w * w).astype(jnp.float32).mean(), 65504.0 * 16),
-    "weighted": (lambda w: (w * w).sum().astype(jnp.float32) * 8.0, 65504.0 / 8),
-    "out of float16 predictions": (lambda w: ((w * w).astype(jnp.float32) ** 2).mean(), INF),
-    "a jitted function inside": (lambda w: jax.jit(lambda x: (x * x).sum())(w), 65504.0),
-    "float32": (lambda w: (w.astype(jnp.float32) ** 2).sum(), INF),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_boundary_is_where_scales_begin_to_overflow(name):
-    """The largest scale that the program lets through is the largest that gives finite gradients
-    of a gradient that is otherwise tiny."""
-    loss, limit = LOSSES[name]
-    assert largest_scale(loss, HALF) == limit
-    if limit < INF:
-        tiny = jnp.full(16, 2.0**-12, jnp.float16)
-
-        def gradient(scale):
-            return jax.grad(lambda w: loss(w).astype(jnp.float32) * scale)(tiny)
-
-        assert jnp.isfinite(gradient(limit)).all()
-        assert not jnp.isfinite(gradient(limit * 1.01)).all()
-
-
-def test_a_loss_that_leaves_float16_late_is_told_before_the_run():
-    """`look_at` rings where the rule may go beyond what the loss bears, not elsewhere."""
-    late, _ = LOSSES["cast at the end"]
-    for rule, expected in (
-        (gs.DynamicLossScale(), ["boundary"]),
-        (gs.DynamicLossScale(max_scale=2.0**15), []),
-        (gs.AdaptiveLossScale(), ["boundary"]),
-    ):
-        found = []
-        Alarms(rule, on_alarm=found.append).look_at(late, jax.ShapeDtypeStruct((4,), jnp.float16))
-        assert [alarm.kind for alarm in found] == expected
-    found = []
-    early, _ = LOSSES["out of float16 predictions"]
-    Alarms(gs.DynamicLossScale(), on_alarm=found.append).look_at(early, HALF)
-    assert found == []
-
-
 def test_between_looks_the_largest_gradient_moves_with_the_norm():
     """A gradient that comes close to the limit is noticed by its norm in steps that did not measure
     `max_abs`."""
@@ -332,17 +286,15 @@ def test_gradients_that_stay_nan_are_nan_though_the_scale_comes_back():
 
 
 def test_alarms_say_what_the_rule_can_do():
-    """A fixed scale is told of its own argument, and bounds are powers of two."""
+    """A fixed scale is told of its own argument; an alarm survives a pickle."""
     told = []
     with Alarms(gs.FixedLossScale(2.0**17), on_alarm=told.append) as alarms:
-        alarms.look_at(lambda x: (x.astype(jnp.float16) ** 2).sum(), jnp.ones(3))
         for n in range(300):
             alarms.write(n, finite=n % 5 != 4, loss_scale=2.0**17, grad_norm=1.0, max_abs=1e-6)
     said = {alarm.kind: alarm.message for alarm in told}
-    assert "loss_scale_value=2^15" in said["boundary"]
     assert "take a lower loss_scale_value" in said["skips"]
     again = pickle.loads(pickle.dumps(told[0]))
-    assert (type(again), again.kind, str(again)) == (Alarm, "boundary", str(told[0]))
+    assert (type(again), again.kind, str(again)) == (Alarm, told[0].kind, str(told[0]))
 
 
 def test_an_advised_scale_is_below_what_overflowed():

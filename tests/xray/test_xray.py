@@ -119,6 +119,16 @@ def test_a_backward_overflow_asks_for_a_lower_scale():
     assert all(remedy.is_finite and remedy.error < 0.01 for remedy in x.remedies)
 
 
+def test_a_loss_in_float16_to_its_end_bounds_the_scale():
+    """The scale itself overflows on its way back: the step is named, and the scales below it."""
+    x = look(lambda w: (w.astype(HALF) ** 2).sum(), jnp.linspace(0.25, 0.5, 16), scale=2.0**17)
+    (cause,) = x.causes
+    assert (cause.kind, cause.is_backward, cause.float32) == ("overflow", True, 2.0**17)
+    assert x.window().high == 15
+    assert x.remedies[0].scale == 2.0**14
+    assert x.remedies[0].error < 0.01
+
+
 def test_a_step_that_loses_gradients_asks_for_a_higher_scale():
     """Where small gradients are flushed the layer is named, and a scale that fits."""
     x = look(network(lambda h: h * HALF(2.0**12) * HALF(2.0**-12)), scale=2.0**-12)

@@ -1,28 +1,21 @@
 """Alarms: warns once about each problem of a run, with a remedy."""
 
-import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from gainstage._base.checks import LARGEST_FLOAT16, as_power
+from gainstage._base.checks import LARGEST_FLOAT16
 from gainstage._base.warn import warn
-from gainstage._programs.boundary import largest_scale
 from gainstage._scaling.step_telemetry import StepInfo
-from gainstage.rules.loss_scale import FixedLossScale, LossScale
+from gainstage.rules.loss_scale import LossScale
 from gainstage.runs.findings import FINDINGS, findings_on
-from gainstage.runs.history import LONG_STREAK, WINDOW, History, SameCause, highest_scale
+from gainstage.runs.history import LONG_STREAK, WINDOW, History, SameCause
 from gainstage.runs.recording import Run
 from gainstage.runs.skip_causes import SkipCause, Streak, cause_of, streaks
 from gainstage.runs.writers import Record, Writer
 
 ALARM_KINDS = tuple(dict.fromkeys(finding.name for finding in FINDINGS))
-_BOUNDARY = (
-    "the loss is computed in float16 to its end, so the scale itself passes through float16, and "
-    "more than {largest:g} overflows whatever the gradients are. Compute the loss out of "
-    'predicted.astype("float32"), or keep the scale below with {setting}={below}.'
-)
 _BLIND = (
     "The first {n} records of Alarms have no telemetry, so no skipped step is seen and no alarm "
     "rings. Create the transformation or the optimizer with telemetry=True, and write "
@@ -34,8 +27,7 @@ class Alarm(UserWarning):
     """A warning about a run that a person should look at.
 
     Args:
-        kind: "data", "overflow", "loss", "floor", "skips", "retries", "headroom", "growth" or
-            "boundary".
+        kind: "data", "overflow", "loss", "floor", "skips", "retries", "headroom" or "growth".
         step: the step at which the problem was detected.
         message: what happened, and what to do next.
     """
@@ -63,7 +55,6 @@ class Alarms(Writer):
     - "headroom": a scale that cannot fall is within one bit of overflow.
     - "growth": for 200 steps the largest gradient was `2**16` below the limit, nothing overflowed,
       and the scale did not rise, except a fixed one of 1. Or all gradients of 50 steps were 0.
-    - "boundary": the loss is computed in float16, where the rule's scales overflow; see `look_at`.
 
     Alarms change nothing in the run. With `warnings.simplefilter("error", Alarm)` an alarm becomes
     an exception of `write`, between two steps, so a checkpoint can be saved.
@@ -105,22 +96,6 @@ class Alarms(Writer):
             if self._blind == LONG_STREAK:
                 warn(_BLIND.format(n=LONG_STREAK))
         super().write(step, info, **numbers)
-
-    def look_at(self, fun: Callable[..., Any], *args: Any) -> None:
-        """Checks, before the run, how the loss is computed.
-
-        Args:
-            fun: the loss, a function of `args` that returns a scalar or (loss, aux). It is only
-                traced.
-            *args: arrays, or `jax.ShapeDtypeStruct`s as for `jax.eval_shape`.
-        """
-        largest, highest = largest_scale(fun, *args), highest_scale(self._rule)
-        if largest < highest:
-            fixed = isinstance(self._rule, FixedLossScale)
-            setting = "loss_scale_value" if fixed else "max_scale"
-            below = as_power(2.0 ** math.floor(math.log2(largest))) if largest > 0 else "0"
-            message = _BOUNDARY.format(largest=largest, setting=setting, below=below)
-            self._tell(Alarm("boundary", 0, message))
 
     def put(self, records: list[Record]) -> None:
         for alarm in [alarm for record in records for alarm in self._bell.see(record)]:

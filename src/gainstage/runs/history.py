@@ -38,7 +38,7 @@ class History:
         self.is_fixed: bool = isinstance(rule, FixedLossScale)
         self.is_adaptive: bool = isinstance(rule, AdaptiveLossScale)
         self.floor: float = float(getattr(rule, "min_scale", 0.0))
-        self.ceiling: float = highest_scale(rule)
+        self.ceiling: float = _highest_scale(rule)
         self.step: int = 0
         self.finite: bool = True
         self.scale: float = math.nan
@@ -140,6 +140,6 @@ class History:
             self.unrecorded = steps, skipped
 
 
-def highest_scale(rule: LossScale | None) -> float:
+def _highest_scale(rule: LossScale | None) -> float:
     """The highest scale that a rule can reach."""
     return float(getattr(rule, "loss_scale_value", getattr(rule, "max_scale", math.inf)))
