@@ -56,7 +56,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 1
     if arguments.command == "advise":
         about = (arguments.function, arguments.batches, arguments.card, arguments.has_aux)
-        return importlib.import_module("gainstage._advise").main(*about, arguments.output)
+        return importlib.import_module("gainstage._advise").main(*about)
     if arguments.command == "doctor":
         return importlib.import_module("gainstage._doctor").main()
     demo = importlib.import_module("gainstage.demo")
@@ -151,13 +151,12 @@ def _parser() -> _Parser:
         description="Imports a function without arguments that returns (loss_fn, params, batches), "
         "or (model, batches) with a Keras model. Computes gradients in float32, bfloat16, float16 "
         "and float8, and prints what each costs: noise, bias, memory and the time of products on "
-        "paper. Says which to use, with the lines to write. Writes a file only for --output. The "
-        "exit status is 0, or 1 if the function cannot be imported or its gradients cannot be "
-        "compared.",
+        "paper. Says which to use, with the lines to write. Writes no files. The exit status is "
+        "0, or 1 if the function cannot be imported or its gradients cannot be compared.",
         examples=[
             "gainstage advise train:what_to_advise",
             "gainstage advise train:what_to_advise --batches 8 --card T4",
-            "gainstage advise train:what_to_advise --output advice.html",
+            "gainstage advise train:what_to_advise > advice.txt",
         ],
     )
     advise.add_argument(
@@ -180,9 +179,6 @@ def _parser() -> _Parser:
     )
     advise.add_argument(
         "--has-aux", action="store_true", help="the loss returns (loss, aux), as for jax.grad"
-    )
-    advise.add_argument(
-        "--output", type=_html, metavar="PAGE.html", help="where to write a page (default: nowhere)"
     )
     report = commands.add_parser(
         "report",

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
 from typing import Any
 
 from gainstage.precision import Advice, advise
@@ -10,8 +9,8 @@ from gainstage.precision.cards import known_card
 from gainstage.xray.from_file import imported_from
 
 
-def main(words: str, count: int | None, card: str, has_aux: bool, output: Path | None) -> int:
-    """Prints the advice, and writes its page.
+def main(words: str, count: int | None, card: str, has_aux: bool) -> int:
+    """Prints the advice.
 
     Args:
         words: "module:function", of a function that returns (loss_fn, params, batches), or
@@ -19,14 +18,10 @@ def main(words: str, count: int | None, card: str, has_aux: bool, output: Path |
         count: how many batches to use, None for all.
         card: the name of the card of the times.
         has_aux: whether the loss returns (loss, aux).
-        output: where to write the page; None for nowhere.
 
     Returns:
         The exit status: 0, or 1 after an error.
     """
-    page: Any = None
-    if output is not None:  # needs an extra: a missing one is found before the work
-        page = importlib.import_module("gainstage.runs.advice_page").page
     try:
         known_card(card)
         given = imported_from("MODULE:FUNCTION", words, _called, "gainstage advise")
@@ -35,9 +30,6 @@ def main(words: str, count: int | None, card: str, has_aux: bool, output: Path |
         print(error, file=sys.stderr)
         return 1
     print(advice)
-    if output is not None:
-        output.write_text(page(advice), encoding="utf-8")
-        print(f"Page: {output}")
     return 0
 
 
