@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 import gainstage as gs
-from gainstage.diagnostics import JsonLines, StepRecorder, described
+from gainstage.diagnostics import JsonLines, StepRecorder
 
 HALF, FULL = jnp.float16, jnp.float32
 RULE = gs.DynamicLossScale(2.0**20, increment_period=100, min_scale=1.0)
@@ -222,8 +222,9 @@ def train(settings, folder, devices):
                 checkpoints.save(n, args=ocp.args.StandardSave(named((model, opt_state))))
                 speed = settings.every * tokens[:, 1:].size / (time.perf_counter() - began)
                 print(
-                    f"step {n}: {described({'loss': loss, **info._asdict()})}, {speed:.0f} tokens"
-                    f"/s, validation {validate(averaged(model, opt_state), unseen):.3f}, "
+                    f"step {n}: loss {loss:.3g}, scale {info.loss_scale:g}, {info.skipped_steps} "
+                    f"skipped, {speed:.0f} tokens/s, "
+                    f"validation {validate(averaged(model, opt_state), unseen):.3f}, "
                     f"state {checksum((model, opt_state))}",
                     flush=True,
                 )

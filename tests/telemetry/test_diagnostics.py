@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import gainstage as gs
 from gainstage.__main__ import main
-from gainstage.diagnostics import JsonLines, Run, Writer, described, read_run
+from gainstage.diagnostics import JsonLines, Run, Writer, read_run
 from gainstage.runs.recording import measures
 from gainstage.runs.summary import StepFile, summary
 from gainstage.xray.from_file import commands
@@ -355,12 +355,6 @@ def test_measures_of_a_run(tmp_path):
         "lowered": 3, "loss_first": 10.0, "loss_last": 1.0, "grad_norm": 6.0,
     }  # fmt: skip
     assert found == wanted
-
-
-def test_described():
-    """A few words for a bar; what is not there is not mentioned."""
-    assert described(info(scale=2.0**-3, skipped=2)._asdict()) == "scale 2^-3, 2 skipped"
-    assert described({"loss": 0.12345, "step": 3, "loss_scale": 3.0}) == "loss 0.123, scale 3"
 
 
 def hostile_run(path, name):
@@ -826,25 +820,6 @@ def test_a_report_of_a_run_with_a_torn_line_says_so_in_a_line(tmp_path, capsys):
     assert said.startswith("Skipped 1 line of ")
     assert said.count("\n") == 1
     assert "line 3" in said
-
-
-def test_progress_bar_writes_only_on_standard_error(tmp_path):
-    """In a pipe the bar ends as plain text, with the scale and the skips behind it."""
-    pytest.importorskip("rich")
-    code = """
-import jax.numpy as jnp, gainstage as gs
-from gainstage.diagnostics import ProgressBar
-with ProgressBar(total=12) as bar:
-    for step in range(12):
-        scale, one = jnp.float32(2.0**15), jnp.float32(1)
-        info = gs.typing.StepInfo(jnp.array(True), scale, jnp.int32(2), one, jnp.int32(step), one)
-        bar.write(step, info, loss=jnp.float32(0.25))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == ""
-    assert "12/12" in done.stderr
-    assert "loss 0.25, scale 2^15, 2" in re.sub(r"\s+", " ", done.stderr)
-    assert "\x1b" not in done.stderr
 
 
 def events(folder):

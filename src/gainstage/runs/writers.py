@@ -6,7 +6,6 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ import jax
 import numpy as np
 
 from gainstage._base import checks
-from gainstage._base.checks import as_power, brief
+from gainstage._base.checks import brief
 from gainstage._base.importing import check_not_importing
 from gainstage._base.signals import deferred_signals
 from gainstage._base.warn import warn
@@ -255,25 +254,6 @@ class JsonLines(Writer):
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in lines)
         self._torn, self._header = False, None
-
-
-def described(record: Record) -> str:
-    """Formats the numbers of a step in a few words, for any progress bar.
-
-    Args:
-        record: numbers by name, such as `info._asdict()`.
-
-    Examples:
-        >>> from gainstage.diagnostics import described
-        >>> described({"loss": 0.031, "loss_scale": 32768.0, "skipped_steps": 3})
-        'loss 0.031, scale 2^15, 3 skipped'
-    """
-    known: dict[str, Callable[[Any], str]] = {
-        "loss": lambda x: f"loss {float(x):.3g}",
-        "loss_scale": lambda x: f"scale {as_power(float(x))}",
-        "skipped_steps": lambda x: f"{int(x)} skipped",
-    }
-    return ", ".join(say(record[name]) for name, say in known.items() if name in record)
 
 
 def _scalar(name: str, number: Any) -> Any:
