@@ -27,9 +27,9 @@ class TensorBoard(Writer):
     non-finite numbers; they are left out.
 
     Args:
-        logdir: the folder of the event file, created if missing.
+        logdir: the folder of the event file, created if missing. TensorBoard shows each folder as
+            a run of its own.
         every: the number of steps between reads and writes, an integer >= 1.
-        prefix: a prefix of the names.
 
     Examples:
         >>> import tempfile
@@ -38,9 +38,8 @@ class TensorBoard(Writer):
         ...     board.write(0, loss=0.5)
     """
 
-    def __init__(self, logdir: str | Path, every: int = 50, prefix: str = "train/"):
+    def __init__(self, logdir: str | Path, every: int = 50):
         super().__init__(every)
-        self._prefix = prefix
         self._logdir = str(logdir)
         self._files = 0
         self._file = None if jax.process_index() else self._new_file()
@@ -52,7 +51,7 @@ class TensorBoard(Writer):
             for record in records:
                 for name, number in record.items():
                     if name != "step" and math.isfinite(number):
-                        summary = scalar(f"{self._prefix}{name}", float(number))
+                        summary = scalar(f"train/{name}", float(number))
                         event = Event(wall_time=time.time(), step=record["step"], summary=summary)
                         file.write(event.SerializeToString())
             file.flush()
