@@ -48,7 +48,7 @@ else:
         advice = ""
         if name == "GradScaler":
             advice = ". Wrap the optimizer: tx = gainstage.loss_scaled(tx). See docs/from/torch.md."
-        elif name in ("from_torch", "from_flax", "from_jmp"):
+        elif name in ("from_torch", "from_flax"):
             advice = ". It is in gainstage.interop.importers."
         raise AttributeError(f"module 'gainstage' has no attribute {name!r}{advice}")
 

@@ -141,30 +141,32 @@ def test_flax(stop, floor):
 @pytest.mark.parametrize("stop", [1, 7, 30])
 @pytest.mark.parametrize("floor", [1.0, 2.0**14])
 def test_jmp(stop, floor):
-    """A jmp DynamicLossScale, taken after any step, leads to jmp's scales and counts."""
+    """The numbers of a jmp DynamicLossScale, taken after any step as the page for those who come
+    from jmp does, lead to jmp's scales and counts."""
     peer = pytest.importorskip("jmp").DynamicLossScale(
         jnp.float32(2.0**15), period=3, factor=4, min_loss_scale=jnp.float32(floor)
     )
     for finite in FLAGS[:stop]:
         peer = peer.adjust(jnp.asarray(finite))
-    rule, state = importers.from_jmp(peer)
-    assert rule.min_scale == floor
+    period, factor, lowest = peer.period, peer.factor, float(peer.min_loss_scale)
+    rule = gs.DynamicLossScale(float(peer.loss_scale), period, factor, min_scale=lowest)
+    state = rule.init()._replace(good_steps=peer.counter)
     for finite in FLAGS[stop:]:
         peer, state = peer.adjust(jnp.asarray(finite)), rule.update(state, finite)
         assert (float(state.scale), int(state.good_steps)) == (peer.loss_scale, peer.counter)
 
 
-def test_fixed_scales_of_jmp():
-    """A jmp StaticLossScale is a fixed scale, a NoOpLossScale one of 1, and `resume` takes both."""
-    jmp = pytest.importorskip("jmp")
-    for peer, scale in [(jmp.StaticLossScale(jnp.float32(8.0)), 8.0), (jmp.NoOpLossScale(), 1.0)]:
-        rule, state = importers.from_jmp(peer)
-        assert rule == gs.FixedLossScale(scale)
-        opt = gs.LossScaleOptimizer(gs.optimizers.SGD(0.5), rule=rule)
-        importers.load_into(opt, state)
-        assert float(opt.loss_scale) == scale
-    with pytest.raises(TypeError, match="jmp"):
-        importers.from_jmp(opt)
+@pytest.mark.parametrize("scale", [8.0, 1.0])
+def test_a_fixed_scale_is_loaded(scale):
+    """`load_into` takes the state of a fixed scale, which has no count."""
+    rule = gs.FixedLossScale(scale)
+    assert float(resumed(rule, rule.init()).loss_scale) == scale
+
+
+def test_what_is_no_scale_of_flax():
+    """Something else is refused by the name of what is expected."""
+    with pytest.raises(TypeError, match="Expected a flax DynamicScale; got"):
+        importers.from_flax(gs.LossScaleOptimizer(gs.optimizers.SGD(0.5)))
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning:keras")

@@ -309,12 +309,9 @@ TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.25, "growth_
          "_growth_tracker": 2}  # fmt: skip
 FLAX = {"scale": jnp.float32(1024.0), "fin_steps": jnp.int32(2), "growth_interval": 3,
         "growth_factor": 2.0, "backoff_factor": 0.25, "minimum_scale": None}  # fmt: skip
-JMP = {"loss_scale": jnp.float32(1024.0), "counter": jnp.int32(2), "period": 3, "factor": 2,
-       "min_loss_scale": jnp.float32(1.0)}  # fmt: skip
 PEERS = [
     (lambda d: importers.from_torch(d), TORCH, "scale", "_growth_tracker"),
     (lambda d: importers.from_flax(SimpleNamespace(**d)), FLAX, "scale", "fin_steps"),
-    (lambda d: importers.from_jmp(SimpleNamespace(**d)), JMP, "loss_scale", "counter"),
 ]
 
 
@@ -340,7 +337,7 @@ def test_states_of_peers(data):
 @pytest.mark.parametrize("what", [None, 5, "a", [], {}, object()], ids=lambda x: type(x).__name__)
 def test_what_is_no_state_of_a_peer(what):
     """Something else in the place of the whole state."""
-    for read in (importers.from_torch, importers.from_flax, importers.from_jmp):
+    for read in (importers.from_torch, importers.from_flax):
         assert outcome(lambda read=read: read(what)) is None
     assert outcome(lambda: importers.load_keras(optimizers()[0], what)) is None
 

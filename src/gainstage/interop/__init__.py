@@ -1,4 +1,4 @@
-"""Bridges to other libraries: Keras, TensorBoard, and the loss-scale states of torch, Flax and jmp.
+"""Bridges to other libraries: Keras, TensorBoard, and the loss-scale states of torch and Flax.
 
 Users import its modules, of which some need an extra, so each is imported when it is first used.
 """

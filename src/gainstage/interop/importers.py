@@ -7,7 +7,7 @@ Pass the rule to `LossScaleOptimizer(rule=...)`, and the state to `load_into`.
 # its state is put into that of `loss_scaled` with `_replace`.
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,15 +17,9 @@ from gainstage._base.checks import SMALLEST
 from gainstage._variables.variable import Variable
 from gainstage.optimizers._step.saving import check_names, fitted_weight
 from gainstage.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from gainstage.rules.loss_scale import (
-    KERAS_FLOOR,
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    ScaleState,
-)
+from gainstage.rules.loss_scale import KERAS_FLOOR, DynamicLossScale, ScaleState
 
-__all__ = ["from_flax", "from_jmp", "from_torch", "load_into", "load_keras"]
+__all__ = ["from_flax", "from_torch", "load_into", "load_keras"]
 
 Imported = tuple[DynamicLossScale, ScaleState]
 
@@ -33,7 +27,6 @@ _TORCH = {"scale", "_growth_tracker", "growth_interval", "growth_factor", "backo
 _FLAX = (
     "scale", "fin_steps", "growth_interval", "growth_factor", "backoff_factor", "minimum_scale"
 )  # fmt: skip
-_JMP = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
 
 
 def from_torch(state_dict: Mapping[str, Any], microbatches: int = 1) -> Imported:
@@ -90,7 +83,10 @@ def from_flax(dynamic_scale: Any) -> Imported:
         TypeError: the argument is something else, or a value is not a number.
         ValueError: a value is out of range.
     """
-    _check_has("a flax DynamicScale", dynamic_scale, _FLAX)
+    missing = [name for name in _FLAX if not hasattr(dynamic_scale, name)]
+    if missing:
+        got = f"{reprlib.repr(dynamic_scale)}, without {missing}"
+        raise TypeError(f"Expected a flax DynamicScale; got {got}.")
     interval = checks.integer("growth_interval", dynamic_scale.growth_interval, low=0, high=2**30)
     floor = dynamic_scale.minimum_scale
     return _imported(
@@ -100,27 +96,6 @@ def from_flax(dynamic_scale: Any) -> Imported:
         multiplier=dynamic_scale.growth_factor,
         backoff=dynamic_scale.backoff_factor,
         floor=SMALLEST if floor is None else floor,
-    )
-
-
-def from_jmp(loss_scale: Any) -> tuple[LossScale, ScaleState]:
-    """Converts a loss scale of jmp to a rule and its state. `jmp.DynamicLossScale` keeps its floor;
-    `jmp.StaticLossScale` becomes a fixed scale, and `jmp.NoOpLossScale` a scale of 1.
-
-    Raises:
-        TypeError: the argument is something else, or a value is not a number.
-        ValueError: a value is out of range.
-    """
-    if type(loss_scale).__name__ in ("StaticLossScale", "NoOpLossScale"):
-        fixed = FixedLossScale(getattr(loss_scale, "loss_scale", 1.0))
-        return fixed, fixed.init()
-    _check_has("a jmp loss scale", loss_scale, _JMP)
-    return _imported(
-        loss_scale.loss_scale,
-        loss_scale.counter,
-        period=loss_scale.period,
-        multiplier=loss_scale.factor,
-        floor=loss_scale.min_loss_scale,
     )
 
 
@@ -169,7 +144,7 @@ def _imported(
     *,
     period: int,
     multiplier: float,
-    backoff: float | None = None,
+    backoff: float,
     floor: object = KERAS_FLOOR,
 ) -> Imported:
     count = checks.integer("the count of finite steps", count, low=0)
@@ -181,9 +156,3 @@ def _imported(
         min_scale=max(checks.real("the lowest scale", floor), SMALLEST),
     )
     return rule, ScaleState(jnp.float32(rule.initial_loss_scale), jnp.int32(count))
-
-
-def _check_has(what: str, source: object, names: Sequence[str]) -> None:
-    missing = [name for name in names if not hasattr(source, name)]
-    if missing:
-        raise TypeError(f"Expected {what}; got {reprlib.repr(source)}, without {missing}.")
