@@ -20,8 +20,8 @@ class SameCause(NamedTuple):
     """All streaks of a recorded run that have one cause: the longest, their number and length."""
 
     longest: Streak
-    streaks: int = 1
-    steps: int = 0
+    streaks: int
+    steps: int
 
 
 class History:

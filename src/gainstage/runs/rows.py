@@ -10,9 +10,9 @@ class Rows(NamedTuple):
     """A table: its title, the names of its columns, its cells, and lines above and below."""
 
     title: str
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    notes: Sequence[str] = ()
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str]
     lead: Sequence[str] = ()
 
 

@@ -87,7 +87,7 @@ class Streak:
         self.good_loss &= loss is not None and not bad
         self.bad_loss &= bad
 
-    def end(self, scale: float, infinite_in_part: bool = False) -> None:
+    def end(self, scale: float, infinite_in_part: bool) -> None:
         """Ends it.
 
         Args:

@@ -36,7 +36,6 @@ LEFT_OUT = (
 )
 ADVISE = "gs.precision.advise(loss_fn, params, batches) says what each precision costs"
 NOT_COUNTED = "Underflow was not measured: pass underflow_every=100."
-WITHOUT_SCALING = "Without scaling"
 OFF = 0.01  # the smallest rounding error that matters, as a share of the root mean square
 
 
@@ -339,7 +338,7 @@ def underflow_summary(
     if _most(unscaled) > OFF and _most(unscaled) <= _most(error):
         return [first, *inside]  # the scale in force is 1 or less
     need = ": you need it" if _most(unscaled) > OFF else " in gradients of parameters"
-    return [first, f"{WITHOUT_SCALING} float16 would be {_worst(unscaled)}{need}.", *inside]
+    return [first, f"Without scaling float16 would be {_worst(unscaled)}{need}.", *inside]
 
 
 def _most(error: Mapping[str, float]) -> float:
