@@ -25,12 +25,12 @@ from gainstage.optimizers._step.options import (
     check_option,
     ignore_decay,
 )
+from gainstage.optimizers._step.retries import take_with_retries
 from gainstage.optimizers._step.slots import Slots
 from gainstage.optimizers._step.step import OptimizerState, StepInputs
 from gainstage.optimizers._step.store import LossScaleStore
 from gainstage.optimizers.inner_checks import check_inner, check_one_scale, chosen_rule
 from gainstage.optimizers.optimizer import Optimizer
-from gainstage.optimizers.retries import take_with_retries
 from gainstage.optimizers.scale_uses import NOT_IN_STATE, ScaleUses
 from gainstage.rules import DynamicLossScale, FixedLossScale, LossScale
 from gainstage.rules.loss_scale import Rule, keras_rule, with_number

@@ -15,12 +15,10 @@ except ModuleNotFoundError as _error:
 LIGHT = {
     "paper": "#ffffff", "ink": "#1c2430", "faint": "#5b6675", "line": "#d9dee5", "box": "#f4f6f8",
     "curve": "#00798c", "overflow": "#c9304e", "nan": "#7a4fc0", "loss": "#b36b00",
-    "fits": "#2b8a4b",
 }  # fmt: skip
 DARK = {
     "paper": "#14181e", "ink": "#e4e8ee", "faint": "#9aa5b4", "line": "#333c48", "box": "#1d232b",
     "curve": "#45bccd", "overflow": "#ff6f87", "nan": "#b796ff", "loss": "#f2ad45",
-    "fits": "#5fc98a",
 }  # fmt: skip
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("gainstage"),
