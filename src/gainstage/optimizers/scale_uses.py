@@ -4,6 +4,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from gainstage._base._jax import Tracer, computes
 from gainstage._base.warn import warn
 from gainstage._variables.variable import is_inside
@@ -49,6 +51,8 @@ class StaleReads:
 
     def step_without(self, value: Any) -> None:
         """Notes a `stateless_apply` while the scale's variable has this value."""
+        if isinstance(value, jax.ShapeDtypeStruct):  # of a planned variable, which is never read
+            return
         if self._before is None or self._before() is not value:
             self._before, self._reads = weakref.ref(value), 0
 
