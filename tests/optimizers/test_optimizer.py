@@ -540,10 +540,11 @@ def test_configurations_of_keras_are_readable():
 def test_unknown_classes_in_a_configuration():
     """A class that is not known is a ValueError, unless `custom_objects` names it."""
     config = gs.LossScaleOptimizer(SGD()).get_config()
-    config["inner_optimizer"] = {**config["inner_optimizer"], "class_name": "Mine"}
-    with pytest.raises(ValueError, match="got 'Mine'"):
+    config["inner_optimizer"] = {**config["inner_optimizer"], "class_name": "NoSuchOptimizer"}
+    with pytest.raises(ValueError, match="got 'NoSuchOptimizer'"):
         gs.LossScaleOptimizer.from_config(config)
-    opt = gs.LossScaleOptimizer.from_config(config, custom_objects={"Mine": SGD})
+    mine = {"NoSuchOptimizer": SGD}
+    opt = gs.LossScaleOptimizer.from_config(config, custom_objects=mine)
     assert type(opt.inner_optimizer) is SGD
 
 
