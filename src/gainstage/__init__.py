@@ -4,14 +4,14 @@ Who owns the step?
 
     you                              loss_scaled, train_step
     you, and gradients pass          loss_scaled, value_and_grad, apply_updates,
-      through your hands               select_if_applied
+      through your hands               select_if_applied, loss_scale, scale_loss
     a trainer that differentiates    loss_scaled, self_scaled
-    an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, scale_loss, functionalize
+    an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, functionalize
     Keras's `fit`                    interop.keras.LossScaleOptimizer
 
-With any of them: `autocast` and `keep_float32` compute in half precision, `locally_scaled` scales a
-part of a network, `FixedLossScale`, `DynamicLossScale` and `AdaptiveLossScale` are rules, and
-`telemetry` tells what a step did.
+With any of them: `autocast` computes in half precision, and `keep_float32` keeps a part of that in
+float32; `locally_scaled` scales a part of a network, `FixedLossScale`, `DynamicLossScale` and
+`AdaptiveLossScale` are rules, and `telemetry` tells what a step did.
 
 Modules: `optimizers`, `precision`, `diagnostics`, `distributed`, `interop`, `compat`, `typing`.
 """

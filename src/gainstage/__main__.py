@@ -281,10 +281,6 @@ def _page(word: str) -> Path:
     return _picture(word, (".html", ".png", ".pdf", ".svg"))
 
 
-def _html(word: str) -> Path:
-    return _picture(word, (".html",))
-
-
 def _advised(word: str) -> str:
     return _function(word, "what_to_advise")
 

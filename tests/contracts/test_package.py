@@ -79,7 +79,7 @@ def test_each_room_says_what_it_is_and_what_may_be_imported():
 
 
 def test_only_one_file_imports_what_jax_may_move():
-    """JAX's private and experimental names come from `_jax.py`, so a new JAX is met in one file."""
+    """JAX's private and experimental names come from `_jax.py`, where a new JAX is met first."""
     places = ("jax._src", "jax.core", "jax.experimental", "jax.extend", "jax.interpreters")
     found = set()
     for path in FILES:

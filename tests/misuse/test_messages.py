@@ -336,7 +336,7 @@ HELPFUL = {
     "update_step": (
         update_before_build,
         AttributeError,
-        r"'momentums'\. `build\(variables\)` creates it",
+        r"'momentums'\. If `build\(variables\)` creates it",
     ),
     "get": (lambda: gs.optimizers.get("adm"), ValueError, "among .*'Adam', 'AdamW'.*got 'adm'"),
     "class_name": (

@@ -51,7 +51,7 @@ def explained(from_config: F) -> F:
 
 
 class Configurable:
-    """A base whose subclasses store each constructor argument in an attribute of the same name.
+    """A base whose subclasses store the constructor's arguments in attributes of the same names.
 
     A subclass that passes unknown arguments on, as `*args, **kwargs`, still gets the full signature
     of its constructor. One `get_config` serves all subclasses. A class that only serves as a base

@@ -1,5 +1,5 @@
-"""The watch of a run: it warns once if its last 50 steps were all skipped, and once if its scale
-has fallen to the lowest."""
+"""The watch of a run: it warns once if its last 50 steps were all skipped, and once, where the
+lowest scale of its rule is known, if the scale has fallen to it before."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
 """Named arrays, where they lie, and how code that assigns to them becomes a pure function.
 
-Any room above may import all of it; most need `bridge` and `Variable`.
+Any room above may import all of it.
 """

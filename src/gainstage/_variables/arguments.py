@@ -61,8 +61,3 @@ def pairs_in(grads_and_vars: Iterable[Any]) -> list[tuple[Any, Variable]]:
             f"gradients."
         )
     return pairs
-
-
-def is_planned(variable: Variable) -> bool:
-    """Whether a variable was made from a `jax.ShapeDtypeStruct`, and has no value yet."""
-    return variable._is_planned

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from gainstage._base import checks
 from gainstage._base.arrays import ARRAYS
 from gainstage._base.configurable import deserialize, serialize
-from gainstage._variables.arguments import is_planned, pairs_in, variables_in
+from gainstage._variables.arguments import pairs_in, variables_in
 from gainstage._variables.types import PyTree, Rate, Scalar, Values
 from gainstage._variables.variable import Variable
 from gainstage.compat import stateful_scale
@@ -33,7 +33,7 @@ class _LossScaleStore(LossScaleStore):
         super().build(store, variables)
         # A first step counts even if it is skipped: averages start as the first weights, as in TF.
         for variable, average in zip(variables, store.averages, strict=False):
-            if not is_planned(average):
+            if not average._is_planned:
                 started = (average.value() != 0).any()
                 average.assign(jnp.where(started, average.value(), variable.value()))
 

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gainstage import __version__
 from gainstage._base._jax import multihost_utils
 from gainstage._base.configurable import readable
-from gainstage._variables.arguments import is_planned
 from gainstage._variables.bridge import read
 from gainstage._variables.sharding import axes_of, is_first, on_mesh
 from gainstage._variables.types import PyTree
@@ -72,7 +71,7 @@ def facts_of(optimizer: Optimizer) -> dict[str, Any]:
         for name, variable in zip(unique_names(variables), variables, strict=True):
             about = [list(variable.shape), str(variable.dtype), str(on_mesh(variable))]
             facts[f"shape, dtype and sharding of {name!r}"] = about
-            if not variable.shape and not is_planned(variable):
+            if not variable.shape and not variable._is_planned:
                 facts[f"value of {name!r}"] = repr(variable.numpy().item())
     return facts
 

@@ -1,4 +1,4 @@
-"""The Keras face, as `keras.optimizers`: one optimizer per file, each update rule as in its paper.
+"""The Keras face, as `keras.optimizers`: each update rule in a file, with the formulas of Keras.
 
 Their wrapper is here too; rooms above may import all of it.
 """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules with the names and configurations of Keras, built on optax."""
+"""Learning-rate schedules with Keras's names and configurations, most of them built on optax."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""What `loss_scaled` says about parameters and states that it was not made for."""
+"""What `loss_scaled` and `train_step` say about arguments that they were not made for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

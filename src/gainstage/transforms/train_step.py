@@ -126,7 +126,8 @@ def train_step(
         using: the function that differentiates, by default as for `value_and_grad`.
         donate: whether a step donates `params` and `opt_state`, which are then deleted. An array
             that is there twice, or also in the batch, is copied first. The loss scale and the
-            telemetry are not donated, so you may read them later. Nothing is donated under
+            numbers of `telemetry` are not donated, so you may read them later; `report` needs the
+            newest state. Nothing is donated under
             `jax_debug_nans` and `jax_debug_infs`. If a step is interrupted before its results are
             assigned, they are lost: restart from a checkpoint.
         retries: the largest number of times that a step with a non-finite gradient is taken again
@@ -248,7 +249,7 @@ class TrainStep(Generic[Params, P, *More]):
             return model.combine(arrays), opt_state, loss, *aux
 
     def _warn_inside(self, opt_state: OptState) -> None:
-        """Warns of a call inside of another trace that cannot be right."""
+        """Warns of a call inside of another trace that is hardly what was meant."""
         if not knows_what_varies(jax.sharding.get_abstract_mesh()):
             warn(DRIFTS)
         if not self._is_fixed and is_constant_of_a_loop(_scale_in(opt_state)):

@@ -28,11 +28,8 @@ def missing(optimizer: object, name: str) -> str:
     inner = held.get("_inner")
     if inner is not None and not name.startswith("_") and hasattr(inner, name):
         return " It is an attribute of `inner_optimizer`."
-    if getattr(held.get("_store"), "index", None):  # built
-        return ""
-    builds = [vars(base)["build"] for base in cls.__mro__ if "build" in vars(base)]
-    if any(name in getattr(getattr(b, "__code__", None), "co_names", ()) for b in builds):
-        return " `build(variables)` creates it."
+    if not getattr(held.get("_store"), "index", None):
+        return " If `build(variables)` creates it, call that first."
     return ""
 
 
