@@ -334,8 +334,11 @@ def test_derivatives_inside_of_a_loss_are_measured_in_every_precision(loss):
     assert 0 < each["float16"].price.noise < each["bfloat16"].price.noise < 1
 
 
+DRAWS = itertools.cycle(np.float32([0, 1, -1]))  # as of `numpy.random`, but never twice the same
+
+
 def randomly(params, x, y):
-    return network(params, x + np.float32(np.random.default_rng().normal()), y)
+    return network(params, x + next(DRAWS), y)
 
 
 MISTAKES = {
