@@ -2,9 +2,9 @@
 
 Who owns the step?
 
-    you                              loss_scaled, train_step
-    you, and gradients pass          loss_scaled, value_and_grad, apply_updates,
-      through your hands               select_if_applied, loss_scale, scale_loss
+    you                              TrainState, train_step
+    you, and gradients pass          TrainState; or its parts: loss_scaled, value_and_grad,
+      through your hands               apply_updates, select_if_applied, loss_scale, scale_loss
     a trainer that differentiates    loss_scaled, self_scaled
     an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, functionalize
     Keras's `fit`                    interop.keras.LossScaleOptimizer
@@ -30,6 +30,7 @@ from gainstage.transforms.apply_updates import apply_updates, select_if_applied,
 from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
 from gainstage.transforms.self_scaled import self_scaled
+from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
 
@@ -54,7 +55,7 @@ else:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_LAZY, "__version__"]
+    return [*__all__, *_LAZY]
 
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "FixedLossScale",
     "LossScale",
     "LossScaleOptimizer",
+    "TrainState",
     "Variable",
     "apply_updates",
     "autocast",

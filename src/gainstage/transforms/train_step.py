@@ -1,5 +1,6 @@
 """A whole train step as one compiled program, for optax loops."""
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ import optax
 from jax.stages import Wrapped
 
 from gainstage._base import checks
-from gainstage._base.arrays import ARRAYS, Static, leaves_and_none, unshared
+from gainstage._base.arrays import ARRAYS, Static, leaves_and_none, partition, unshared
 from gainstage._base.dead_run import DeadRunWatch
 from gainstage._base.warn import warn
 from gainstage._scaling import gradients
@@ -54,6 +55,7 @@ from gainstage.transforms.loss_scaled_state import (
 )
 from gainstage.transforms.nnx_objects import Graph, partition_model
 from gainstage.transforms.refusals import explain_step
+from gainstage.transforms.train_state import TrainState, check_like, with_parts
 from gainstage.transforms.value_and_grad import refuse_self_scaled, scaled_value_and_grad
 
 DRIFTS = (
@@ -64,6 +66,28 @@ DRIFTS = (
     'warnings.filterwarnings("ignore", message="gainstage.train_step inside").'
 )
 More = TypeVarTuple("More")  # the type of aux, if there is one
+
+
+@overload
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: Literal[False] = False,
+    using: Using | None = ...,
+    donate: bool = True,
+    retries: int = 0,
+) -> "StateStep[()]": ...
+
+
+@overload
+def train_step(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: Literal[True],
+    using: Using | None = ...,
+    donate: bool = True,
+    retries: int = 0,
+) -> "StateStep[Any]": ...
 
 
 @overload
@@ -104,13 +128,13 @@ def train_step(
 
 def train_step(
     loss_fn: Callable[..., Any],
-    tx: Transformation,
+    tx: Transformation | None = None,
     *,
     has_aux: bool = False,
     using: Using | None = None,
     donate: bool = True,
     retries: int = 0,
-) -> "TrainStep[Any, ..., *tuple[Any, ...]]":
+) -> Any:
     """A compiled train step: scaled loss, gradients, check, update.
 
     It computes the same as a loop over `value_and_grad`, `tx.update` and `apply_updates`, but
@@ -119,17 +143,19 @@ def train_step(
 
     Args:
         loss_fn: a function `(params, *batch)` that returns a scalar loss, or (loss, aux). `params`
-            may be an NNX or Equinox model.
-        tx: a transformation of `loss_scaled`, or a chain that begins with one. The chain gets true
-            gradients, as from `value_and_grad`.
-        has_aux: whether `loss_fn` returns (loss, aux).
+            may be an NNX or Equinox model. For a `TrainState` with `extra` it is `(params, extra,
+            *batch)`, and returns (loss, extra), or (loss, extra, aux).
+        tx: None for a step of a `TrainState`, which has its own; else a transformation of
+            `loss_scaled`, or a chain that begins with one. The chain gets true gradients, as from
+            `value_and_grad`.
+        has_aux: whether `loss_fn` returns aux.
         using: the function that differentiates, by default as for `value_and_grad`.
-        donate: whether a step donates `params` and `opt_state`, which are then deleted. An array
+        donate: whether a step donates its state, which is then deleted. An array
             that is there twice, or also in the batch, is copied first. The loss scale and the
             numbers of `telemetry` are not donated, so you may read them later; `report` needs the
-            newest state. Nothing is donated under
-            `jax_debug_nans` and `jax_debug_infs`. If a step is interrupted before its results are
-            assigned, they are lost: restart from a checkpoint.
+            newest state. Nothing is donated under `jax_debug_nans` and `jax_debug_infs`. If a step
+            is interrupted before its results are assigned, they are lost: restart from a
+            checkpoint.
         retries: the largest number of times that a step with a non-finite gradient is taken again
             with the same batch, >= 0, at the scale that the rule has lowered. There is no retry if
             the loss is not finite, or the rule keeps its scale. If none is applied, the scale is
@@ -137,9 +163,10 @@ def train_step(
             or batch is made for it. With retries, the host reads one bit at each step on a GPU.
 
     Returns:
-        A function `step(params, opt_state, *batch)` that returns the new `params` and `opt_state`,
-        the true loss in float32, and `aux` if there is one. `step.lower(...)` lowers the program,
-        also for `jax.ShapeDtypeStruct` arguments.
+        A function `step(state, *batch)` that returns the new state, the true loss in float32, and
+        `aux` if there is one; with `tx`, `step(params, opt_state, *batch)`, which returns `params`
+        and `opt_state` in the place of the state. `step.lower(...)` lowers the program, also for
+        `jax.ShapeDtypeStruct` arguments.
 
     Raises:
         TypeError: `tx` is not a transformation, `loss_fn` is one of `self_scaled`, `donate` not a
@@ -150,14 +177,21 @@ def train_step(
     Examples:
         >>> import gainstage as gs
         >>> import jax.numpy as jnp, optax
+        >>> state = gs.TrainState.create(jnp.ones(2), optax.sgd(0.25))
+        >>> step = gs.train_step(lambda w, x: ((w * x) ** 2).sum())
+        >>> for x in (1.0, 1.0):
+        ...     state, loss = step(state, x)
+        >>> print(loss, state.params)
+        0.5 [0.25 0.25]
+
+        The same with the parts of a state, in a loop that has them already:
+
         >>> tx = gs.loss_scaled(optax.sgd(0.25))
         >>> step = gs.train_step(lambda w, x: ((w * x) ** 2).sum(), tx)
         >>> params = jnp.ones(2)
-        >>> opt_state = tx.init(params)
-        >>> for x in (1.0, 1.0):
-        ...     params, opt_state, loss = step(params, opt_state, x)
+        >>> params, opt_state, loss = step(params, tx.init(params), 1.0)
         >>> print(loss, params)
-        0.5 [0.25 0.25]
+        2.0 [0.5 0.5]
 
     Source: `jax.value_and_grad`; `optax.apply_updates`.
     """
@@ -165,15 +199,29 @@ def train_step(
         raise TypeError(
             f"Expected train_step(loss_fn, tx), the loss first; got {checks.brief(loss_fn)}."
         )
-    checks.transformation("tx", tx)
     refuse_self_scaled(loss_fn, "train_step")
     donates = checks.flag("donate", donate)
+    if tx is None:
+        retries = checks.integer("retries", retries, low=0)
+        return StateStep(loss_fn, checks.flag("has_aux", has_aux), using, donates, retries)
+    checks.transformation("tx", tx)
     tx = optax.with_extra_args_support(tx)  # pyright: ignore[reportArgumentType]
     retries = checks.integer("retries", retries, low=0)
-    scaled = transformation_of(tx)
-    if retries and scaled and scaled.is_fixed:
-        warn(NO_RETRY)
     return TrainStep(loss_fn, tx, has_aux, using, donates, retries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """What steps carry on beside the state of the optimizer, without its arrays."""
+
+    model: Static | Graph
+    count: int  # of the arrays of the model, which come first
+    kept: Static | None  # of the `extra` and the `step` of a `TrainState`
+
+    def combine(self, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """The model, and `(extra, step)` or None, with these arrays."""
+        kept = None if self.kept is None else self.kept.combine(arrays[self.count :])
+        return self.model.combine(arrays[: self.count]), kept
 
 
 class TrainStep(Generic[Params, P, *More]):
@@ -192,6 +240,8 @@ class TrainStep(Generic[Params, P, *More]):
         self._donates, self._retries = donates, retries
         self._last: list[weakref.ref[Any]] = []  # the first arrays of the last result
         scaled = transformation_of(tx)  # None for one of another library
+        if retries and scaled and scaled.is_fixed:
+            warn(NO_RETRY)
         self._over = scaled.over if scaled else ()  # the mesh axes of `shard_state_over`
         self._is_fixed = scaled is not None and scaled.is_fixed
         self._watch = DeadRunWatch(_lowest_of(scaled.rule) if scaled else 0.0)
@@ -217,36 +267,44 @@ class TrainStep(Generic[Params, P, *More]):
                     f"Expected the batch by position; got {', '.join(named)} by name. Write "
                     f"step(params, opt_state, {', '.join(named)})."
                 )
-            self._watch.look(lambda: _scale_in(opt_state))
-            inside, (given, model) = is_inside(), self._checked(params)
-            donates = self._donates and not reruns() and not inside
-            if inside:
-                self._warn_inside(opt_state)
-            try:
-                if self._over and not (
-                    inside or self._watch.ended_with(getattr(opt_state, "applied", None))
-                ):
-                    opt_state = self._divided(params, opt_state, batch)
-                arrays, state, shardings = on_one_mesh(given, opt_state, batch)
-                rest, scalars = without_scalars(state)
-                if donates:
-                    arrays, rest = self._unshared(arrays, rest, scalars, batch)
-                program = self._program_for(donates, shardings)
-                arguments = model, arrays, rest, scalars, *batch
-                if shardings is not None and not self._placed:  # in the first call
-                    self._placed = True
-                    tell_if_whole(given, batch, lambda: program.trace(*arguments).jaxpr)
-                arrays, opt_state, loss, *aux, changed = program(*arguments)
-            except (TypeError, ValueError, RuntimeError) as error:
-                explain_step(error, params, opt_state, batch)
-                raise
-            if not inside:
-                _, scalars = without_scalars(opt_state)
-                self._watch.see(scalars[0].applied, loss, scale=scalars[0].rule_state.scale)
-                if donates:
-                    self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
-            nnx_objects.change(batch, changed)
-            return model.combine(arrays), opt_state, loss, *aux
+            params, opt_state, _, *results = self.take(params, opt_state, None, batch)
+            return params, opt_state, *results
+
+    def take(
+        self, params: PyTree, opt_state: OptState, kept: PyTree, batch: tuple[PyTree, ...]
+    ) -> tuple[Any, ...]:
+        """Takes a step; `kept` are the `extra` and `step` of a `TrainState`, or None."""
+        self._watch.look(lambda: _scale_in(opt_state))
+        inside, (given, carried) = is_inside(), self._checked(params, kept)
+        donates = self._donates and not reruns() and not inside
+        if inside:
+            self._warn_inside(opt_state)
+        try:
+            if self._over and not (
+                inside or self._watch.ended_with(getattr(opt_state, "applied", None))
+            ):
+                opt_state = self._divided(params, opt_state, batch)
+            arrays, state, shardings = on_one_mesh(given, opt_state, batch)
+            rest, scalars = without_scalars(state)
+            if donates:
+                arrays, rest = self._unshared(arrays, rest, scalars, batch)
+            program = self._program_for(donates, shardings)
+            arguments = carried, arrays, rest, scalars, *batch
+            if shardings is not None and not self._placed:  # in the first call
+                self._placed = True
+                tell_if_whole(given, batch, lambda: program.trace(*arguments).jaxpr)
+            arrays, opt_state, loss, *aux, changed = program(*arguments)
+        except (TypeError, ValueError, RuntimeError) as error:
+            explain_step(error, params, opt_state, batch)
+            raise
+        if not inside:
+            _, scalars = without_scalars(opt_state)
+            self._watch.see(scalars[0].applied, loss, scale=scalars[0].rule_state.scale)
+            if donates:
+                self._last = [weakref.ref(x) for x in _firsts(arrays, scalars)]
+        nnx_objects.change(batch, changed)
+        params, kept = carried.combine(arrays)
+        return params, opt_state, kept, loss, *aux
 
     def _warn_inside(self, opt_state: OptState) -> None:
         """Warns of a call inside of another trace that is hardly what was meant."""
@@ -257,10 +315,16 @@ class TrainStep(Generic[Params, P, *More]):
 
     def lower(self, params: PyTree, opt_state: OptState, *batch: PyTree) -> jax.stages.Lowered:
         """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
-        arrays, model = self._checked(params)
+        return self.lowered(params, opt_state, None, batch)
+
+    def lowered(
+        self, params: PyTree, opt_state: OptState, kept: PyTree, batch: tuple[PyTree, ...]
+    ) -> jax.stages.Lowered:
+        """The lowered program; `kept` as for `take`."""
+        arrays, carried = self._checked(params, kept)
         arrays, opt_state, shardings = on_one_mesh(arrays, opt_state, batch)
         program, states = self._program_for(self._donates, shardings), without_scalars(opt_state)
-        return program.lower(model, arrays, *states, *batch)
+        return program.lower(carried, arrays, *states, *batch)
 
     def _program_for(self, donates: bool, shardings: Shardings | None) -> Wrapped:
         """The program that returns the parameters and the state with these shardings."""
@@ -302,7 +366,7 @@ class TrainStep(Generic[Params, P, *More]):
         inner = divided_state(opt_state.inner, params, self._over, everywhere)
         return opt_state._replace(inner=inner)
 
-    def _checked(self, params: PyTree) -> tuple[list[Any], Static | Graph]:
+    def _checked(self, params: PyTree, kept: PyTree) -> tuple[list[Any], Carried]:
         arrays, model = partition_model(params, (*ARRAYS, jax.ShapeDtypeStruct))
         is_plain = self._using in (None, jax.value_and_grad)
         if is_plain and (others := model.others) and not models.library(params):
@@ -310,19 +374,22 @@ class TrainStep(Generic[Params, P, *More]):
                 f"Expected arrays in params; got {others[0]!r}. Make it an array, or use a "
                 f"function that skips such leaves: using=equinox.filter_value_and_grad."
             )
-        return arrays, model
+        if kept is None:
+            return arrays, Carried(model, len(arrays), None)
+        more, static = partition(kept, (*ARRAYS, jax.ShapeDtypeStruct))
+        return [*arrays, *more], Carried(model, len(arrays), static)
 
     def _run(
         self,
         shardings: Sequence[Any],
-        model: Static | Graph,
+        carried: Carried,
         arrays: list[Any],
         opt_state: OptState,
         scalars: list[StepScalars],
         *batch: PyTree,
     ) -> tuple[Any, ...]:
         opt_state = with_scalars(opt_state, scalars)
-        first = self._take(shardings, model, arrays, opt_state, batch)
+        first = self._take(shardings, carried, arrays, opt_state, batch)
         if not self._retries:
             return first
 
@@ -333,7 +400,7 @@ class TrainStep(Generic[Params, P, *More]):
 
         def again(skipped: tuple[Any, ...]) -> Attempt:
             arrays, before = skipped[0], retried(skipped[1])
-            return tried(self._take(shardings, model, arrays, before, batch), before)
+            return tried(self._take(shardings, carried, arrays, before, batch), before)
 
         _, (arrays, opt_state, *results) = try_again(tried(first, opt_state), again, self._retries)
         return arrays, with_first_scale_if_skipped(opt_state, first[1]), *results
@@ -341,43 +408,104 @@ class TrainStep(Generic[Params, P, *More]):
     def _take(
         self,
         shardings: Sequence[Any],
-        model: Static | Graph,
+        carried: Carried,
         arrays: list[Any],
         opt_state: OptState,
         batch: Sequence[PyTree],
     ) -> tuple[Any, ...]:
-        params, batch = model.combine(arrays), nnx_objects.copied(batch)
+        (params, kept), batch = carried.combine(arrays), nnx_objects.copied(batch)
+        shardings = shardings[: carried.count]  # those of the parameters
         before = nnx_objects.values_in(batch)
         scale = state_to_scale_by(opt_state).rule_state.scale
-        how = self._has_aux, self._using, (params, *batch)
-        differentiate = scaled_value_and_grad(self._loss_fn, scale, *how)
-        (_, (loss, aux)), grads = differentiate(params, *batch)
+        old, step = kept or (None, 0)
+        given = (params, *batch) if old is None else (params, old, *batch)
+        loss_fn = with_parts(self._loss_fn, old is not None, self._has_aux)
+        differentiate = scaled_value_and_grad(loss_fn, scale, True, self._using, given)
+        (_, (loss, (extra, aux))), grads = differentiate(*given)
         divides = isinstance(opt_state, LossScaledState)  # else others get the gradients first
-        extra: dict[str, Any] = {"loss_scale": scale} if divides else {}
+        more: dict[str, Any] = {"loss_scale": scale} if divides else {}
         if not divides:
             grads = gradients.unscale(grads, scale)
             note_scale(scale, "true", true=grads)
         trainable = models.chosen(params, grads)
         self._told = self._told or warned_of_sums(loss, trainable)
         if shardings and divides:
-            found = leaves_and_none(models.chosen(model.combine(shardings), grads))
+            found = leaves_and_none(models.chosen(carried.model.combine(shardings), grads))
             if None not in found:
-                extra["param_shardings"] = found
+                more["param_shardings"] = found
                 if not all(sharding.is_fully_replicated for sharding in shardings):
-                    extra["shardings"] = found
-        updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **extra)
+                    more["shardings"] = found
+        updates, opt_state = self._tx.update(grads, opt_state, trainable, value=loss, **more)
         params = apply_updates(params, updates, opt_state)
         new, after = partition_model(params)
-        if after != model:
+        if after != carried.model:
             raise ValueError(
                 "Expected a loss_fn that does not change the structure of the model; got one that "
                 "does. Create all variables of the model before the first step."
             )
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
+        if kept is not None:
+            check_like("extra", extra, "extra", carried.combine(arrays)[1][0])
+            new = [*new, *jax.tree.leaves((extra, step + 1))]
         arrays = select_if_applied(new, arrays, opt_state)
         changed = nnx_objects.changes(batch, before)
         changed = select_if_applied(changed, nnx_objects.values_of(changed, before), opt_state)
         return arrays, opt_state, loss, *([aux] if self._has_aux else []), changed
+
+
+class StateStep(Generic[*More]):
+    """The compiled step of a `TrainState` that `train_step` returns."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool,
+        using: Using | None,
+        donates: bool,
+        retries: int,
+    ):
+        self._new_step: Callable[[Any], TrainStep[Any, ..., *tuple[Any, ...]]]
+        self._new_step = lambda tx: TrainStep(loss_fn, tx, has_aux, using, donates, retries)
+        self._steps: dict[Any, TrainStep[Any, ..., *tuple[Any, ...]]] = {}  # by transformation
+
+    def __call__(
+        self, state: TrainState[Params], *batch: PyTree, **named: PyTree
+    ) -> tuple[TrainState[Params], jax.Array, *More]:
+        """Takes a step; returns the new state, the true loss, and `aux` if there is one."""
+        if named:
+            raise TypeError(
+                f"Expected the batch by position; got {', '.join(named)} by name. Write "
+                f"step(state, {', '.join(named)})."
+            )
+        step, kept = self._step_of(state), (state.extra, state.step)
+        params, opt_state, (extra, count), *results = step.take(
+            state.params, state.opt_state, kept, batch
+        )
+        new = state.replace(params=params, opt_state=opt_state, extra=extra, step=count)
+        found: Any = new, *results
+        return found
+
+    def lower(self, state: TrainState[Any], *batch: PyTree) -> jax.stages.Lowered:
+        """Returns the lowered program, for arrays or for `jax.ShapeDtypeStruct`s."""
+        kept = state.extra, state.step
+        return self._step_of(state).lowered(state.params, state.opt_state, kept, batch)
+
+    def _step_of(self, state: object) -> "TrainStep[Any, ..., *tuple[Any, ...]]":
+        """The step for the transformation of a state."""
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"Expected a TrainState first, as in state, loss = step(state, *batch); got "
+                f"{checks.brief(state)}. Write state = gainstage.TrainState.create(params, tx)."
+            )
+        if state.tx is None:
+            raise ValueError(
+                "Expected a state with its transformation, which no pickle holds. Write "
+                "state = state.replace(tx=other.tx), where other is a new state of the same "
+                "parameters."
+            )
+        if state.tx not in self._steps:
+            self._steps[state.tx] = self._new_step(state.tx)
+        return self._steps[state.tx]
 
 
 def _scale_in(opt_state: OptState) -> Any:
