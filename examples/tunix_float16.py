@@ -64,7 +64,7 @@ def main():
         eval_every_n_steps=STEPS, max_steps=STEPS, gradient_accumulation_steps=2
     )
     trainer = PeftTrainer(make_model(), tx, config).with_gen_model_input_fn(model_input)
-    trainer.with_loss_fn(gs.self_scaled(trainer.loss_fn))
+    trainer.with_loss_fn(gs.autocast(trainer.loss_fn, loss_scale=2.0**15))
     trainer.train(make_batches(2 * STEPS))
     losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
     print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} after {STEPS} steps")

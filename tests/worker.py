@@ -101,7 +101,7 @@ def retried(mesh, steps):
 
     tx = gs.loss_scaled(optax.adam(0.01), gs.DynamicLossScale(2.0**40))
     step = gs.train_step(loss_fn, tx, retries=40)
-    differentiate = jax.jit(jax.value_and_grad(gs.self_scaled(loss_fn, 2.0**40)))
+    differentiate = jax.jit(jax.value_and_grad(gs.autocast(loss_fn, loss_scale=2.0**40)))
     w = on_mesh(np.zeros((16, 16), np.float32), whole)
     opt_state, seen = tx.init(w), []
     for i in range(steps):

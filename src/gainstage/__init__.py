@@ -5,7 +5,7 @@ Who owns the step?
     you                              TrainState, train_step
     you, and gradients pass          TrainState; or its parts: loss_scaled, value_and_grad,
       through your hands               apply_updates, select_if_applied, loss_scale, scale_loss
-    a trainer that differentiates    loss_scaled, self_scaled
+    a trainer that differentiates    autocast with `loss_scale`, loss_scaled
     an optimizer, as in Keras        LossScaleOptimizer, Variable, jit, functionalize
     Keras's `fit`                    interop.keras.LossScaleOptimizer
 
@@ -29,7 +29,6 @@ from gainstage.runs.telemetry import telemetry
 from gainstage.transforms.apply_updates import apply_updates, select_if_applied, step_was_applied
 from gainstage.transforms.locally_scaled import locally_scaled
 from gainstage.transforms.loss_scaled import loss_scaled
-from gainstage.transforms.self_scaled import self_scaled
 from gainstage.transforms.train_state import TrainState
 from gainstage.transforms.train_step import train_step
 from gainstage.transforms.value_and_grad import loss_scale, scale_loss, value_and_grad
@@ -80,7 +79,6 @@ __all__ = [
     "precision",
     "scale_loss",
     "select_if_applied",
-    "self_scaled",
     "step_was_applied",
     "telemetry",
     "train_step",

@@ -537,10 +537,12 @@ def test_calls_outside_of_a_compiled_function_are_told_once():
     assert "16 times outside of jax.jit" in message
 
 
-def test_float16_parameters_of_self_scaled_are_told_once():
+def test_float16_parameters_of_a_loss_with_a_scale_are_told_once():
     """Their gradients are float16, and lose what the scale has kept. Those that are not
     differentiated lose nothing."""
-    loss_fn = gs.self_scaled(lambda w, frozen: jnp.mean((w @ frozen) ** 2).astype(jnp.float32))
+    loss_fn = gs.autocast(
+        lambda w, frozen: jnp.mean((w @ frozen) ** 2).astype(jnp.float32), loss_scale=2.0**15
+    )
     w, half = jnp.ones((2, 2)), jnp.ones((2, 2), jnp.float16)
     jax.jit(jax.grad(loss_fn))(w, half)
     with pytest.warns(UserWarning, match=r"float16 parameter, here of shape \(2, 2\)"):

@@ -54,13 +54,34 @@ def products(fun, *args):
     return found
 
 
-@pytest.mark.parametrize("word", ["float16", "banana"])
-def test_a_plan_without_a_function_says_how_to_write_both(word):
-    """`gs.autocast("float16")`, as a decorator or in a `with`, names the order of arguments."""
-    with pytest.raises(
-        TypeError, match=r"got '\w+'\. Write the function first: gainstage\.autocast"
-    ):
-        gs.autocast(word)
+NAMES = {
+    "float16": ("fp16", "f16", "half", jnp.float16, np.float16, np.dtype("float16")),
+    "bfloat16": ("bf16", jnp.bfloat16, jnp.dtype("bfloat16")),
+}
+
+
+@pytest.mark.parametrize(("name", "other"), [(n, other) for n in NAMES for other in NAMES[n]])
+def test_a_dtype_has_the_names_that_people_know(name, other):
+    """`"fp16"`, `"half"`, `jnp.float16` and the like mean `"float16"`, also in decorators."""
+    wanted = products(gs.autocast(network, name), PARAMS, X)
+    assert wanted == [{name}] * 2
+    for cast in (gs.autocast(network, other), gs.autocast(network, dtype=other)):
+        assert products(cast, PARAMS, X) == wanted
+    for decorator in (gs.autocast(other), gs.autocast(dtype=other)):
+        assert products(decorator(network), PARAMS, X) == wanted
+    assert products(gs.autocast()(network), PARAMS, X) == [{"float16"}] * 2
+
+
+def test_another_name_is_refused_where_it_is_written():
+    """An unknown dtype is an error of the call that has it; a `with` says what to write."""
+    for wrong in ("banana", "float32", jnp.float32, jnp.int8, 3):
+        with pytest.raises(ValueError, match=r"Expected one of .*'float16'.* for dtype; got"):
+            gs.autocast(network, wrong)
+    with pytest.raises(ValueError, match="for dtype; got 'banana'"):
+        gs.autocast("banana")
+    words = r"it is no context. Write loss_fn = gainstage.autocast"
+    with pytest.raises(TypeError, match=words), gs.autocast():
+        pass
 
 
 def error(found, expected):
@@ -686,10 +707,10 @@ def test_random_programs(names):
     assert np.linalg.norm(grads / 2.0**8 - exact) <= 0.02 * norm + 1e-3
 
 
-@pytest.mark.parametrize("plan", ["half", "float32", None, 16, jnp.float64])
+@pytest.mark.parametrize("plan", ["halves", "float32", None, 16, jnp.float64])
 def test_an_unknown_plan_is_refused(plan):
     """The error names the value, and what there is."""
-    with pytest.raises((ValueError, TypeError), match="plan"):
+    with pytest.raises(ValueError, match=r"Plan for dtype; got"):
         gs.autocast(network, plan)
 
 
@@ -701,10 +722,10 @@ def test_only_functions_are_cast():
 
 def test_a_loss_that_scales_itself_is_not_cast():
     """Its inside cannot be seen, so it would stay in float32: the error says the right order."""
-    scaled = gs.self_scaled(network)
-    with pytest.raises(ValueError, match=r"Write self_scaled\(autocast\(loss_fn\)\)"):
+    scaled = gs.autocast(network, loss_scale=2.0**15)
+    with pytest.raises(ValueError, match=r"Write autocast\(loss_fn, dtype, loss_scale="):
         gs.autocast(scaled)
-    assert products(gs.self_scaled(gs.autocast(network)), PARAMS, X) == [{"float16"}] * 2
+    assert products(gs.autocast(network, loss_scale=2.0**15), PARAMS, X) == [{"float16"}] * 2
 
 
 def test_models_are_parameters_in_whatever_order_keywords_are_passed():
@@ -764,14 +785,14 @@ def test_a_constant_that_half_precision_would_round_is_not_rounded():
 
 
 def test_a_call_outside_of_a_program_reads_variables_through_all_that_is_around_it():
-    """A loss of `self_scaled` under `autocast`, and autocast within autocast, close over one."""
+    """A loss with a scale of its own, and autocast within autocast, close over one."""
     v = gs.Variable(np.linspace(-1, 1, 12).reshape(4, 3))
     x = np.linspace(0, 1, 8, dtype=np.float32).reshape(2, 4)
 
     def loss(x):
         return jnp.mean((x @ v.value()) ** 2)
 
-    for wrapped in (gs.self_scaled(gs.autocast(loss)), gs.autocast(gs.autocast(loss))):
+    for wrapped in (gs.autocast(loss, loss_scale=2.0**15), gs.autocast(gs.autocast(loss))):
         np.testing.assert_allclose(wrapped(x), loss(x), rtol=1e-3)
         v.assign(v * 2)
         np.testing.assert_allclose(wrapped(x), loss(x), rtol=1e-3)

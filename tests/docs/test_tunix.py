@@ -31,7 +31,7 @@ trainer.with_gen_model_input_fn(example.model_input)
 @functools.wraps(_default_loss_fn)
 def loss_fn(*args, **names):
     return _default_loss_fn(*args, **names), {}
-trainer.with_loss_fn(gs.self_scaled(loss_fn, 2.0**40), has_aux=True)
+trainer.with_loss_fn(gs.autocast(loss_fn, loss_scale=2.0**40), has_aux=True)
 trainer.is_managed_externally = True
 trainer.train(example.make_batches(20))
 losses = trainer.metrics_logger.get_metric_history("", "loss", "train")
@@ -78,7 +78,7 @@ def make(wrapped=True, scale=2.0**14, **more):
     model = nnx.Linear(3, 1, use_bias=False, dtype=jnp.float16, rngs=nnx.Rngs(0))
     trainer = StandIn(model, optax.sgd(2.0**20), **more)
     if wrapped:
-        trainer.loss_fn = gs.self_scaled(trainer.loss_fn, scale)
+        trainer.loss_fn = gs.autocast(trainer.loss_fn, loss_scale=scale)
     return trainer
 
 
@@ -89,7 +89,7 @@ def kernel(trainer):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_small_gradients_survive_in_a_tunix_trainer(wrapped):
-    """Gradients that vanish in Tunix's own step are exact with `self_scaled`."""
+    """Gradients that vanish in Tunix's own step are exact with a loss that has its own scale."""
     trainer = make(wrapped)
     before = kernel(trainer)
     [(loss, aux, norm)] = trainer.train([SMALL])
@@ -111,8 +111,8 @@ def test_an_overflow_loses_no_window_of_a_tunix_trainer():
 def test_a_tunix_trainer_returns_what_its_loss_does():
     """A loss that returns (loss, aux) gives both to the trainer."""
     trainer = make(wrapped=False)
-    trainer.loss_fn = gs.self_scaled(
-        lambda model, x, factor: (loss_fn(model, x, factor), {"rows": len(x)})
+    trainer.loss_fn = gs.autocast(
+        lambda model, x, factor: (loss_fn(model, x, factor), {"rows": len(x)}), loss_scale=2.0**15
     )
     trainer._has_aux = True
     [(loss, aux, _)] = trainer.train([SMALL])

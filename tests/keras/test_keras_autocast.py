@@ -521,3 +521,11 @@ def test_a_model_that_has_predicted_predicts_in_half_precision():
     half = model.predict(x, verbose=0)
     assert (half != exact).any()
     np.testing.assert_allclose(half, exact, rtol=0.02, atol=0.02)
+
+
+def test_the_autocast_of_functions_takes_a_model_too():
+    """`gs.autocast(model)` is `interop.keras.autocast(model)`; a model has no loss scale."""
+    model = gs.autocast(keras.Sequential([keras.layers.Dense(1)]), "bf16")
+    assert (type(model).__name__, model.get_config()["plan"]) == ("AutocastSequential", "bfloat16")
+    with pytest.raises(TypeError, match=r"interop.keras.LossScaleOptimizer\(optimizer\)"):
+        gs.autocast(model, loss_scale=8.0)

@@ -89,11 +89,11 @@ for x in (1.0, NAN, 1.0): updates, state = step(pair, state, x); pair = gs.apply
 assert (pair.fast < 1).all() and state.inner.steps_since_sync == 2
 """),
     # ── two scales, or none ──────────────────────────────────────────────────────────────────
-    "self_scaled in train_step": ("refused", "two scales", """
-gs.train_step(gs.self_scaled(plain), gs.loss_scaled(sgd))
+    "a scaled loss in train_step": ("refused", "two scales", """
+gs.train_step(gs.autocast(plain, loss_scale=2.0**15), gs.loss_scaled(sgd))
 """),
-    "self_scaled in value_and_grad": ("refused", "two scales", """
-gs.value_and_grad(gs.self_scaled(plain), gs.loss_scaled(sgd).init(w))
+    "a scaled loss in value_and_grad": ("refused", "two scales", """
+gs.value_and_grad(gs.autocast(plain, loss_scale=2.0**15), gs.loss_scaled(sgd).init(w))
 """),
     "loss_scaled in loss_scaled": ("refused", "a scale within a scale", """
 gs.loss_scaled(gs.loss_scaled(sgd)).init(w)
@@ -238,8 +238,8 @@ for _ in range(3): state = step(w, state)
     "SAM with a scaled grad_fn": ("works", "", """
 tx = gs.loss_scaled(optax.contrib.sam(sgd, sgd, opaque_mode=True)); state = tx.init(w)
 ways = [lambda state: lambda w, _: gs.value_and_grad(plain, state)(w)[1],
-        lambda state: jax.grad(lambda w, _: gs.self_scaled(plain)(w)),
-        lambda state: jax.jit(jax.grad(gs.self_scaled(lambda w, _: plain(w))))]
+        lambda state: jax.grad(lambda w, _: gs.autocast(plain, loss_scale=2.0**15)(w)),
+        lambda state: jax.jit(jax.grad(gs.autocast(lambda w, _: plain(w), loss_scale=2.0**15)))]
 for way in ways:
     def step(w, state):
         grads = gs.value_and_grad(plain, state)(w)[1]
@@ -252,12 +252,12 @@ grads = jax.grad(lambda w: gs.scale_loss(plain(w), state))(w)
 updates, new = tx.update(grads, state, w, loss_scale=gs.loss_scale(state))
 assert abs(updates + 0.2).max() < 1e-6
 """),
-    "a rule beside self_scaled": ("warns", r"Leave the rule out.*self_scaled\(loss_fn, scale\)", """
-tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.self_scaled(plain)
+    "a rule beside a scaled loss": ("warns", r"Leave the rule out.*autocast\(loss_fn, loss_scale=scale\)", """
+tx = gs.loss_scaled(sgd, gs.DynamicLossScale(2.0**10)); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
-    "self_scaled, and no rule": ("works", "", """
-tx = gs.loss_scaled(sgd); state, loss = tx.init(w), gs.self_scaled(plain)
+    "a scaled loss, and no rule": ("works", "", """
+tx = gs.loss_scaled(sgd); state, loss = tx.init(w), gs.autocast(plain, loss_scale=2.0**15)
 tx.update(jax.jit(jax.grad(loss))(w), state, w)
 """),
     "a tuple of NNX models": ("refused", "nnx.List", """
@@ -474,12 +474,12 @@ tx = gs.loss_scaled(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.bfloat16)); state 
 state = state._replace(inner=jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, state.inner))
 tx.update(gs.value_and_grad(plain, state)(w)[1], state, w)
 """),
-    "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.self_scaled", LINE_SEARCH + """
+    "a line search in float16 without a scale": ("warns", "value_fn=lambda params: gainstage.autocast", LINE_SEARCH + """
 tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: half(w, X), tx), tx)
 """),
     "a line search that scales, is in float32, or differentiates nothing": ("works", "", LINE_SEARCH + """
-tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: gs.self_scaled(half)(w, X), tx), tx)
-for f in (gs.self_scaled(lambda w: half(w, X)), jax.jit(lambda w: gs.self_scaled(half)(w, X)), lambda w: jnp.mean((X @ w) ** 2),
+tx = gs.loss_scaled(optax.lbfgs()); run(search(lambda w: gs.autocast(half, loss_scale=2.0**15)(w, X), tx), tx)
+for f in (gs.autocast(lambda w: half(w, X), loss_scale=2.0**15), jax.jit(lambda w: gs.autocast(half, loss_scale=2.0**15)(w, X)), lambda w: jnp.mean((X @ w) ** 2),
           gs.autocast(lambda w: jnp.mean((X @ w) ** 2), "bfloat16")): search(f, tx).trace(W, tx.init(W))
 tx = gs.loss_scaled(optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5)))
 run(search(lambda w: half(w, X), tx), tx)
@@ -746,8 +746,8 @@ p, state, loss = gs.train_step(plain, tx)(p, state)
 assert p.dtype == jnp.float16 and loss.dtype == jnp.float32
 """),
     # ── loops ────────────────────────────────────────────────────────────────────────────────
-    "self_scaled outside of jit": ("warns", "into jax.jit", """
-loss = gs.self_scaled(plain)
+    "a scaled loss outside of jit": ("warns", "into jax.jit", """
+loss = gs.autocast(plain, loss_scale=2.0**15)
 for _ in range(20): w = w - 0.1 * jax.grad(loss)(w)
 """),
     "a run without a step": ("warns", "in a row were skipped", """

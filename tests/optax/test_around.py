@@ -120,10 +120,10 @@ def test_accumulation_outside_is_what_a_step_around_all_does_right():
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: __import__("functools").partial(f, x=1.0)])
 def test_a_loss_that_scales_itself_is_refused(wrap):
-    """`self_scaled` inside `train_step` or `value_and_grad` would scale twice."""
-    loss = wrap(gs.self_scaled(lambda w, x=1.0: loss_fn(w, x), 2.0**4))
+    """A scaled loss inside `train_step` or `value_and_grad` would scale twice."""
+    loss = wrap(gs.autocast(lambda w, x=1.0: loss_fn(w, x), loss_scale=2.0**4))
     tx = scaled()
-    with pytest.raises(TypeError, match="without self_scaled for train_step"):
+    with pytest.raises(TypeError, match="without a loss_scale of its own for train_step"):
         gs.train_step(loss, tx)
-    with pytest.raises(TypeError, match="without self_scaled for value_and_grad"):
+    with pytest.raises(TypeError, match="without a loss_scale of its own for value_and_grad"):
         gs.value_and_grad(loss, tx.init(WEIGHTS))

@@ -50,7 +50,7 @@ def losses_in_nnx(loss=dropped, model=linear):
     return [float(step(m, rngs)) for _ in range(4)]
 
 
-@pytest.mark.parametrize("transform", [gs.autocast, gs.self_scaled])
+@pytest.mark.parametrize("transform", [gs.autocast, gs.autocast(loss_scale=2.0**15)])
 def test_a_random_state_of_its_own_advances(transform):
     """`nnx.Rngs` beside the model gives another dropout mask in each call, as in plain NNX."""
     found = losses_in_nnx(transform(dropped))

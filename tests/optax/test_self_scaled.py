@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import gainstage as gs
+from gainstage.transforms.self_scaled import self_scaled
 
 P = PartitionSpec
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -38,7 +39,7 @@ def error(grads, exact=EXACT):
 def test_gradients_are_true_at_any_scale(power):
     """Small gradients survive; from 2**40, where each step overflows, retries find a scale."""
     small = functools.partial(loss_fn, factor=2.0**-12)
-    loss, grads = jax.jit(jax.value_and_grad(gs.self_scaled(small, 2.0**power)))(W, X, Y)
+    loss, grads = jax.jit(jax.value_and_grad(self_scaled(small, 2.0**power)))(W, X, Y)
     assert error(jax.grad(small)(W, X, Y) * 2.0**12) > 0.02
     assert error(grads * 2.0**12) < 0.002
     assert loss == pytest.approx(float(small(W, X, Y)), rel=1e-6)
@@ -47,9 +48,9 @@ def test_gradients_are_true_at_any_scale(power):
 def test_the_number_of_retries_is_bounded():
     """Each retry divides the scale by 16; the last one's gradients are returned."""
     for retries, finite in ((0, False), (3, False), (8, True)):
-        wrapped = gs.self_scaled(loss_fn, 2.0**40, retries=retries)
+        wrapped = self_scaled(loss_fn, 2.0**40, retries=retries)
         assert np.isfinite(jax.grad(wrapped)(W, X, Y)).all() == finite
-    bad = jax.value_and_grad(gs.self_scaled(loss_fn))(W, X.at[0].set(jnp.nan), Y)
+    bad = jax.value_and_grad(self_scaled(loss_fn))(W, X.at[0].set(jnp.nan), Y)
     assert np.isnan(bad[0])
     assert np.isnan(bad[1]).any()
 
@@ -57,7 +58,7 @@ def test_the_number_of_retries_is_bounded():
 def test_a_trainers_loop_loses_no_batch():
     """`optax.MultiSteps` keeps an overflow for ever; a loss that retries never gives it one."""
     tx = optax.MultiSteps(optax.adam(0.1), 2)
-    wrapped = gs.self_scaled(loss_fn, 2.0**40)
+    wrapped = self_scaled(loss_fn, 2.0**40)
 
     @jax.jit
     def step(params, state):
@@ -77,7 +78,7 @@ def test_names_aux_and_other_arguments():
     def with_aux(w, x, *, y, key, count):
         return loss_fn(w, x, y), {"count": count + 1, "key": jax.random.split(key)}
 
-    wrapped = gs.self_scaled(with_aux, 2.0**40)
+    wrapped = self_scaled(with_aux, 2.0**40)
     by_name = {"y": Y, "key": KEYS[2], "count": jnp.int32(3)}
     for argnums in (0, 1):
         differentiate = jax.value_and_grad(wrapped, argnums, has_aux=True)
@@ -91,13 +92,13 @@ def test_names_aux_and_other_arguments():
 
 def test_a_closed_over_parameter_has_its_gradient():
     """So it has when the loss is nested in a function that is differentiated."""
-    grads = jax.grad(lambda w: 3.0 * gs.self_scaled(lambda x: loss_fn(w, x, Y))(X))(W)
+    grads = jax.grad(lambda w: 3.0 * self_scaled(lambda x: loss_fn(w, x, Y))(X))(W)
     assert error(grads / 3) < 0.01
 
 
 def test_under_transformations():
     """`vmap`, `scan` and `checkpoint` of the gradient are those of the float32 loss."""
-    wrapped = gs.self_scaled(loss_fn, 2.0**40)
+    wrapped = self_scaled(loss_fn, 2.0**40)
     both = jax.vmap(jax.grad(wrapped), (0, None, None))(jnp.stack([W, W + 1]), X, Y)
     assert error(both[0]) < 0.01
     assert error(both[1], np.asarray(jax.grad(single)(W + 1, X, Y))) < 0.01
@@ -111,7 +112,7 @@ def test_under_transformations():
 @pytest.mark.filterwarnings("ignore:The gradient of a float16 parameter")
 def test_half_precision_parameters_keep_their_dtype():
     """The gradient of a float16 parameter is float16."""
-    grads = jax.grad(gs.self_scaled(loss_fn))(W.astype(jnp.float16), X, Y)
+    grads = jax.grad(self_scaled(loss_fn))(W.astype(jnp.float16), X, Y)
     assert grads.dtype == jnp.float16
     assert error(grads) < 0.01
 
@@ -123,7 +124,7 @@ def test_on_a_mesh(kind):
     x, y = (jax.device_put(v, NamedSharding(mesh, P("data"))) for v in (X, Y))
     w = jax.device_put(W, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh):
-        grads = jax.jit(jax.grad(gs.self_scaled(loss_fn, 2.0**40)))(w, x, y)
+        grads = jax.jit(jax.grad(self_scaled(loss_fn, 2.0**40)))(w, x, y)
     assert error(grads) < 0.01
 
 
@@ -147,7 +148,7 @@ def test_devices_of_shard_map_retry_together(check_vma, reduces):
         check_vma=check_vma,
     )  # fmt: skip
     plain = jax.jit(of(functools.partial(grads_of, fun=local)))(W, X, y)
-    wrapped = gs.self_scaled(local, 2.0**22)
+    wrapped = self_scaled(local, 2.0**22)
     grads = jax.jit(of(functools.partial(grads_of, fun=wrapped)))(W, X, y)
     assert error(grads, np.asarray(plain)) < 0.01
 
@@ -161,7 +162,7 @@ def test_devices_of_pmap_retry_together():
 
     plain, own = (
         jax.pmap(functools.partial(grads_of, fun), "data", in_axes=(None, 0, 0))(W, x, y)[0]
-        for fun in (loss_fn, gs.self_scaled(loss_fn, 2.0**22))
+        for fun in (loss_fn, self_scaled(loss_fn, 2.0**22))
     )
     assert error(own, np.asarray(plain)) < 0.01
 
@@ -183,7 +184,7 @@ def test_models_change_in_the_try_that_counts():
         return jnp.mean((model(x) - y) ** 2)
 
     means = []
-    for fun in (of_model, gs.self_scaled(of_model, 2.0**40)):
+    for fun in (of_model, self_scaled(of_model, 2.0**40)):
         model = Net()
         loss, grads = nnx.jit(nnx.value_and_grad(fun))(model, X + 1, Y)
         means.append(np.asarray(model.norm.mean[...]))
@@ -202,7 +203,7 @@ def test_an_equinox_model():
         halved = jax.tree.map(lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a, model)
         return jnp.mean((jax.vmap(halved)(x.astype(dtype)).astype(jnp.float32) - y) ** 2)
 
-    grads = eqx.filter_jit(eqx.filter_grad(gs.self_scaled(of_model, 2.0**40)))(model, X, Y)
+    grads = eqx.filter_jit(eqx.filter_grad(self_scaled(of_model, 2.0**40)))(model, X, Y)
     exact = eqx.filter_grad(functools.partial(of_model, dtype=jnp.float32))(model, X, Y)
     for own, other in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
         assert error(own, np.asarray(other)) < 0.02
@@ -210,21 +211,21 @@ def test_an_equinox_model():
 
 def test_with_autocast_a_float32_loss_trains_in_float16():
     """The two wrappers are all that a trainer's user writes."""
-    wrapped = gs.self_scaled(gs.autocast(single), 2.0**40)
+    wrapped = self_scaled(gs.autocast(single), 2.0**40)
     assert error(jax.jit(jax.grad(wrapped))(W, X, Y)) < 0.01
 
 
 def test_bad_input_is_refused():
     """Functions, scales, retries and losses that are none."""
     with pytest.raises(TypeError, match="loss_fn; got 3"):
-        gs.self_scaled(3)
+        self_scaled(3)
     for scale in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="scale"):
-            gs.self_scaled(loss_fn, scale)
+            self_scaled(loss_fn, scale)
     for retries in (-1, 1.5):
         with pytest.raises(ValueError, match=r"integer .* for retries"):
-            gs.self_scaled(loss_fn, retries=retries)
+            self_scaled(loss_fn, retries=retries)
     with pytest.raises(TypeError, match="retries; got True"):
-        gs.self_scaled(loss_fn, retries=True)
+        self_scaled(loss_fn, retries=True)
     with pytest.raises(TypeError, match="scalar loss from loss_fn"):
-        gs.self_scaled(lambda w: w)(W)
+        self_scaled(lambda w: w)(W)

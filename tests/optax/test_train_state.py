@@ -424,8 +424,8 @@ MISTAKES = {
         r"Write state = state.replace\(tx=other.tx\)",
     ),
     "scaled twice": (
-        lambda: gs.train_step(gs.self_scaled(lambda w, x: (x @ w).mean())),
-        "Expected a loss without self_scaled",
+        lambda: gs.train_step(gs.autocast(lambda w, x: (x @ w).mean(), loss_scale=2.0**15)),
+        "Expected a loss without a loss_scale of its own",
     ),
 }
 

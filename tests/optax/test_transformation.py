@@ -837,7 +837,7 @@ tx.update(jax.grad(gs.locally_scaled(loss_fn, 8.0))(w), state, w)
 """,
     "by itself": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-tx.update(jax.grad(gs.self_scaled(loss_fn))(w), state, w)
+tx.update(jax.grad(gs.autocast(loss_fn, loss_scale=2.0**15))(w), state, w)
 """,
     "no scale": """
 tx = gs.loss_scaled(optax.sgd(0.1), gs.FixedLossScale(1.0)); state = tx.init(w)
@@ -974,7 +974,7 @@ for _ in range(3): norm(w, other.init(w)); state = step(w, state)
 tx = gs.loss_scaled(optax.sgd(0.1)); one, two = tx.init(w), tx.init(w)
 @jax.jit
 def step(w, one, two):
-    first, second = jax.grad(gs.self_scaled(loss_fn))(w), jax.grad(loss_fn)(2 * w)
+    first, second = jax.grad(gs.autocast(loss_fn, loss_scale=2.0**15))(w), jax.grad(loss_fn)(2 * w)
     return tx.update(first, one, w)[1], tx.update(second, two, w)[1]
 one, two = step(w, one, two)
 """),
@@ -1079,8 +1079,8 @@ for way in ways:
 """,
     "scaled by itself, with the scale as a metric": """
 tx = gs.loss_scaled(optax.sgd(0.1)); state = tx.init(w)
-once, local = gs.self_scaled(loss_fn, retries=0), gs.locally_scaled(loss_fn, 8.0)
-for loss in (gs.self_scaled(loss_fn), once, local):
+scaled, local = gs.autocast(loss_fn, loss_scale=2.0**15), gs.locally_scaled(loss_fn, 8.0)
+for loss in (scaled, local):
     for grad in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.checkpoint(jax.grad(loss))):
         @jax.jit
         def step(w, state):

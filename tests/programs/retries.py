@@ -50,7 +50,7 @@ def main():
         found[name] = sizes(lowered_for_cuda(step, params, state, batch, donated=(0, 1)))
     losses = {
         "gradient": gs.locally_scaled(loss_fn, 2.0**15),
-        "gradient, retries": gs.self_scaled(loss_fn),
+        "gradient, retries": gs.autocast(loss_fn, loss_scale=2.0**15),
     }
     for name, fun in losses.items():
         found[name] = sizes(lowered_for_cuda(jax.value_and_grad(fun), params, batch))

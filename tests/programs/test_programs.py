@@ -192,8 +192,8 @@ def test_the_check_of_sums_reads_gradients_and_sums_once():
 
 
 def test_retries_cost_nothing_until_they_are_needed():
-    """A step with retries moves what one without does, and `self_scaled` reads gradients once more;
-    temporaries are the same."""
+    """A step with retries moves what one without does, and a loss with a scale of its own reads
+    gradients once more; temporaries are the same."""
     found = json.loads(output_of("h100", str(Path(__file__).with_name("retries.py"))))
     parameters = found.pop("parameters")
     for name, more in (("step", 0), ("gradient", parameters)):

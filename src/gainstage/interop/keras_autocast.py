@@ -13,11 +13,12 @@ import jax
 from gainstage._variables.types import PyTree
 from gainstage.interop.keras_backend import PACKAGE, keras
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
+from gainstage.precision.autocast import Precision, named
 from gainstage.precision.autocast import autocast as autocast_function
 from gainstage.precision.plan import Plan
 
 
-def autocast(model: Any, plan: str | Plan = "float16") -> Any:
+def autocast(model: Any, dtype: Precision = "float16") -> Any:
     """Makes a float32 model of Keras compute in half precision; its weights stay float32.
 
     It is `gainstage.autocast` for `fit`, `evaluate`, `predict`, `train_on_batch` and all else that
@@ -32,8 +33,8 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
         model: a Keras model, built or not, compiled or not. Its class becomes a subclass of its
             own. What is saved, loaded, pickled or cloned stays under autocast, but for a clone of
             a `keras.Sequential`: call this function on it.
-        plan: "float16", "bfloat16", "float8", or what `tune` has measured, which is for training:
-            with `training=False`, as in `evaluate` and `predict`, the model is then computed in
+        dtype: as for `gainstage.autocast`. What `tune` has measured is for training: with
+            `training=False`, as in `evaluate` and `predict`, the model is then computed in
             float32.
 
     Returns:
@@ -41,7 +42,7 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
 
     Raises:
         TypeError: `model` is not a Keras model.
-        ValueError: another plan, or a layer has a policy such as `mixed_float16` already.
+        ValueError: another dtype, or a layer has a policy such as `mixed_float16` already.
 
     Examples:
         >>> import keras, numpy as np
@@ -55,7 +56,8 @@ def autocast(model: Any, plan: str | Plan = "float16") -> Any:
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"Expected a Keras model; got {model!r}.")
-    autocast_function(model.stateless_call, plan)  # refuses another plan
+    plan = named(dtype)
+    autocast_function(model.stateless_call, plan)  # refuses a function that has a plan
     refuse_mixed(model)
     plain = plain_class(model)
     own = type(f"Autocast{plain.__name__}", (Autocast, plain), {"_plain": plain, "_plan": plan})

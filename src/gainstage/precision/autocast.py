@@ -1,13 +1,14 @@
 """Functions in half precision: products in float16, and what needs float32 in float32."""
 
 import contextlib
+import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Never, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from gainstage._base._jax import JaxprEqn, Tracer, is_batched, is_differentiated
 from gainstage._base.warn import warn
@@ -41,6 +42,9 @@ from gainstage.transforms.retrace import (
     function_of,
     replayed,
 )
+from gainstage.transforms.self_scaled import self_scaled
+
+Precision: TypeAlias = str | Plan | DTypeLike
 
 __all__ = ["autocast", "keep_float32"]
 
@@ -61,7 +65,26 @@ KINDS: dict[tuple[str | Kind, ...], Kind] = {
 }
 
 
-def autocast(fun: Callable[P, R], plan: str | Plan = "float16") -> Callable[P, R]:
+# Other names of dtypes, which people know from elsewhere.
+_ALIASES = {
+    "fp16": "float16", "f16": "float16", "half": "float16",
+    "bf16": "bfloat16", "fp8": "float8",
+}  # fmt: skip
+
+
+@overload
+def autocast(
+    fun: Callable[P, R], dtype: Precision = ..., *, loss_scale: float | None = ...
+) -> Callable[P, R]: ...
+
+
+@overload
+def autocast(
+    fun: str | Plan | None = ..., dtype: Precision = ..., *, loss_scale: float | None = ...
+) -> "AutocastDecorator": ...
+
+
+def autocast(fun: Any = None, dtype: Any = "float16", *, loss_scale: float | None = None) -> Any:
     """Returns a function that computes its products and convolutions in half precision.
 
     Write the model and the loss in float32, with float32 parameters. Products then have operands
@@ -82,18 +105,41 @@ def autocast(fun: Callable[P, R], plan: str | Plan = "float16") -> Callable[P, R
     - What a call changes, a model of Flax NNX or a `gainstage.Variable`, is changed as without it.
     - `keep_float32` keeps operations in float32.
 
-    Float16 needs loss scaling: `gainstage.train_step(gainstage.autocast(loss_fn), tx)`.
+    Float16 needs loss scaling: `gainstage.train_step(gainstage.autocast(loss_fn))`. A trainer that
+    differentiates by itself takes a loss with a scale of its own:
+    `autocast(loss_fn, loss_scale=2.0**15)` has the values of `autocast(loss_fn)`, and true
+    gradients from a scaled backward pass.
+
+    - If a gradient is not finite, loss and gradients are computed again at a sixteenth of the
+      scale, up to eight times, so an overflow costs time but no batch. Nothing is kept for that:
+      memory is that of a step without it. On a GPU the host reads one bit at each step.
+    - Wrap the whole loss, with its mean over a batch: it returns a scalar, or a tuple (loss, aux),
+      of which aux has no gradients. Inside of `jax.vmap` or `jax.lax.scan` it keeps the gradient of
+      each example.
+    - It is differentiated once, in reverse mode: JAX refuses `jax.jvp` of it, and in compiled code
+      second derivatives.
+    - What a call changes, such as the running means of an NNX model, is changed by the last try.
+    - Inside `jax.shard_map` and `jax.pmap` all devices try again together, or none does.
+    - A non-finite loss is not computed again, as it does not depend on the scale. Keep
+      `gainstage.loss_scaled` or `optax.apply_if_finite` around the optimizer, if that may happen.
 
     Args:
-        fun: a function of pytrees or models, such as a loss.
-        plan: "float16" or "bfloat16", the dtype of products; or "float8", for linear layers that
-            are large enough for an H100 to gain by it, all else as by "float16". Also what
-            `gainstage.precision.tune` has measured for `fun`.
+        fun: a function of pytrees or models, such as a loss; without it, a decorator is returned. A
+            model of Keras is given to `gainstage.interop.keras.autocast`.
+        dtype: "float16" or "bfloat16", the dtype of products, also by short names such as "fp16",
+            or as a dtype; or "float8", for linear layers that are large enough for an H100 to gain
+            by it, all else as by "float16". Also what `gainstage.precision.tune` has measured for
+            `fun`.
+        loss_scale: the factor of the loss at the first try of a step, > 0 and at most `2**126`, if
+            a trainer differentiates `fun`; a power of two causes no rounding. None if a scale is
+            elsewhere, or none is needed. A loss that sums over the data may need one below 1.
 
     Raises:
-        TypeError: `fun` is not callable.
-        ValueError: another plan; `fun` is what `self_scaled` returned, or `autocast` with a
-            `Plan`; from the call, the plan of another function.
+        TypeError: `fun` is not callable, or `loss_scale` is not a number; from the call with a
+            `loss_scale`, the loss is not a scalar.
+        ValueError: another dtype; `loss_scale` is out of range; `fun` has a `loss_scale` already,
+            or is what `autocast` returned, with a `Plan`; from the call, the plan of another
+            function.
 
     Examples:
         >>> import gainstage as gs
@@ -105,36 +151,88 @@ def autocast(fun: Callable[P, R], plan: str | Plan = "float16") -> Callable[P, R
         >>> print(loss.dtype, grads["w"].dtype, f"{loss:.4f}")
         float32 float32 0.1443
 
+        With a scale of its own, for a trainer that calls `jax.grad`:
+
+        >>> def small(w, x):
+        ...     return (w @ x).sum() * 2.0**-10
+        >>> w, x = jnp.ones((1, 1)), jnp.full((1, 1), 2.0**-15)
+        >>> trainer_loss = gs.autocast(small, loss_scale=2.0**15)
+        >>> print(jax.grad(gs.autocast(small))(w, x), jax.grad(trainer_loss)(w, x))
+        [[0.]] [[2.9802322e-08]]
+
     Source: `torch.autocast`; Micikevicius et al., 2018, arXiv:1710.03740.
     """
+    if fun is None or isinstance(fun, (str, Plan, np.dtype)) or _is_scalar_type(fun):
+        return AutocastDecorator(dtype if fun is None else fun, loss_scale)
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in type(fun).__mro__]
+    if any(name.startswith("keras.") and name.endswith(".Model") for name in names):
+        if loss_scale is not None:
+            raise TypeError(
+                "Expected no loss_scale for a model of Keras, whose optimizer scales the loss: "
+                "gainstage.interop.keras.LossScaleOptimizer(optimizer)."
+            )
+        return importlib.import_module("gainstage.interop.keras").autocast(fun, dtype)
     if not callable(fun):
-        how = " Write the function first: gainstage.autocast(loss_fn, plan)."
-        is_plan = isinstance(fun, (str, Plan))
-        raise TypeError(f"Expected a function for fun; got {fun!r}.{how if is_plan else ''}")
+        raise TypeError(f"Expected a function for fun; got {fun!r}.")
     if getattr(fun, "is_self_scaled", False):
         raise ValueError(
-            f"Expected a function before self_scaled for fun; got {fun!r}, which autocast cannot "
-            f"look into. Write self_scaled(autocast(loss_fn))."
+            f"Expected a function without a loss_scale for fun; got {fun!r}, which autocast cannot "
+            f"look into. Write autocast(loss_fn, dtype, loss_scale=scale) once."
         )
-    if isinstance(plan, Plan) and plan_of(fun) is not None:
+    if isinstance(dtype, Plan) and plan_of(fun) is not None:
         raise ValueError(
             f"Expected a function without autocast for fun, with a Plan; got {fun!r}, which "
             f"autocast returned. Pass the function that it was given: fun.__wrapped__."
         )
+    plan = named(dtype)
     cast: Any
     if isinstance(plan, Plan):
         caster = _Caster(DTYPES[plan.dtype], plan)
         cast = replayed(fun, caster.compute, caster.constant, plan.check)
-    elif isinstance(plan, str) and plan in (*DTYPES, FLOAT8):
+    else:
         caster = _Caster(DTYPES.get(plan, DTYPES["float16"]), card=H100 if plan == FLOAT8 else None)
         cast = replayed(fun, caster.compute, caster.constant, caster.look, caster.tell)
-    else:
-        hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(plan) else ""
-        raise ValueError(
-            f"Expected one of {sorted([*DTYPES, FLOAT8])} or a Plan for plan; got {plan!r}.{hint}"
-        )
     cast.autocast_plan = plan
-    return cast
+    return cast if loss_scale is None else self_scaled(cast, loss_scale)
+
+
+class AutocastDecorator:
+    """The decorator that `autocast` returns without a function."""
+
+    def __init__(self, dtype: Any, loss_scale: float | None):
+        self._dtype, self._loss_scale = named(dtype), loss_scale
+
+    def __call__(self, fun: Callable[P, R]) -> Callable[P, R]:
+        """Returns `autocast(fun, dtype, loss_scale=loss_scale)`."""
+        return autocast(fun, self._dtype, loss_scale=self._loss_scale)
+
+    def __enter__(self) -> Never:
+        raise TypeError(
+            "Expected gainstage.autocast around a function, as it is no context. Write "
+            "loss_fn = gainstage.autocast(loss_fn), and call that."
+        )
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def _is_scalar_type(x: object) -> bool:
+    """Whether a value is a dtype as JAX and numpy write it, such as `jnp.float16`."""
+    return isinstance(x, type) and (issubclass(x, np.generic) or hasattr(x, "dtype"))
+
+
+def named(dtype: Any) -> str | Plan:
+    """A plan, or the name of a dtype: "float16", "bfloat16" or "float8"."""
+    if isinstance(dtype, Plan):
+        return dtype
+    name = dtype
+    with contextlib.suppress(TypeError):
+        name = _ALIASES.get(dtype, dtype) if isinstance(dtype, str) else jnp.dtype(dtype).name
+    if not isinstance(name, str) or name not in (*DTYPES, FLOAT8):
+        hint = " Read a plan from its file: Plan.load(path)." if ".json" in str(dtype) else ""
+        raise ValueError(
+            f"Expected one of {sorted([*DTYPES, FLOAT8])} or a Plan for dtype; got {dtype!r}.{hint}"
+        )
+    return name
 
 
 def with_float8(fun: Callable[P, R]) -> Callable[P, R]:

@@ -29,7 +29,8 @@ NOT_SCALED = (
     "No loss was multiplied by the loss scale before this update of gainstage.loss_scaled, so "
     "small gradients are lost as without it. Use gainstage.train_step, or compute gradients with "
     "gainstage.value_and_grad(loss_fn, opt_state). If a trainer differentiates by itself, give it "
-    "gainstage.self_scaled(loss_fn). By hand, write gainstage.scale_loss(loss, opt_state). To "
+    "gainstage.autocast(loss_fn, loss_scale=2.0**15). By hand, write "
+    "gainstage.scale_loss(loss, opt_state). To "
     'silence this warning: warnings.filterwarnings("ignore", message="No loss was multiplied").'
 )
 NOT_DIVIDED = (
@@ -85,7 +86,7 @@ PLAIN_GRAD_FN = (
 PLAIN_VALUE_FN = (
     "The line search in this update of gainstage.loss_scaled differentiates a float16 value_fn "
     "without a loss scale, so small gradients are lost. Write value_fn=lambda params: "
-    "gainstage.self_scaled(loss_fn)(params, *batch)."
+    "gainstage.autocast(loss_fn, loss_scale=2.0**15)(params, *batch)."
 )
 STALE = (
     "The gradients of this update of gainstage.loss_scaled were computed with the scale of another "
@@ -93,9 +94,9 @@ STALE = (
     "gainstage.value_and_grad(loss_fn, opt_state)(params)."
 )
 NO_USE = (
-    "The rule of this gainstage.loss_scaled has no effect: the loss of gainstage.self_scaled keeps "
-    "a scale of its own. Leave the rule out, and for another scale write "
-    "gainstage.self_scaled(loss_fn, scale)."
+    "The rule of this gainstage.loss_scaled has no effect: the loss of gainstage.autocast has a "
+    "loss_scale of its own. Leave the rule out, and for another scale write "
+    "gainstage.autocast(loss_fn, loss_scale=scale)."
 )
 FROZEN = (
     "The state that this update of gainstage.loss_scaled got is a constant of a compiled function, "

@@ -132,7 +132,7 @@ def traced(
         if eager == EAGER_CALLS:
             eager += 1
             warn(
-                f"{checks.brief(fun)} under autocast or self_scaled was called {EAGER_CALLS} "
+                f"{checks.brief(fun)} under autocast was called {EAGER_CALLS} "
                 f"times outside of jax.jit, and traced each time. Put the step that calls it into "
                 f"jax.jit."
             )

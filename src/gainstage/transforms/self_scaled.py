@@ -59,13 +59,13 @@ def self_scaled(
         ValueError: `scale` is out of range, or `retries` is not an integer >= 0.
 
     Examples:
-        >>> import gainstage as gs
+        >>> from gainstage.transforms.self_scaled import self_scaled
         >>> import jax, jax.numpy as jnp
         >>> def loss_fn(w, x):
         ...     y = w.astype(jnp.float16) * x
         ...     return y.astype(jnp.float32) * 2.0**-10
         >>> w, x = jnp.float32(1.0), jnp.float16(2.0**-15)
-        >>> print(jax.grad(loss_fn)(w, x), jax.grad(gs.self_scaled(loss_fn))(w, x))
+        >>> print(jax.grad(loss_fn)(w, x), jax.grad(self_scaled(loss_fn))(w, x))
         0.0 2.9802322e-08
 
     Source: Micikevicius et al., 2018, arXiv:1710.03740.
@@ -84,8 +84,8 @@ def self_scaled(
             warned = True
             warn(
                 f"The gradient of a float16 parameter, here of shape {halves[0].shape}, is float16 "
-                f"too, and loses below 6e-8 what self_scaled has kept. Keep parameters in float32, "
-                f"and compute in half precision: self_scaled(autocast(loss_fn))."
+                f"too, and loses below 6e-8 what loss_scale has kept. Keep parameters in float32, "
+                f"and compute in half precision: autocast(loss_fn, loss_scale=2.0**15)."
             )
         loss: Any = program.out_avals[0] if program.out_avals else None
         if loss is None or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):

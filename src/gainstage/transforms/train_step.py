@@ -169,8 +169,9 @@ def train_step(
         `jax.ShapeDtypeStruct` arguments.
 
     Raises:
-        TypeError: `tx` is not a transformation, `loss_fn` is one of `self_scaled`, `donate` not a
-            bool, or `retries` not a number; from `step`, the loss or a parameter is no array.
+        TypeError: `tx` is not a transformation, `loss_fn` has a `loss_scale` of its own, `donate`
+            is not a bool, or `retries` not a number; from `step`, the loss or a parameter is no
+            array.
         ValueError: `retries` is not an integer >= 0; from `step`, `opt_state` has no loss-scale
             state, or several, or a transformation around `loss_scaled` could hide an overflow.
 

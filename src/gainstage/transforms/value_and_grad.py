@@ -84,7 +84,7 @@ def value_and_grad(
         that overflowed is not finite.
 
     Raises:
-        TypeError: `fun` does not return a scalar, or is a loss of `self_scaled`.
+        TypeError: `fun` does not return a scalar, or has a `loss_scale` of its own.
         ValueError: `opt_state` has no loss-scale state, or several, or a transformation around
             `loss_scaled` could hide an overflow from it.
 
@@ -110,8 +110,8 @@ def refuse_self_scaled(fun: Any, caller: str) -> None:
     """Raises a TypeError for a loss that scales its gradients itself."""
     if getattr(getattr(fun, "func", fun), "is_self_scaled", False):
         raise TypeError(
-            f"Expected a loss without self_scaled for {caller}, which scales it by the state of "
-            f"loss_scaled; got two scales. Pass the loss itself."
+            f"Expected a loss without a loss_scale of its own for {caller}, which scales it by the "
+            f"state of loss_scaled; got two scales. Pass autocast(loss_fn) alone."
         )
 
 
