@@ -5,23 +5,82 @@ Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from gainstage._variables.types import PyTree
-from gainstage.interop.keras_autocast import autocast
+from gainstage.interop.keras_autocast import autocast, kept_if_skipped
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_measured import advise, tune
+from gainstage.precision.autocast import Precision, named
+from gainstage.precision.plan import Plan
+from gainstage.rules.loss_scale import Rule
 
 __all__ = [
     "LogLossScale",
     "LossScaleOptimizer",
     "advise",
     "autocast",
+    "compile",
     "protect_statistics",
     "tune",
 ]
+
+
+def compile(
+    model: Any,
+    optimizer: Any = "rmsprop",
+    loss: Any = None,
+    *,
+    dtype: Precision = "float16",
+    rule: Rule | None = None,
+    **options: Any,
+) -> Any:
+    """Compiles a float32 model of Keras for training in half precision, with all that it needs.
+
+    It is `model = autocast(model, dtype)` and `model.compile(LossScaleOptimizer(optimizer), loss)`:
+    products in half precision, a scaled loss, and steps that keep everything if a gradient
+    overflows, moving means and seeds too. What is saved, loaded or pickled has all of it.
+
+    Args:
+        model: a Keras model, built or not.
+        optimizer: an optimizer of Keras, or its name. One that scales losses is taken as it is.
+        loss: as for `model.compile`.
+        dtype: as for `autocast`. In bfloat16 no loss is scaled.
+        rule: the rule of the loss scale, by default that of `LossScaleOptimizer`.
+        **options: as for `model.compile`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+        ValueError: `rule` is given where no loss is scaled, or the optimizer has one; as
+            `autocast`.
+
+    Examples:
+        >>> import keras, numpy as np
+        >>> import gainstage.interop.keras
+        >>> net = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+        >>> net = gainstage.interop.keras.compile(net, keras.optimizers.SGD(0.01), "mse")
+        >>> x = np.ones((2, 1))
+        >>> for batch in (x, x * np.nan):
+        ...     history = net.fit(batch, x, verbose=0)
+        >>> print(net.layers[0].moving_mean.value, float(net.optimizer.dynamic_scale.value))
+        [0.01] 16384.0
+
+    Source: `keras.Model.compile`.
+    """
+    plan = named(dtype)
+    optimizer = keras.optimizers.get(optimizer)
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    is_bfloat16 = (plan.dtype if isinstance(plan, Plan) else plan) == "bfloat16"
+    if rule is not None and (scales or is_bfloat16):
+        where = "with an optimizer that scales losses" if scales else "in bfloat16"
+        raise ValueError(f"Expected no rule {where}; got {rule!r}.")
+    model = autocast(model, plan)
+    wraps = not scales and not is_bfloat16
+    model.compile(LossScaleOptimizer(optimizer, rule=rule) if wraps else optimizer, loss, **options)
+    return model
 
 
 def protect_statistics(model: Any) -> Any:
@@ -30,7 +89,8 @@ def protect_statistics(model: Any) -> Any:
     Keras's trainer stores what the forward pass assigned, even if the optimizer skips the step. So
     one batch with a NaN or inf corrupts the moving mean and variance of a `BatchNormalization`.
     With this function they change only if the step was applied, and so do the seeds of `Dropout`.
-    Metrics, the loss among them, still count every step.
+    Metrics, the loss among them, still count every step. A model under `autocast` does so by
+    itself; this is for one under a policy of Keras's, such as `mixed_float16`.
 
     Args:
         model: a Keras model, compiled or not. Its `train_step` is replaced. Call this function
@@ -59,14 +119,7 @@ def protect_statistics(model: Any) -> Any:
     train_step = model.train_step
 
     def step(state: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
-        _, fixed, optimizer_variables, _ = state
-        logs, (trainable, new, after, metrics) = train_step(state, data)
-        optimizer = model.optimizer
-        count = getattr(optimizer, "inner_optimizer", optimizer)._iterations
-        place = next(i for i, v in enumerate(optimizer.variables) if v is count)
-        applied = after[place] != optimizer_variables[place]  # only applied steps are counted
-        new = [jnp.where(applied, n, o) for n, o in zip(new, fixed, strict=True)]
-        return logs, (trainable, new, after, metrics)
+        return kept_if_skipped(model, train_step, state, data)
 
     model.train_step = step
     model.train_function = None  # an earlier `fit` compiled the old `train_step`

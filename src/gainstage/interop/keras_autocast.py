@@ -5,10 +5,11 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from gainstage._variables.types import PyTree
 from gainstage.interop.keras_backend import PACKAGE, keras
@@ -25,6 +26,7 @@ def autocast(model: Any, dtype: Precision = "float16") -> Any:
     uses `model.stateless_call`, such as your own `train_step`. The loss and the metrics are
     computed in float32. `model(x)` itself is computed in float32 too.
 
+    A step that overflows keeps all state of the model: moving means, and the seeds of `Dropout`.
     In float16 the gradients need loss scaling: `compile` wraps an optimizer that has none in
     `LossScaleOptimizer`, as Keras does under its policy `mixed_float16`. `auto_scale_loss=False`
     leaves it out.
@@ -127,6 +129,14 @@ class Autocast:
         if kwargs.get("auto_scale_loss", True):
             self._scale_losses()
 
+    def train_step(self, state: PyTree, data: PyTree) -> tuple[PyTree, PyTree]:
+        """Takes a step of `fit`; one that the optimizer skips keeps all state of the model."""
+        own: Any = super()
+        optimizer: Any = getattr(self, "optimizer", None)
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return own.train_step(state, data)
+        return kept_if_skipped(self, own.train_step, state, data)
+
     def _begin(self) -> None:
         """Takes the place of the model as it was, perhaps under another plan."""
         vars(self).pop("_half", None)
@@ -170,6 +180,20 @@ class Autocast:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._plain._unpickle_model, super().__reduce__()[1]
+
+
+def kept_if_skipped(
+    model: Any, train_step: Callable[..., Any], state: PyTree, data: PyTree
+) -> tuple[PyTree, PyTree]:
+    """A step of Keras's `fit` that keeps what is not trained, but for metrics, if it is skipped."""
+    _, fixed, optimizer_variables, _ = state
+    logs, (trainable, new, after, metrics) = train_step(state, data)
+    optimizer = model.optimizer
+    count = getattr(optimizer, "inner_optimizer", optimizer)._iterations
+    place = next(i for i, v in enumerate(optimizer.variables) if v is count)
+    applied = after[place] != optimizer_variables[place]  # only applied steps are counted
+    new = [jnp.where(applied, n, o) for n, o in zip(new, fixed, strict=True)]
+    return logs, (trainable, new, after, metrics)
 
 
 def plain_class(model: Any) -> type[Any]:
