@@ -1,6 +1,7 @@
 """A run whose steps are all skipped says so once, without waiting for the device."""
 
 import gc
+import re
 import warnings
 import weakref
 
@@ -81,6 +82,7 @@ def test_a_dead_run_says_so_once(loop):
     for _ in range(2):
         (text,) = told(loop(), *[1.0] * 10, *[np.nan] * 150)
         assert text.startswith("The last 54 steps in a row were skipped")
+        assert re.search(r"xray\(loss_fn, params, \*batch, scale=2\.0\*\*-?\d+\) names", text)
         assert "the loss scale is 2^" in text
 
 

@@ -632,3 +632,27 @@ def test_a_change_that_leaves_gradients_far_off_does_not_help():
         "a loss scale of 2^5: does not help: finite, loss 1.5, with gradients 528% off"
     )
     assert "with gradients within 0.40% of float32" in str(remedy._replace(error=0.004))
+
+
+def test_a_train_state_has_the_scale_and_the_extra():
+    """`xray(loss_fn, state, *batch)` looks at the step of a state: its parameters, its extra, and
+    the scale at which its last step was skipped, or that of the next step."""
+    rows = jnp.full((8, 4), 100.0)
+
+    @gs.autocast
+    def loss_fn(params, mean, x):
+        return jnp.mean((x @ params["w"]) ** 2), 0.9 * mean + x.mean()
+
+    params = {"w": jnp.full((4, 4), 100.0)}
+    for telemetry, scale in ((True, 2.0**15), (False, 2.0**14)):
+        state = gs.TrainState.create(
+            params, optax.sgd(0.1), extra=jnp.float32(0), telemetry=telemetry
+        )
+        assert xray(loss_fn, state, rows, prescribe=False).scale == 2.0**15
+        state, loss = gs.train_step(loss_fn, donate=False)(state, rows)
+        assert not state.applied
+        x = xray(loss_fn, state, rows, prescribe=False)
+        assert (x.scale, x.finite, x.loss) == (scale, False, pytest.approx(float(loss), rel=1e-3))
+        assert xray(loss_fn, state, rows, scale=2.0**-10, prescribe=False).finite
+    with pytest.raises(ValueError, match="Expected no opt_state with a TrainState"):
+        xray(loss_fn, state, rows, opt_state=state.opt_state)

@@ -17,6 +17,7 @@ from gainstage._variables.types import OptState, PyTree, Scalar, Using
 from gainstage.precision.autocast import plan_of
 from gainstage.runs.telemetry import ADVISE
 from gainstage.transforms.loss_scaled_state import loss_scaled_state
+from gainstage.transforms.train_state import TrainState, with_parts
 from gainstage.xray.causes import LOST, NEGLIGIBLE, Cause, causes_of, losses_of
 from gainstage.xray.numbers import whole_error
 from gainstage.xray.program import Program, program_of
@@ -55,10 +56,12 @@ def xray(
     Args:
         loss_fn: a function that returns a scalar loss, or (loss, aux).
         *args: its arguments in the bad step. A skipped step does not change the parameters, so you
-            still have them.
+            still have them. A `TrainState` in the place of the parameters has the scale, and the
+            `extra` if the loss takes one.
         opt_state: a state of `loss_scaled`, whose loss scale is used.
-        scale: the loss scale, > 0, instead of `opt_state`; 1 if both are missing. After a skipped
-            step the state has a lower scale already; use `gs.telemetry(...).loss_scale`.
+        scale: the loss scale, > 0, instead of `opt_state`; 1 if there is neither, nor a state.
+            After a skipped step a state has a lower scale already; use
+            `gs.telemetry(...).loss_scale`, as is done for a `TrainState` with telemetry.
         argnums: the arguments to differentiate with respect to.
         has_aux: whether `loss_fn` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
@@ -85,6 +88,18 @@ def xray(
 
     Source: `jax.debug_nans` and `jax.experimental.checkify` for the question.
     """
+    is_cast = plan_of(loss_fn) is not None
+    if args and isinstance(args[0], TrainState):
+        state, *batch = args
+        if opt_state is not None:
+            raise ValueError(
+                "Expected no opt_state with a TrainState, which has its own; got both."
+            )
+        scale = _scale_of_last_step(state) if scale is None else scale
+        args = (state.params, *batch)
+        if state.extra is not None:
+            args = (state.params, state.extra, *batch)
+            loss_fn, has_aux = with_parts(loss_fn, True, has_aux), True
     if opt_state is not None and scale is not None:
         raise ValueError(
             "Expected opt_state or scale; got both. `opt_state` contains the loss scale."
@@ -94,9 +109,14 @@ def xray(
     value = checks.loss_scale("scale", 1.0 if scale is None else float(np.asarray(scale)))
     program = program_of(loss_fn, args, argnums, has_aux, using)
     steps = jaxprs.count(program.jaxpr)
-    is_cast = plan_of(loss_fn) is not None
     with counted(steps, "X-ray", "trying change", every=16, shows=progress) as tick:
         return Xray(program, float(value), tick, prescribe, compiled, is_cast)
+
+
+def _scale_of_last_step(state: TrainState[Any]) -> jax.Array:
+    """The loss scale of the last step of a state, if it is recorded; else that of the next."""
+    observed = loss_scaled_state(state.opt_state).observed
+    return state.loss_scale if observed is None or state.applied else observed.info.loss_scale
 
 
 class Xray:
