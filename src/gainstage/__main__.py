@@ -172,10 +172,9 @@ def _parser() -> _Parser:
     )
     advise.add_argument(
         "--card",
-        default="H100",
         metavar="CARD",
-        help="for the times on paper: H100, A100, L4, T4, V100, 'TPU v5e' or 'TPU v7' (default: "
-        "H100)",
+        help="for the times on paper, such as H100, A100, L4, T4 or 'RTX 4090' (default: that of "
+        "this machine; an H100 on a CPU)",
     )
     advise.add_argument(
         "--has-aux", action="store_true", help="the loss returns (loss, aux), as for jax.grad"

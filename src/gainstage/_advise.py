@@ -9,14 +9,14 @@ from gainstage.precision.cards import known_card
 from gainstage.xray.from_file import imported_from
 
 
-def main(words: str, count: int | None, card: str, has_aux: bool) -> int:
+def main(words: str, count: int | None, card: str | None, has_aux: bool) -> int:
     """Prints the advice.
 
     Args:
         words: "module:function", of a function that returns (loss_fn, params, batches), or
             (model, batches) with a Keras model.
         count: how many batches to use, None for all.
-        card: the name of the card of the times.
+        card: the name of the card of the times, None for that of this machine.
         has_aux: whether the loss returns (loss, aux).
 
     Returns:
@@ -33,7 +33,7 @@ def main(words: str, count: int | None, card: str, has_aux: bool) -> int:
     return 0
 
 
-def _advised(given: Any, words: str, count: int | None, card: str, has_aux: bool) -> Advice:
+def _advised(given: Any, words: str, count: int | None, card: str | None, has_aux: bool) -> Advice:
     """The advice for what a function has returned."""
     size = len(given) if isinstance(given, tuple) else 0
     if size == 3:

@@ -3,6 +3,7 @@
 import itertools
 import re
 import time
+import types
 from typing import NamedTuple
 
 import equinox as eqx
@@ -15,6 +16,7 @@ from flax import nnx
 import gainstage as gs
 from gainstage.__main__ import main
 from gainstage.precision import advise
+from gainstage.precision.cards import known_card
 
 
 def draw(number, *shape):
@@ -404,8 +406,32 @@ def test_what_cannot_be_measured_is_an_error(mistake):
 
 def test_an_unknown_card_is_an_error():
     """The cards whose rates are known are listed."""
-    with pytest.raises(ValueError, match=r"'T4'.*for card; got 'B200'"):
-        advise(network, PARAMS, BATCHES, card="B200")
+    with pytest.raises(ValueError, match=r"'T4'.*for card; got 'B300'"):
+        advise(network, PARAMS, BATCHES, card="B300")
+
+
+KINDS = {
+    "NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100",
+    "Tesla T4": "T4", "Tesla V100-SXM2-16GB": "V100", "NVIDIA L4": "L4", "NVIDIA L40S": "L40S",
+    "NVIDIA A10": "A10", "NVIDIA B200": "B200", "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "TPU v5 lite": "TPU v5e", "TPU7x": "TPU v7", "cpu": "H100", "NVIDIA L40": "H100",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), KINDS.items())
+def test_the_card_is_that_of_this_machine(kind, name, monkeypatch):
+    """Without `card` the times are those of the device that JAX has; of an H100 on a CPU, and where
+    the rates are not known."""
+    device = types.SimpleNamespace(device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert known_card(None).name == name
+
+
+@pytest.mark.parametrize("written", ["t4", "T4", " T4"])
+def test_the_name_of_a_card_may_be_in_small_letters(written):
+    """`card="t4"` and `"rtx4090"` are `"T4"` and `"RTX 4090"`."""
+    assert known_card(written).name == "T4"
+    assert known_card("rtx4090").name == known_card("RTX-4090").name == "RTX 4090"
 
 
 @pytest.mark.parametrize("tick", [5.0, 0.001], ids=["long", "short"])
@@ -461,7 +487,7 @@ def test_the_command_prints_the_advice(tmp_path, monkeypatch, capsys):
     assert "Expected (loss_fn, params, batches) from of_advice:one" in capsys.readouterr().err
     assert main(["advise", "of_advice:with_aux", "--batches", "2", "--has-aux"]) == 0
     assert "Use bfloat16: noise" in capsys.readouterr().out
-    assert main(["advise", "of_advice:what", "--card", "B200"]) == 1
-    assert "Expected one of ['H100'" in capsys.readouterr().err
+    assert main(["advise", "of_advice:what", "--card", "B300"]) == 1
+    assert "Expected one of ['B200'" in capsys.readouterr().err
     assert main(["advise", "of_advice:what", "--batches", "1"]) == 1
     assert "at least 2 batches" in capsys.readouterr().err

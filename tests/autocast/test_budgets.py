@@ -189,7 +189,7 @@ MISTAKES = {
     "a tuple": ((BATCHES[0],), {}, "list of batches"),
     "no noise": ((BATCHES,), {"max_noise": 0}, "max_noise; got 0"),
     "bias": ((BATCHES,), {"max_bias": -1.0}, "max_bias; got -1"),
-    "a card": ((BATCHES,), {"card": "B200"}, "card; got 'B200'"),
+    "a card": ((BATCHES,), {"card": "B300"}, "card; got 'B300'"),
     "the same": (([BATCHES[0]] * 3,), {}, "different batches"),
 }
 

@@ -28,7 +28,7 @@ def advise(
     model: Any,
     batches: Iterable[PyTree],
     *,
-    card: str = "H100",
+    card: str | None = None,
     progress: bool = True,
 ) -> Advice:
     """Measures what each precision costs the training of a Keras model, on some batches.

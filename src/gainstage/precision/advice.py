@@ -203,7 +203,7 @@ def advise(
     params: PyTree,
     batches: Sequence[Any],
     *,
-    card: str = "H100",
+    card: str | None = None,
     has_aux: bool = False,
     using: Using | None = None,
     progress: bool = True,
@@ -233,8 +233,10 @@ def advise(
         params: its first argument, a pytree or a model.
         batches: a list of two batches or more, of usual size; four show one digit. Each is the
             tuple of what `fun` takes after the parameters, such as `(x, y)`, or `(x,)`.
-        card: for whose rates times are computed: "H100", "A100", "L4", "T4", "V100", "TPU v5e" or
-            "TPU v7".
+        card: for whose rates times are computed: "B200", "H200", "H100", "A100", "L40S", "L4",
+            "A10", "T4", "V100", "RTX 5090", "RTX 4090", "RTX 3090", "TPU v5e" or "TPU v7", in small
+            or large letters. None for the card of this machine; for an H100 on a CPU, and on a card
+            that is not among these.
         has_aux: whether `fun` returns (loss, aux).
         using: the function that differentiates, by default as for `gainstage.value_and_grad`.
         progress: whether to show a progress bar, or lines where there is no terminal.
@@ -269,7 +271,7 @@ def measured_advice(
     params: PyTree,
     batches: Sequence[Any],
     *,
-    card: str,
+    card: str | None,
     progress: bool,
     has_aux: bool = False,
     using: Using | None = None,

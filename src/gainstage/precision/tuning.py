@@ -21,7 +21,7 @@ from gainstage._programs.operations import PRODUCTS
 from gainstage._programs.places import frames_of, line_of, scope_of
 from gainstage._variables.types import PyTree, Using
 from gainstage.precision.autocast import autocast
-from gainstage.precision.cards import ANY, CARDS, Card
+from gainstage.precision.cards import ANY, Card, known_card
 from gainstage.precision.float8_rule import Float8Decision, decide
 from gainstage.precision.noise_and_bias import MAX_BIAS, MAX_NOISE, Price, Reference, error_of
 from gainstage.precision.plan import DTYPES, FLOAT8, Operation, Plan, operations_of
@@ -110,12 +110,10 @@ def tune(
     """
     if dtype not in (*DTYPES, FLOAT8):
         raise ValueError(f"Expected one of {sorted([*DTYPES, FLOAT8])} for dtype; got {dtype!r}.")
-    if card is not None and card not in CARDS:
-        raise ValueError(f"Expected one of {list(CARDS)} or None for card; got {card!r}.")
     budget = _budget(max_noise, max_bias, max_error)
     fewest = MIN_BATCHES if max_error is None else 1
     samples = samples_of(fun, params, batches, has_aux, using, fewest)
-    known = ANY if card is None else CARDS[card]
+    known = ANY if card is None else known_card(card)
     tuner = _Tuner(
         samples,
         DTYPES.get(dtype, DTYPES["float16"]),
