@@ -50,7 +50,7 @@ CARDS = {
 }
 H100 = CARDS["H100"]
 # What JAX calls a device, in small letters, by card; the longer names are looked for first.
-KINDS = {
+DEVICE_KINDS = {
     "tpu v5 lite": "TPU v5e",
     "tpu7x": "TPU v7",
     **{name.lower(): name for name in sorted(CARDS, key=len, reverse=True)},
@@ -67,7 +67,9 @@ def known_card(name: str | None) -> Card:
     if name is None:
         kind = jax.devices()[0].device_kind.lower()
         words = re.findall("[a-z0-9]+", kind)
-        found = next((KINDS[known] for known in KINDS if _names(words, known)), "H100")
+        found = next(
+            (DEVICE_KINDS[known] for known in DEVICE_KINDS if _names(words, known)), "H100"
+        )
         return CARDS[found]
     for card in CARDS.values():
         if isinstance(name, str) and _plain(card.name) == _plain(name):
