@@ -21,15 +21,19 @@ from gainstage.transforms.gradient_faults import (
 )
 from gainstage.transforms.loss_scaled_state import LossScaledState, no_rule_state
 
+PARAMETERS_ALONE = (
+    "Pass the parameters alone to tx.init, such as equinox.filter(params, "
+    "equinox.is_inexact_array)."
+)
 
-def check_leaves(params: PyTree) -> None:
-    """Raises a TypeError for parameters that cannot be trained."""
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+
+def check_leaves(tree: PyTree, name: str = "params", advice: str = PARAMETERS_ALONE) -> None:
+    """Raises a TypeError for a leaf that is neither an array nor a number."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
             raise TypeError(
-                f"Expected arrays in params; got {brief(leaf)} for "
-                f"`params{jax.tree_util.keystr(path)}`. Pass the parameters alone to tx.init, such "
-                f"as equinox.filter(params, equinox.is_inexact_array)."
+                f"Expected arrays in {name}; got {brief(leaf)} for "
+                f"`{name}{jax.tree_util.keystr(path)}`. {advice}"
             )
 
 

@@ -46,7 +46,7 @@ class TrainState(Generic[Params]):
     A step whose gradients overflow changes nothing but the loss scale: the parameters, the state of
     the optimizer, `extra` and `step` stay bit for bit. A state is a pytree, which works inside of
     `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.shard_map`, and is saved as any other. Its
-    transformation is no part of the pytree.
+    transformation is static: no leaf, and left out by `pickle`.
 
     Args:
         params: a pytree of arrays, or a model of Flax NNX or Equinox.
@@ -97,7 +97,8 @@ class TrainState(Generic[Params]):
         Args:
             params: a pytree of arrays, or a model of Flax NNX or Equinox.
             tx: a transformation of optax. One that `loss_scaled` has made, or a chain with one in
-                it, is taken as it is.
+                it, is taken as it is: give several states the same one if they are to be mapped
+                together, or stepped by one program.
             extra: what else a loss changes, a pytree of arrays; None if there is nothing.
             rule, telemetry, underflow_every, shard_state_over: as for `loss_scaled`.
 
@@ -108,12 +109,7 @@ class TrainState(Generic[Params]):
         checks.transformation("tx", tx)
         trainable = models.trainable(params)
         check_leaves(trainable)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(extra)[0]:
-            if not hasattr(leaf, "dtype") and not isinstance(leaf, complex | float | int):
-                raise TypeError(
-                    f"Expected arrays in extra; got {brief(leaf)} for "
-                    f"`extra{jax.tree_util.keystr(path)}`."
-                )
+        check_leaves(extra, "extra", "Bind what is no array to the loss: functools.partial.")
         extra = jax.tree.map(jnp.asarray, extra)
         given = {
             "rule": rule,
@@ -196,11 +192,11 @@ class TrainState(Generic[Params]):
         """
         has_aux = checks.flag("has_aux", has_aux)
         has_extra = self.extra is not None
-
         whole = with_parts(loss_fn, has_extra, has_aux)
 
         def true(*batch: Any, **kwargs: Any) -> tuple[Any, ...]:
             params, before = nnx_copy(self.params)
+            # A copy: Equinox refuses a `State` that was used once.
             own = [jax.tree.map(lambda x: x, self.extra)] if has_extra else []
             differentiate = value_and_grad(whole, self.opt_state, has_aux=True, using=using)
             (loss, (extra, aux)), grads = differentiate(params, *own, *batch, **kwargs)
@@ -314,6 +310,9 @@ def check_like(name: str, given: PyTree, other: str, expected: PyTree) -> None:
                 f"Expected {name} in the structure of state.{other}; got shape {own} of "
                 f"`{name}{path}` for shape {wanted} of `state.{other}{path}`."
             )
+
+
+# ── as a pytree ──────────────────────────────────────────────────────────────────────────────────
 
 
 class _Values(NamedTuple):

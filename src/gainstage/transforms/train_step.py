@@ -419,7 +419,9 @@ class TrainStep(Generic[Params, P, *More]):
         before = nnx_objects.values_in(batch)
         scale = state_to_scale_by(opt_state).rule_state.scale
         old, step = kept or (None, 0)
-        given = (params, *batch) if old is None else (params, old, *batch)
+        # A copy of the extra: Equinox refuses a `State` that was used once.
+        own = [] if old is None else [jax.tree.map(lambda x: x, old)]
+        given = (params, *own, *batch)
         loss_fn = with_parts(self._loss_fn, old is not None, self._has_aux)
         differentiate = scaled_value_and_grad(loss_fn, scale, True, self._using, given)
         (_, (loss, (extra, aux))), grads = differentiate(*given)
@@ -446,7 +448,7 @@ class TrainStep(Generic[Params, P, *More]):
             )
         # Also arrays that the loss itself changed, such as running means of batch normalisation.
         if kept is not None:
-            check_like("extra", extra, "extra", carried.combine(arrays)[1][0])
+            check_like("extra", extra, "extra", old)
             new = [*new, *jax.tree.leaves((extra, step + 1))]
         arrays = select_if_applied(new, arrays, opt_state)
         changed = nnx_objects.changes(batch, before)
