@@ -104,7 +104,7 @@ def test_mistakes_are_named():
     kind = type(net)
     with pytest.raises(ValueError, match="Expected no rule in bfloat16"):
         compile(net, "adam", "mse", dtype="bfloat16", rule=rule)
-    with pytest.raises(ValueError, match="Expected no rule with an optimizer that scales"):
+    with pytest.raises(TypeError, match="Expected an inner_optimizer that does not scale losses"):
         compile(net, LossScaleOptimizer(keras.optimizers.SGD()), "mse", rule=rule)
     with pytest.raises(ValueError, match=r"for dtype; got 'float32'"):
         compile(net, "adam", "mse", dtype="float32")

@@ -6,13 +6,12 @@ Needs the extra `keras` and `KERAS_BACKEND=jax`; import it before `keras.saving.
 from typing import Any
 
 from gainstage._variables.types import PyTree
-from gainstage.interop.keras_autocast import autocast, kept_if_skipped
+from gainstage.interop.keras_autocast import autocast, kept_if_skipped, needs_scale
 from gainstage.interop.keras_backend import keras
 from gainstage.interop.keras_log import LogLossScale
 from gainstage.interop.keras_loss_scale import LossScaleOptimizer
 from gainstage.interop.keras_measured import advise, tune
 from gainstage.precision.autocast import Precision, named
-from gainstage.precision.plan import Plan
 from gainstage.rules.loss_scale import Rule
 
 __all__ = [
@@ -53,9 +52,9 @@ def compile(
         The same model.
 
     Raises:
-        TypeError: `model` is not a Keras model.
-        ValueError: `rule` is given where no loss is scaled, or the optimizer has one; as
-            `autocast`.
+        TypeError: `model` is not a Keras model, or a `rule` is given and the optimizer scales
+            losses already.
+        ValueError: a `rule` is given in bfloat16; as `autocast`.
 
     Examples:
         >>> import keras, numpy as np
@@ -71,15 +70,14 @@ def compile(
     Source: `keras.Model.compile`.
     """
     plan = named(dtype)
-    optimizer = keras.optimizers.get(optimizer)
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    is_bfloat16 = (plan.dtype if isinstance(plan, Plan) else plan) == "bfloat16"
-    if rule is not None and (scales or is_bfloat16):
-        where = "with an optimizer that scales losses" if scales else "in bfloat16"
-        raise ValueError(f"Expected no rule {where}; got {rule!r}.")
+    if rule is not None:
+        if not needs_scale(plan):
+            raise ValueError(
+                f"Expected no rule in bfloat16, where no loss is scaled; got {rule!r}."
+            )
+        optimizer = LossScaleOptimizer(keras.optimizers.get(optimizer), rule=rule)
     model = autocast(model, plan)
-    wraps = not scales and not is_bfloat16
-    model.compile(LossScaleOptimizer(optimizer, rule=rule) if wraps else optimizer, loss, **options)
+    model.compile(optimizer, loss, **options)  # which wraps an optimizer that scales no losses
     return model
 
 

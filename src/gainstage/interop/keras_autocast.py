@@ -144,10 +144,9 @@ class Autocast:
 
     def _scale_losses(self) -> None:
         """Wraps an optimizer that scales no losses, for float16."""
-        dtype = self._plan.dtype if isinstance(self._plan, Plan) else self._plan
         optimizer: Any = getattr(self, "optimizer", None)
         scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if optimizer is None or scales or dtype == "bfloat16":
+        if optimizer is None or scales or not needs_scale(self._plan):
             return
         if optimizer.loss_scale_factor is None:
             self.optimizer = LossScaleOptimizer(optimizer)
@@ -180,6 +179,11 @@ class Autocast:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._plain._unpickle_model, super().__reduce__()[1]
+
+
+def needs_scale(plan: str | Plan) -> bool:
+    """Whether gradients in this precision need loss scaling: not in bfloat16."""
+    return (plan.dtype if isinstance(plan, Plan) else plan) != "bfloat16"
 
 
 def kept_if_skipped(
