@@ -49,11 +49,11 @@ CARDS = {
     )
 }
 H100 = CARDS["H100"]
-# What JAX calls a device, in small letters, by card; the longer names are looked for first.
+# Words of what JAX calls a device, in small letters, and the card.
 DEVICE_KINDS = {
     "tpu v5 lite": "TPU v5e",
     "tpu7x": "TPU v7",
-    **{name.lower(): name for name in sorted(CARDS, key=len, reverse=True)},
+    **{name.lower(): name for name in CARDS},
 }
 
 
